@@ -1,0 +1,51 @@
+# make demo     train a small model by asynchronous GRPO on this machine and show the reward rise
+# make test     lint, architecture test and the whole CPU suite
+# make lint     ruff and mdformat, without changing anything
+# make format   let them change what they can
+#
+# Each target first sees to .venv; that costs nothing while pyproject.toml and constraints.txt are
+# unchanged. Another interpreter: make test PYTHON=python3.12. Arguments of the demo: make demo
+# ARGS="--out /tmp/demo".
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+MARKDOWN := $(wildcard *.md docs examples benchmark)
+
+.PHONY: demo test lint format
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/areal demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not multi_gpu"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mdformat --check $(MARKDOWN)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/mdformat $(MARKDOWN)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
+	"areal needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make PYTHON=python3.12" % v)'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	echo "could not make $(VENV): is the venv module there? (Debian: apt install python3-venv)" >&2; exit 1; }
+
+# torch by itself first: later requirements then find the pinned build in place.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV) (minutes, once) ..."
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,30 @@
+"""areal trains language models by asynchronous reinforcement learning.
+
+The names below are imported when they are first used, so `import areal` is quick and loads no
+torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "PPOTrainer": "areal.trainer.rl_trainer",
+    "SFTTrainer": "areal.trainer.sft_trainer",
+    "workflow_context": "areal.rollout.context",
+}
+__all__ = ["PPOTrainer", "SFTTrainer", "__version__", "workflow_context"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'areal' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

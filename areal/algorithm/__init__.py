@@ -1,0 +1,1 @@
+"""The mathematics of training: tensors in, tensors out, no state, no config objects."""

@@ -1,0 +1,45 @@
+"""The contracts. This package imports nothing else of areal, and no torch at run time.
+
+Each name below may be imported from here (`from areal.api import RolloutWorkflow`) and is loaded
+when it is first used. The configuration has its own door, `areal.api.cli_args`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HOMES = {
+    "AllocationMode": "alloc_mode",
+    "AllocationValidationError": "alloc_mode",
+    "InvalidAllocationModeError": "alloc_mode",
+    "ModelAllocation": "alloc_mode",
+    "ParallelStrategy": "alloc_mode",
+    "InferenceEngine": "engine_api",
+    "TrainEngine": "engine_api",
+    "FinetuneSpec": "io_struct",
+    "LocalInfServerInfo": "io_struct",
+    "ModelRequest": "io_struct",
+    "ModelResponse": "io_struct",
+    "ParamSpec": "io_struct",
+    "RolloutStat": "io_struct",
+    "SaveLoadMeta": "io_struct",
+    "StepInfo": "io_struct",
+    "WeightUpdateMeta": "io_struct",
+    "AsyncRewardWrapper": "reward_api",
+    "RolloutWorkflow": "workflow_api",
+    "WorkflowLike": "workflow_api",
+    "GenerationHyperparameters": "config.generation",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'areal.api' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"areal.api.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,295 @@
+"""Allocation strings: which engine, cut how, over how many devices.
+
+One engine:   backend ("[" name "]")? ":" dims      `fsdp:d4t2`, `archon[actor]:d2p2e2`
+dims:         a letter and a positive number each, in any order; what is left out is 1
+              d data, t tensor, p pipeline, and for training c context, e expert
+world size:   d * t * p * c; the e expert ranks are borrowed from d * c * t
+hybrid MoE:   `megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)`, another cut for the experts of the same world
+several:      `A+B` on their own devices, `A|B` sharing devices (binds tighter; equal world sizes)
+
+Whitespace means nothing. Text that does not parse is a ValueError, a layout that an engine cannot
+have is an AllocationValidationError, two world sizes that differ are an InvalidAllocationModeError;
+the last two are ValueErrors too. `from_str(str(x)) == x` always.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Role = Literal["inference", "training"]
+
+# backend -> (role, letters it takes)
+BACKENDS: dict[str, tuple[Role, str]] = {
+    "native": ("inference", "dtp"),
+    "sglang": ("inference", "dtp"),
+    "vllm": ("inference", "dtp"),
+    "archon": ("training", "dtpce"),
+    "fsdp": ("training", "dtpce"),
+    "megatron": ("training", "dtpce"),
+}
+_HYBRID_BACKENDS = ("archon", "megatron")
+_DIM_NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+
+_ENGINE = re.compile(r"(?P<backend>[A-Za-z]\w*)(\[(?P<name>[A-Za-z_][\w-]*)\])?:(?P<dims>.+)", re.A)
+_HYBRID = re.compile(r"\(attn:(?P<attn>\w+)\|ffn:(?P<ffn>\w+)\)", re.A)
+_DIM = re.compile(r"([a-z])([1-9][0-9]{0,5})", re.A)
+_COMBINE = re.compile(r"[+|](?![^(]*\))")  # not the bar inside a hybrid's parentheses
+
+
+class AllocationValidationError(ValueError):
+    """The text is well formed but no engine can be laid out like that."""
+
+
+class InvalidAllocationModeError(ValueError):
+    """Two parts that share devices want different numbers of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelStrategy:
+    """How one model is cut. Each field is a number of ranks."""
+
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks_per_stage * self.pipeline_parallel_size
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Copies of each expert: what expert and expert-tensor ranks leave of a pipeline stage."""
+        return self._ranks_per_stage // (
+            self.expert_parallel_size * self.expert_tensor_parallel_size
+        )
+
+    @property
+    def _ranks_per_stage(self) -> int:
+        return self.data_parallel_size * self.context_parallel_size * self.tensor_parallel_size
+
+    def __str__(self) -> str:
+        if self.expert_tensor_parallel_size == 1:
+            return self._dims() + _dim("e", self.expert_parallel_size)
+        experts = (
+            f"d{self.expert_data_parallel_size}"
+            + _dim("t", self.expert_tensor_parallel_size)
+            + _dim("p", self.pipeline_parallel_size)
+            + _dim("e", self.expert_parallel_size)
+        )
+        return f"(attn:{self._dims()}|ffn:{experts})"
+
+    def _dims(self) -> str:
+        return (
+            f"d{self.data_parallel_size}"
+            + _dim("t", self.tensor_parallel_size)
+            + _dim("p", self.pipeline_parallel_size)
+            + _dim("c", self.context_parallel_size)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAllocation:
+    """One engine of a run: its back end, its layout, and whose devices it shares."""
+
+    backend: str
+    parallel: ParallelStrategy
+    name: str | None = None
+    colocated_with: str | None = None  # name (or backend) of the engine whose devices it uses
+
+    @classmethod
+    def from_str(cls, text: str) -> ModelAllocation:
+        """`"fsdp:d4t2"` -> one allocation."""
+        compact = _without_spaces(text)
+        if _COMBINE.search(compact):
+            raise ValueError(
+                f"{text!r} names several engines where one is expected; give each engine its own "
+                "backend string, like 'archon:d1'"
+            )
+        return _parse_engine(compact)
+
+    @property
+    def role(self) -> Role:
+        return BACKENDS[self.backend][0]
+
+    @property
+    def world_size(self) -> int:
+        """Devices it adds to the run: 0 when it shares another engine's."""
+        return 0 if self.colocated_with else self.parallel.world_size
+
+    def __str__(self) -> str:
+        label = f"[{self.name}]" if self.name else ""
+        return f"{self.backend}{label}:{self.parallel}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationMode:
+    """All engines of a run in one string, in the order written."""
+
+    allocations: tuple[ModelAllocation, ...]
+
+    @classmethod
+    def from_str(cls, text: str) -> AllocationMode:
+        """`"sglang:d4+fsdp:d4"` -> two allocations."""
+        parts = _COMBINE.split(_without_spaces(text))
+        separators = _COMBINE.findall(_without_spaces(text))
+        allocations: list[ModelAllocation] = []
+        anchor: ModelAllocation | None = None
+        for separator, part in zip(["+", *separators], parts, strict=True):
+            allocation = _parse_engine(part)
+            if separator == "|":
+                assert anchor is not None
+                allocation = _colocate(allocation, anchor)
+            else:
+                anchor = allocation
+            allocations.append(allocation)
+        _check_names(allocations)
+        return cls(tuple(allocations))
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the whole run."""
+        return sum(allocation.world_size for allocation in self.allocations)
+
+    def __str__(self) -> str:
+        text = ""
+        for allocation in self.allocations:
+            separator = "|" if allocation.colocated_with else "+"
+            text += f"{separator}{allocation}" if text else str(allocation)
+        return text
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def _dim(letter: str, size: int) -> str:
+    return f"{letter}{size}" if size != 1 else ""
+
+
+def _parse_engine(text: str) -> ModelAllocation:
+    match = _ENGINE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"cannot read {text!r}: expected backend:dims, like 'archon:d1' or 'fsdp:d4t2'"
+        )
+    backend = match["backend"]
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"unknown backend {backend!r} in {text!r}: known are {', '.join(BACKENDS)}"
+        )
+    dims = match["dims"]
+    if dims.startswith("("):
+        parallel = _parse_hybrid(backend, dims, text)
+    else:
+        parallel = _strategy(_parse_dims(dims, BACKENDS[backend][1], text))
+    _check_layout(backend, parallel, text)
+    return ModelAllocation(backend, parallel, match["name"])
+
+
+def _parse_dims(dims: str, allowed: str, text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    position = 0
+    while position < len(dims):
+        match = _DIM.match(dims, position)
+        if match is None:
+            raise ValueError(
+                f"cannot read {dims[position:]!r} in {text!r}: expected a letter and a positive "
+                "number, like d4t2"
+            )
+        letter, size = match.groups()
+        if letter not in allowed:
+            known = ", ".join(f"{x} ({_DIM_NAMES[x]})" for x in allowed)
+            raise ValueError(f"unknown dimension {letter!r} in {text!r}: this part takes {known}")
+        if letter in sizes:
+            raise ValueError(f"dimension {letter!r} is given twice in {text!r}")
+        sizes[letter] = int(size)
+        position = match.end()
+    return sizes
+
+
+def _strategy(sizes: dict[str, int]) -> ParallelStrategy:
+    return ParallelStrategy(**{f"{_DIM_NAMES[x]}_parallel_size": n for x, n in sizes.items()})
+
+
+def _parse_hybrid(backend: str, dims: str, text: str) -> ParallelStrategy:
+    match = _HYBRID.fullmatch(dims)
+    if match is None:
+        raise ValueError(f"cannot read {dims!r} in {text!r}: expected (attn:DIMS|ffn:DIMS)")
+    if backend not in _HYBRID_BACKENDS:
+        raise AllocationValidationError(
+            f"{backend} cannot lay out experts apart from attention ({text!r}): "
+            f"use {' or '.join(_HYBRID_BACKENDS)}"
+        )
+    attention = _strategy(_parse_dims(match["attn"], "dtpc", text))
+    experts = _parse_dims(match["ffn"], "dtpe", text)
+    stages = experts.get("p", 1)
+    if stages != attention.pipeline_parallel_size:
+        raise AllocationValidationError(
+            f"attn and ffn must have the same pipeline size in {text!r}, got "
+            f"p{attention.pipeline_parallel_size} and p{stages}"
+        )
+    cut = experts.get("t", 1) * experts.get("e", 1)
+    expert_world = cut * stages * experts.get("d", 1)
+    same = expert_world == attention.world_size
+    if "d" not in experts:
+        same = attention.world_size % expert_world == 0  # d is what is left
+    if not same:
+        raise InvalidAllocationModeError(
+            f"attn and ffn must use the same devices in {text!r}, got world sizes "
+            f"{attention.world_size} and {expert_world}"
+        )
+    return replace(
+        attention,
+        expert_parallel_size=experts.get("e", 1),
+        expert_tensor_parallel_size=experts.get("t", 1),
+    )
+
+
+def _check_layout(backend: str, parallel: ParallelStrategy, text: str) -> None:
+    if backend == "fsdp" and parallel.pipeline_parallel_size > 1:
+        raise AllocationValidationError(
+            f"fsdp has no pipeline parallelism ({text!r}): remove p, or use archon or megatron"
+        )
+    if backend == "fsdp" and parallel.expert_parallel_size > 1:
+        raise AllocationValidationError(
+            f"fsdp has no expert parallelism ({text!r}): remove e, or use archon or megatron"
+        )
+    ranks = parallel.world_size // parallel.pipeline_parallel_size
+    if ranks % (parallel.expert_parallel_size * parallel.expert_tensor_parallel_size):
+        raise AllocationValidationError(
+            f"e{parallel.expert_parallel_size} does not divide d*c*t = {ranks} in {text!r}: "
+            "experts are spread over those ranks"
+        )
+
+
+def _colocate(allocation: ModelAllocation, anchor: ModelAllocation) -> ModelAllocation:
+    if allocation.name is None:
+        raise AllocationValidationError(
+            f"{str(allocation)!r} shares the devices of {str(anchor)!r} and needs a name, like "
+            f"'{allocation.backend}[critic]:{allocation.parallel}'"
+        )
+    if allocation.world_size != anchor.world_size:
+        raise InvalidAllocationModeError(
+            f"engines that share devices must have equal world sizes, got {str(anchor)!r} with "
+            f"{anchor.world_size} and {str(allocation)!r} with {allocation.world_size}"
+        )
+    return replace(allocation, colocated_with=anchor.name or anchor.backend)
+
+
+def _check_names(allocations: list[ModelAllocation]) -> None:
+    names = [allocation.name for allocation in allocations]
+    if len(allocations) >= 3 and None in names:
+        unnamed = next(str(a) for a in allocations if a.name is None)
+        raise AllocationValidationError(
+            f"with three or more engines each needs a name, {unnamed!r} has none; write "
+            "backend[name]:dims"
+        )
+    given = [name for name in names if name]
+    twice = next((name for name in given if given.count(name) > 1), None)
+    if twice:
+        raise AllocationValidationError(f"two engines are named {twice!r}: names must be unique")

@@ -1,0 +1,64 @@
+"""The public door of the configuration: every section's class, and the way from argv to a config.
+
+    config, path = load_expr_config(sys.argv[1:], GRPOConfig)
+
+reads `train.py --config grpo.yaml actor.optimizer.lr=1e-5 +gconfig.n_samples=8`. A mistake in it is
+a `ConfigError`: one line that says where it was written and what to change. Nothing here imports
+torch, and OmegaConf is imported only when a file is read.
+"""
+
+from __future__ import annotations
+
+from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
+from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
+from areal.api.config.errors import ConfigError
+from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
+from areal.api.config.loader import dump_yaml, experiment_class, load_expr_config
+from areal.api.config.optimizer import OptimizerConfig
+from areal.api.config.ppo import PPOActorConfig, RejectionSamplingConfig
+from areal.api.config.stats import (
+    PerfTracerConfig,
+    StatsLoggerConfig,
+    SwanlabConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandBConfig,
+)
+from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig, TimerConfig
+from areal.api.config.train_engine import MicroBatchSpec, NormConfig, TrainEngineConfig
+
+__all__ = [
+    "BaseExperimentConfig",
+    "ClusterSpecConfig",
+    "ConfigError",
+    "DatasetConfig",
+    "EvaluatorConfig",
+    "GRPOConfig",
+    "GenerationHyperparameters",
+    "InferenceEngineConfig",
+    "MicroBatchSpec",
+    "NativeServerConfig",
+    "NormConfig",
+    "OptimizerConfig",
+    "PPOActorConfig",
+    "PPOConfig",
+    "PerfTracerConfig",
+    "RecoverConfig",
+    "RejectionSamplingConfig",
+    "SFTConfig",
+    "SaverConfig",
+    "SchedulerConfig",
+    "StatsLoggerConfig",
+    "SwanlabConfig",
+    "TensorBoardConfig",
+    "TimerConfig",
+    "TrackioConfig",
+    "TrainEngineConfig",
+    "ValidDatasetConfig",
+    "WandBConfig",
+    "dump_yaml",
+    "experiment_class",
+    "load_expr_config",
+]

@@ -1,0 +1,28 @@
+"""The `cluster` and `scheduler` sections: where files lie and who starts processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areal.api.config.checks import expand_path, require
+
+
+@dataclass(kw_only=True)
+class ClusterSpecConfig:
+    """What the run needs to know about the machines."""
+
+    fileroot: str = "runs"
+    """Folder of all runs. A run writes under {fileroot}/{experiment_name}/{trial_name} only."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.fileroot), "fileroot must name a folder", self.fileroot)
+        self.fileroot = expand_path("fileroot", self.fileroot)
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """Who starts worker processes."""
+
+    type: Literal["local"] = "local"
+    """`local`: the controller itself, on this machine."""

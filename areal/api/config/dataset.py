@@ -1,0 +1,47 @@
+"""The `train_dataset` and `valid_dataset` sections: which rows, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal.api.config.checks import expand_path, require, require_at_least
+
+
+@dataclass(kw_only=True)
+class DatasetConfig:
+    """One data set, by name (`gsm8k`, `arithmetic`), by path, or by the import path of a loader."""
+
+    path: str
+    """Name of a data set, a local file or folder, or an import path `package.module.loader`."""
+    type: Literal["sft", "rl"] | None = None
+    """Shape of a row. Default: what the trainer needs."""
+    split: str = "train"
+    """Which part of the data set."""
+    batch_size: int = 1
+    """Prompts per training step."""
+    shuffle: bool = True
+    """A new order in each epoch, fixed by the run's seed."""
+    drop_last: bool = True
+    """Leave out the last rows of an epoch that do not fill a batch."""
+    max_length: int | None = None
+    """Rows with more prompt tokens than this are left out."""
+    dataset_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the loader."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path must name a data set", self.path)
+        self.path = expand_path("path", self.path)
+        require_at_least(1, batch_size=self.batch_size, max_length=self.max_length)
+
+
+@dataclass(kw_only=True)
+class ValidDatasetConfig(DatasetConfig):
+    """A data set for evaluation: every row once, in order."""
+
+    split: str = "test"
+    """Which part of the data set."""
+    shuffle: bool = False
+    """A new order in each epoch, fixed by the run's seed."""
+    drop_last: bool = False
+    """Leave out the last rows of an epoch that do not fill a batch."""

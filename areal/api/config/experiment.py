@@ -1,0 +1,213 @@
+"""The root of a config file: one class per trainer.
+
+A value is written once. What a section needs from the root (batch size, model, sampling options)
+flows down in `__post_init__`; run name and folders exist at the root only. Checks that need two
+sections are here; a section checks itself.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal.api.alloc_mode import AllocationMode, ModelAllocation
+from areal.api.config.checks import expand_path, require, require_at_least
+from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
+from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
+from areal.api.config.ppo import PPOActorConfig
+from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
+from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
+from areal.api.config.train_engine import TrainEngineConfig
+
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
+
+
+@dataclass(kw_only=True)
+class BaseExperimentConfig:
+    """What every kind of training has in common."""
+
+    experiment_name: str
+    """Name of the experiment; with trial_name the folder of the run."""
+    trial_name: str
+    """Name of this run of the experiment."""
+    cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    """Where files lie."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """Who starts worker processes."""
+    allocation_mode: str = ""
+    """Older way to write the `backend` of all engines in one string, like `native:d1+archon:d1`."""
+    seed: int = 1
+    """Fixes data order, sampling and initial weights."""
+    total_train_epochs: int = 1
+    """Times the training goes through the data set."""
+    total_train_steps: int | None = None
+    """Stop after this many steps, if that is sooner."""
+    tokenizer_path: str = ""
+    """Folder or hub name of the tokenizer. Default: actor.path."""
+    train_dataset: DatasetConfig
+    """What is trained on."""
+    valid_dataset: ValidDatasetConfig | None = None
+    """What is evaluated on."""
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    """When checkpoints are saved."""
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    """When the model is evaluated on valid_dataset."""
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """When recover points are written."""
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    """Where statistics go."""
+    perf_tracer: PerfTracerConfig = field(default_factory=PerfTracerConfig)
+    """Traces of the run's phases."""
+
+    def __post_init__(self) -> None:
+        for name in ("experiment_name", "trial_name"):
+            value = getattr(self, name)
+            require(
+                _FOLDER_NAME.fullmatch(value) is not None,
+                f"{name} becomes a folder: it must be letters, digits and . _ - + =, "
+                "starting with a letter, digit or _",
+                value,
+            )
+        require(0 <= self.seed < 2**32, "seed must lie between 0 and 2**32 - 1", self.seed)
+        require_at_least(
+            1, total_train_epochs=self.total_train_epochs, total_train_steps=self.total_train_steps
+        )
+        self.tokenizer_path = expand_path("tokenizer_path", self.tokenizer_path)
+        if self.valid_dataset is None:
+            require(
+                not self.evaluator.ever_fires and not self.evaluator.eval_before_train,
+                "valid_dataset must be set when evaluator is",
+                None,
+            )
+
+    def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: str) -> None:
+        """The parts of the root that follow from the trainer and its model."""
+        self.tokenizer_path = self.tokenizer_path or actor.path
+        require(actor.optimizer is not None, "actor.optimizer must be set to train (lr: ...)", None)
+        for name, dataset in (
+            ("train_dataset", self.train_dataset),
+            ("valid_dataset", self.valid_dataset),
+        ):
+            if dataset is not None:
+                dataset.type = dataset.type or row_type
+                require(
+                    dataset.type == row_type,
+                    f"{name}.type must be {row_type!r} for this trainer",
+                    dataset.type,
+                )
+
+
+@dataclass(kw_only=True)
+class SFTConfig(BaseExperimentConfig):
+    """Supervised fine-tuning."""
+
+    trainer: Literal["sft"] = "sft"
+    """Which trainer `areal train` runs."""
+    actor: TrainEngineConfig
+    """The trained model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherit_from_trainer(self.actor, "sft")
+        if self.allocation_mode:
+            _check_allocation(self.allocation_mode, {"training": self.actor.backend})
+
+
+@dataclass(kw_only=True)
+class PPOConfig(BaseExperimentConfig):
+    """Reinforcement learning with PPO or GRPO."""
+
+    trainer: Literal["ppo"] = "ppo"
+    """Which trainer `areal train` runs."""
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """How training samples are drawn."""
+    eval_gconfig: GenerationHyperparameters | None = None
+    """How evaluation samples are drawn. Default: gconfig with one greedy sample."""
+    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    """How episodes are run."""
+    native: NativeServerConfig = field(default_factory=NativeServerConfig)
+    """The native inference server."""
+    actor: PPOActorConfig
+    """The trained policy."""
+    workflow: str = "rlvr"
+    """How one episode runs: a name, or the import path of a RolloutWorkflow class."""
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the workflow besides reward_fn, gconfig and tokenizer."""
+    eval_workflow: str | None = None
+    """The same for evaluation. Default: workflow."""
+    reward_fn: str = "gsm8k"
+    """A name, or the import path of a reward function."""
+    dynamic_bs: bool = False
+    """Train on the accepted prompts of a batch instead of waiting for a full one."""
+    dynamic_filter_fn: str | None = None
+    """Import path of a function trajectory -> bool; prompts it refuses are not trained on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherit_from_trainer(self.actor, "rl")
+        self._inherit_sampling()
+        self._check_batch()
+        if self.allocation_mode:
+            backends = {"inference": self.rollout.backend, "training": self.actor.backend}
+            _check_allocation(self.allocation_mode, backends)
+
+    def _inherit_sampling(self) -> None:
+        if self.eval_gconfig is None:
+            self.eval_gconfig = self.gconfig.new(greedy=True, n_samples=1)
+        if self.actor.max_new_tokens is None:
+            self.actor.max_new_tokens = self.gconfig.max_new_tokens
+        require(
+            self.actor.temperature == self.gconfig.temperature,
+            f"actor.temperature must equal gconfig.temperature ({self.gconfig.temperature}; write "
+            "${gconfig.temperature}), or log-probabilities disagree",
+            self.actor.temperature,
+        )
+
+    def _check_batch(self) -> None:
+        batch_size, group_size = self.train_dataset.batch_size, self.gconfig.n_samples
+        rollout, actor = self.rollout, self.actor
+        rollout.consumer_batch_size = rollout.consumer_batch_size or batch_size
+        require(
+            rollout.consumer_batch_size == batch_size,
+            f"rollout.consumer_batch_size must equal train_dataset.batch_size ({batch_size}, "
+            "which it takes when left out)",
+            rollout.consumer_batch_size,
+        )
+        rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or batch_size
+        require(
+            actor.ppo_n_minibatches <= batch_size * group_size,
+            "actor.ppo_n_minibatches must not exceed the samples of a step, "
+            f"train_dataset.batch_size * gconfig.n_samples = {batch_size * group_size}",
+            actor.ppo_n_minibatches,
+        )
+        norm = actor.reward_norm
+        if norm is not None and "group" in (norm.mean_level, norm.std_level):
+            require(
+                group_size >= 2,
+                "gconfig.n_samples must be at least 2 when actor.reward_norm compares the samples "
+                "of a group (one sample alone always scores 0)",
+                group_size,
+            )
+
+
+GRPOConfig = PPOConfig
+
+
+def _check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:
+    """The one string says the same as the `backend` of each engine, or it is refused."""
+    try:
+        mode = AllocationMode.from_str(allocation_mode)
+    except ValueError as error:
+        raise ValueError(f"allocation_mode: {error}") from None
+    layouts = {(part.backend, part.parallel) for part in mode.allocations}
+    for role, backend in backends.items():
+        engine = ModelAllocation.from_str(backend)
+        require(
+            (engine.backend, engine.parallel) in layouts,
+            f"allocation_mode must hold {backend!r}, the backend of {role}; leave it out and "
+            "write `backend` in each section",
+            allocation_mode,
+        )

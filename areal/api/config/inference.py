@@ -1,0 +1,78 @@
+"""The `rollout` section (how episodes are run) and the `native` section (our inference server)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areal.api.config.checks import require_above, require_at_least, require_fraction
+from areal.api.config.train_engine import check_backend
+
+
+@dataclass(kw_only=True)
+class InferenceEngineConfig:
+    """How many episodes run at once, how old their weights may be, what a failure costs."""
+
+    backend: str = "native:d1"
+    """Engine and parallel layout, like `native:d1`."""
+    max_concurrent_rollouts: int | None = None
+    """Most prompts in flight. Default: consumer_batch_size."""
+    consumer_batch_size: int | None = None
+    """Prompts one training step takes. Default: train_dataset.batch_size."""
+    max_head_offpolicyness: int = 0
+    """A token sampled by weights more than this many versions old is never trained on. 0 is
+    synchronous training."""
+    max_failure_ratio: float = 0.1
+    """The run stops when a larger share of episodes fails."""
+    request_timeout: float = 3600.0
+    """Seconds a generation may take; also the longest time nothing may finish."""
+    request_retries: int = 3
+    """Times a failed episode or request is tried again."""
+    setup_timeout: float = 300.0
+    """Seconds the server may take to come up."""
+    check_trajectory_format: bool = False
+    """Check keys and shapes of every trajectory a workflow returns."""
+    dump_to_file: bool = False
+    """Write every trajectory as text under the run's logs."""
+    recompute_kv: bool = True
+    """After a weight update, compute the cache of running requests again with the new weights."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            max_concurrent_rollouts=self.max_concurrent_rollouts,
+            consumer_batch_size=self.consumer_batch_size,
+        )
+        require_at_least(
+            0,
+            max_head_offpolicyness=self.max_head_offpolicyness,
+            request_retries=self.request_retries,
+        )
+        require_fraction(max_failure_ratio=self.max_failure_ratio)
+        require_above(0, request_timeout=self.request_timeout, setup_timeout=self.setup_timeout)
+        check_backend(self.backend, role="inference", runnable="native:d1")
+
+
+@dataclass(kw_only=True)
+class NativeServerConfig:
+    """The native inference server: cache, batch and threads."""
+
+    page_size: int = 16
+    """Tokens per page of the key-value cache."""
+    num_pages: int | None = None
+    """Pages of the cache. Default: as many as max_running sequences need, within memory."""
+    max_running: int = 512
+    """Most sequences decoded together."""
+    threads: int = 1
+    """CPU threads of the server."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Precision. Default: that of the actor."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            max_running=self.max_running,
+            threads=self.threads,
+        )

@@ -1,0 +1,66 @@
+"""The `saver`, `evaluator` and `recover` sections: things done every so often.
+
+Each has up to three clocks; any one that fires is enough, and none set means never.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areal.api.config.checks import require, require_above, require_at_least
+
+
+@dataclass(kw_only=True)
+class TimerConfig:
+    """Three clocks."""
+
+    freq_epochs: int | None = None
+    """Every this many epochs."""
+    freq_steps: int | None = None
+    """Every this many steps."""
+    freq_secs: float | None = None
+    """When this many seconds have passed since the last time."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, freq_epochs=self.freq_epochs, freq_steps=self.freq_steps)
+        require_above(0, freq_secs=self.freq_secs)
+
+    @property
+    def ever_fires(self) -> bool:
+        return any(f is not None for f in (self.freq_epochs, self.freq_steps, self.freq_secs))
+
+
+@dataclass(kw_only=True)
+class SaverConfig(TimerConfig):
+    """Checkpoints in Hugging Face format, kept for ever."""
+
+
+@dataclass(kw_only=True)
+class EvaluatorConfig(TimerConfig):
+    """Evaluation on `valid_dataset` during training."""
+
+    eval_before_train: bool = False
+    """Evaluate the starting weights too."""
+
+
+@dataclass(kw_only=True)
+class RecoverConfig(TimerConfig):
+    """Points a killed run goes on from."""
+
+    mode: Literal["disabled", "on", "off", "auto"] = "disabled"
+    """`on`: write recover points and go on from the newest. `off` and `auto` are older names of
+    `disabled` and `on`, and are stored as those."""
+    keep: int = 2
+    """Newest recover points kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mode = {"off": "disabled", "auto": "on"}.get(self.mode, self.mode)
+        require_at_least(1, keep=self.keep)
+        if self.mode == "on":
+            require(
+                self.ever_fires,
+                "freq_steps (or freq_epochs, freq_secs) must be set with mode 'on'",
+                None,
+            )

@@ -1,0 +1,91 @@
+"""What every training engine is told: model, precision, micro-batches, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal.api.alloc_mode import ModelAllocation
+from areal.api.config.checks import expand_path, require, require_above, require_at_least
+from areal.api.config.optimizer import OptimizerConfig
+
+
+@dataclass(kw_only=True)
+class MicroBatchSpec:
+    """How a batch is cut so that activations fit in memory. The result does not depend on it."""
+
+    n_mbs: int = 1
+    """At least this many micro-batches."""
+    max_tokens_per_mb: int | None = None
+    """Token budget of one micro-batch; a longer sequence gets one of its own. None: no budget."""
+    packing_algorithm: Literal["ffd", "kk"] = "ffd"
+    """`ffd` fills each micro-batch to the budget, `kk` makes them equally long."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, n_mbs=self.n_mbs, max_tokens_per_mb=self.max_tokens_per_mb)
+
+
+@dataclass(kw_only=True)
+class NormConfig:
+    """Centre and scale values over the whole batch or over the samples of one prompt."""
+
+    mean_level: Literal["batch", "group"] | None = "batch"
+    """Whose mean is subtracted; null subtracts nothing."""
+    mean_leave1out: bool = False
+    """The mean a sample is compared with leaves that sample out."""
+    std_level: Literal["batch", "group"] | None = "batch"
+    """Whose standard deviation divides; null divides by nothing."""
+    std_unbiased: bool = True
+    """Divide squares by n - 1 instead of n."""
+    eps: float = 1e-5
+    """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        require_at_least(0, eps=self.eps)
+
+
+@dataclass(kw_only=True)
+class TrainEngineConfig:
+    """One model to train, and how."""
+
+    path: str
+    """Hugging Face folder or hub name of the model to start from."""
+    backend: str = "archon:d1"
+    """Engine and parallel layout, like `archon:d1`."""
+    init_from_scratch: bool = False
+    """Random weights: only the model's config is read from `path`."""
+    temperature: float = 1.0
+    """Divides the logits before log-probabilities. For RL it must equal `gconfig.temperature`."""
+    logprobs_chunk_size: int = 1024
+    """Tokens whose logits exist at the same time; bounds the memory of the LM head."""
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    """How a batch is cut into micro-batches."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Precision of the model. Default: bfloat16 on a GPU, float32 on a CPU."""
+    optimizer: OptimizerConfig | None = None
+    """Required to train."""
+    weight_update_mode: Literal["shm", "disk", "direct"] = "shm"
+    """How weights reach the inference engine: shared memory, a folder, or inside one process."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path must name a model folder", self.path)
+        self.path = expand_path("path", self.path)
+        require_above(0, temperature=self.temperature)
+        require_at_least(1, logprobs_chunk_size=self.logprobs_chunk_size)
+        check_backend(self.backend, role="training", runnable="archon:d1")
+
+
+def check_backend(backend: str, *, role: str, runnable: str) -> None:
+    """`backend` parses, is of the right kind, and is one this version can run."""
+    try:
+        allocation = ModelAllocation.from_str(backend)
+    except ValueError as error:
+        raise ValueError(f"backend: {error}") from None
+    if allocation.role != role:
+        raise ValueError(
+            f"backend {backend!r} is for {allocation.role}, this section needs one for {role}, "
+            f"like {runnable!r}"
+        )
+    engine = runnable.partition(":")[0]
+    if allocation.backend != engine or allocation.world_size != 1:
+        raise ValueError(f"backend {backend!r} cannot run in this version: use {runnable!r}")

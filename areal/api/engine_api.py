@@ -1,0 +1,136 @@
+"""What a training engine and an inference engine are to the rest of areal.
+
+Both are small on purpose: everything that can be derived is written once elsewhere (micro-batching
+and loss scaling in `engine/base.py`, queues and staleness in `rollout/executor.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.api.io_struct import (
+        FinetuneSpec,
+        ModelRequest,
+        ModelResponse,
+        SaveLoadMeta,
+        WeightUpdateMeta,
+    )
+
+
+class InferenceEngine(ABC):
+    """Token ids in; token ids, log-probabilities and weight versions out.
+
+    Safe to call from one event loop; `agenerate` of many coroutines is the normal load.
+    """
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Connect to the server (or build the model). Raises RuntimeError with the cause."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """End what `initialize` began. Calling it twice, or without initialize, is fine."""
+
+    @abstractmethod
+    async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
+
+    @abstractmethod
+    def pause_generation(self) -> None:
+        """Hold every running request where it is, between two steps."""
+
+    @abstractmethod
+    def continue_generation(self) -> None: ...
+
+    @abstractmethod
+    def update_weights(
+        self,
+        meta: WeightUpdateMeta,
+        named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """Load `meta.version` between two steps; running requests go on with it.
+
+        `named_tensors` comes with type `direct` only. A publication that does not verify raises
+        RuntimeError and the old weights go on serving.
+        """
+
+    @abstractmethod
+    def get_version(self) -> int:
+        """Version of the weights that serve now."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges since the start: tokens generated, pages in use, preemptions."""
+
+    @abstractmethod
+    def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        """By server, the (start, end) of its work after `since`, in seconds since the epoch."""
+
+
+class TrainEngine(ABC):
+    """One model, its optimizer, and the exact global mean over micro-batches and ranks.
+
+    `input_` is a padded dict `[B, S]`; the engine packs it into micro-batches of a token budget.
+    `loss_fn(logprobs_T, entropy_T, mb)` sees one packed micro-batch; `logprobs[t]` is
+    log p(input_ids[t+1] | ...), so the last position of each sequence is junk and must be masked.
+    `loss_weight_fn(mb)` gives the micro-batch's weight (usually its number of loss tokens).
+    """
+
+    @abstractmethod
+    def initialize(self, ft_spec: FinetuneSpec | None = None) -> None: ...
+
+    @abstractmethod
+    def destroy(self) -> None: ...
+
+    @abstractmethod
+    def train_batch(
+        self,
+        input_: dict[str, Any],
+        loss_fn: Callable[..., torch.Tensor],
+        loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor],
+    ) -> dict[str, float]:
+        """One optimizer step; returns update_successful, grad_norm, lr, loss."""
+
+    @abstractmethod
+    def eval_batch(
+        self,
+        input_: dict[str, Any],
+        loss_fn: Callable[..., torch.Tensor],
+        loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor],
+    ) -> torch.Tensor:
+        """The weighted mean loss, without gradients."""
+
+    @abstractmethod
+    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities `[B, S]` aligned as in `train_batch`, zero on padding."""
+
+    @abstractmethod
+    def step_lr_scheduler(self) -> None: ...
+
+    @abstractmethod
+    def save(self, meta: SaveLoadMeta) -> None: ...
+
+    @abstractmethod
+    def load(self, meta: SaveLoadMeta) -> None: ...
+
+    @abstractmethod
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) one by one, for weight sync and export."""
+
+    @abstractmethod
+    def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
+        """Remember where `update_weights` sends weights and by which transport."""
+
+    @abstractmethod
+    def update_weights(self, version: int) -> None:
+        """Move the current weights to the connected inference engine as `version`."""
+
+    @abstractmethod
+    def set_version(self, version: int) -> None: ...
+
+    @abstractmethod
+    def get_version(self) -> int: ...

@@ -1,0 +1,216 @@
+"""The values that travel between workflows, engines and trainers.
+
+Nothing here imports torch: a request, a reply or a weight-update order can be built, printed and
+checked by a process that never loads a model.
+
+Trajectories are plain dicts of tensors, right-padded to `[B, S]`:
+
+| key              | dtype | meaning                                                              |
+|------------------|-------|----------------------------------------------------------------------|
+| `input_ids`      | int32 | prompt and generated tokens (required)                               |
+| `attention_mask` | bool  | True on real tokens (required)                                       |
+| `loss_mask`      | int32 | 1 on generated tokens                                                |
+| `logprobs`       | f32   | log-probability under the sampling distribution, 0 on prompt tokens  |
+| `versions`       | int32 | version of the weights that sampled the token, -1 on prompt tokens   |
+| `turn_ids`       | int32 | 0-based turn, -1 on text the model did not write                     |
+| `rewards`        | f32   | `[B]`, one outcome reward per row                                    |
+| `seq_no_eos`     | bool  | `[B]`, True when generation ended by length, not by a stop token     |
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from areal.api.config.generation import GenerationHyperparameters
+
+StopReason = Literal["length", "stop", "tool_calls", "abort"]
+
+
+@dataclass(slots=True)
+class ModelRequest:
+    """One generation: token ids in. `rid` follows it through every log and retry."""
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None
+
+    def copy(self) -> ModelRequest:
+        return replace(
+            self,
+            input_ids=list(self.input_ids),
+            gconfig=self.gconfig.new(),
+            metadata=dict(self.metadata),
+        )
+
+
+@dataclass(slots=True)
+class ModelResponse:
+    """One finished generation: a log-probability and a weight version for every output token."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: StopReason
+    tokenizer: Any = None
+    latency: float = 0.0  # seconds from request to last token
+    ttft: float = 0.0  # seconds to the first token
+
+    def __post_init__(self) -> None:
+        lengths = len(self.output_tokens), len(self.output_logprobs), len(self.output_versions)
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"output_tokens, output_logprobs and output_versions must have one length, got {lengths}"
+            )
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+    @property
+    def end_with_stop(self) -> bool:
+        """Whether the last token is the tokenizer's EOS or PAD."""
+        return bool(self.output_tokens) and self.output_tokens[-1] in self._stop_tokens()
+
+    @property
+    def output_tokens_without_stop(self) -> list[int]:
+        """The output less its trailing EOS/PAD tokens."""
+        stops = self._stop_tokens()
+        if self.stop_reason == "stop" and not self.end_with_stop:
+            raise ValueError("stop_reason is 'stop' but the output does not end with EOS or PAD")
+        end = self.output_len
+        while end and self.output_tokens[end - 1] in stops:
+            end -= 1
+        if not end and self.output_tokens:
+            raise ValueError("the output holds nothing but stop tokens")
+        return self.output_tokens[:end]
+
+    def _stop_tokens(self) -> set[int]:
+        if self.tokenizer is None:
+            raise ValueError("this response carries no tokenizer, so its stop tokens are unknown")
+        return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id} - {None}
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """Name, shape and dtype of one weight as it travels."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's short name: "float32", "bfloat16"
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdateMeta:
+    """An order to move weights of `version` from a training to an inference engine.
+
+    `direct` hands tensors over inside one process; `shm` and `disk` publish a folder of buckets
+    with a checksum manifest, in memory or on disk, that the receiver verifies before it loads.
+    """
+
+    type: Literal["direct", "shm", "disk"]
+    version: int = 0
+    path: str = ""  # folder of this publication; empty for `direct`
+    weight_chunked_mem_mb: int = 1024
+    recompute_kv: bool = True  # False keeps the cache that older weights wrote
+    clear_checkpoint_after_load: bool = True
+
+    @classmethod
+    def from_disk(cls, root: str | Path, **kw: Any) -> WeightUpdateMeta:
+        return cls(type="disk", path=str(root), **kw)
+
+    def with_version(self, version: int) -> WeightUpdateMeta:
+        """The same order for `version`; its folder is `weight_update_v{version}` beside the last."""
+        if self.type == "direct":
+            return replace(self, version=version)
+        folder = Path(self.path)
+        root = folder.parent if folder.name.startswith("weight_update_v") else folder
+        return replace(self, version=version, path=str(root / f"weight_update_v{version}"))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLoadMeta:
+    """Where and how an engine saves or loads. `hf` is for the world, `dcp` resumes a run."""
+
+    path: str
+    weight_format: Literal["hf", "dcp"]
+    with_optim: bool = False
+    tokenizer: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneSpec:
+    """How long the training is, for the learning-rate schedule."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+    max_train_steps: int | None = None  # `total_train_steps` of the config, when it is shorter
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.dataset_size // self.train_batch_size
+
+    @property
+    def total_train_steps(self) -> int:
+        steps = self.total_train_epochs * self.steps_per_epoch
+        return steps if self.max_train_steps is None else min(steps, self.max_train_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """Where in the run a step stands. `global_step` counts from 0."""
+
+    epoch: int
+    epoch_step: int
+    global_step: int
+    steps_per_epoch: int
+
+    def next(self) -> StepInfo:
+        last = self.epoch_step == self.steps_per_epoch - 1
+        return StepInfo(
+            epoch=self.epoch + int(last),
+            epoch_step=0 if last else self.epoch_step + 1,
+            global_step=self.global_step + 1,
+            steps_per_epoch=self.steps_per_epoch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStat:
+    """The staleness gate's books, in groups."""
+
+    enqueued: int = 0  # ever admitted
+    running: int = 0
+    accepted: int = 0  # finished and either trained on or waiting to be
+    rejected: int = 0  # filtered, failed or stale: their slots are free again
+
+
+@dataclass(frozen=True, slots=True)
+class LocalInfServerInfo:
+    """A server this process started and must end."""
+
+    host: str
+    port: int
+    pid: int
+
+
+Trajectory = Mapping[str, Any]

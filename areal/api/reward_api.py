@@ -1,0 +1,359 @@
+"""AsyncRewardWrapper: await a plain reward function that runs in processes of its own.
+
+    await wrapper(...) -> _waiting -> worker 0 [call running | sent | sent]  -> future
+                                   -> worker 1 [call running | sent]         -> future
+
+A worker runs one call at a time and in order; more are sent ahead of need so that fast functions
+cost one system call per batch, fewer the slower the function is. Sockets are watched by the
+caller's event loop: nothing here waits, and no thread is needed.
+
+Invariant: a call ends with the function's own finite number or with a RewardError. A function that
+hangs, crashes, raises or returns something else is retried within a bound and then raised; only the
+call that caused a death pays for it, those sent behind it are run again for free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import pickle
+import signal
+import subprocess
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.reward_process import BadReplyError, RewardProcess, describe_function, frame
+
+logger = logging.getLogger("areal.RewardApi")
+
+START_TIMEOUT_S = 120.0  # importing the module of a reward function may load torch
+MAX_SENT_AHEAD = 64
+SENT_AHEAD_S = 0.01  # keep about this much work in a worker's socket
+
+
+class RewardError(RuntimeError):
+    """The reward function failed: it raised, or what it returned is not a finite number."""
+
+
+class RewardTimeoutError(RewardError):
+    """The reward function did not return in time; its process was killed."""
+
+
+class RewardCrashError(RewardError):
+    """The process of the reward function died."""
+
+
+class AsyncRewardWrapper:
+    """Awaitable form of `fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
+
+        wrapper = AsyncRewardWrapper("my_package.rewards.exact_match", timeout_seconds=5)
+        reward = await wrapper("2+2=", "4", prompt_ids, completion_ids, answer="4")
+        wrapper.close()
+
+    `reward_fn` is an import path or anything that pickles (a module-level function, a partial of
+    one). `timeout_seconds` counts from when a worker starts the call. A failed call is run up to
+    `max_retries` more times. Workers start with the first calls and stay until `close`.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float] | str,
+        timeout_seconds: float = 15,
+        max_workers: int | None = None,
+        max_retries: int = 3,
+    ) -> None:
+        if max_workers is None:
+            max_workers = max((os.cpu_count() or 1) // 2, 1)
+        if max_workers < 1:
+            raise ValueError(f"max_workers must be at least 1, got {max_workers}")
+        if max_retries < 0:
+            raise ValueError(f"max_retries must be at least 0, got {max_retries}")
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}")
+        self.timeout_seconds = timeout_seconds
+        self.max_workers = max_workers
+        self.max_retries = max_retries
+        self.counts: Counter[str] = Counter()  # failed attempts by kind: timeout, crash, error
+        self._name, self._setup = describe_function(reward_fn)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._workers: list[RewardProcess] = []
+        self._killed: list[subprocess.Popen] = []  # not reaped yet
+        self._waiting: deque[_Call] = deque()
+        self._pump_scheduled = False
+        self._failed_starts = 0
+        self._next_id = 0
+        self._mean_call_s: float | None = None
+
+    async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
+        self._attach(asyncio.get_running_loop())
+        self._next_id += 1
+        payload = self._pickle_arguments(args, kwargs)
+        call = _Call(self._next_id, payload, self._loop.create_future())
+        self._waiting.append(call)
+        self._schedule_pump()
+        return await call.future
+
+    def close(self) -> None:
+        """End the workers; calls still open fail. Any thread may call it, more than once."""
+        loop = self._loop
+        if loop is None or loop.is_closed() or not loop.is_running() or _is_current(loop):
+            return self._shut_down()
+        done = threading.Event()
+        loop.call_soon_threadsafe(lambda: (self._shut_down(), done.set()))
+        done.wait(timeout=10)
+
+    # The rest runs on the event loop.
+
+    def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Move to the caller's loop: workers belong to the loop that watches their sockets."""
+        if loop is self._loop:
+            return
+        if self._loop is not None and not self._loop.is_closed() and self._num_unfinished():
+            raise RuntimeError(
+                f"the reward wrapper of {self._name} still has calls on another event loop; "
+                "build one AsyncRewardWrapper per loop"
+            )
+        self._shut_down()
+        self._loop = loop
+
+    def _pickle_arguments(self, args: tuple, kwargs: dict[str, Any]) -> bytes:
+        try:
+            return pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise TypeError(
+                f"an argument of {self._name} does not pickle ({error}); a data row may hold only "
+                "values that can be sent to another process"
+            ) from error
+
+    def _schedule_pump(self) -> None:
+        """Once per tick, so that calls made together travel together."""
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_scheduled = False
+        self._killed = [process for process in self._killed if process.poll() is None]
+        if len(self._workers) < min(self.max_workers, self._num_unfinished()):
+            self._start_worker()
+            self._schedule_pump()  # the next one in the next tick: a start costs milliseconds
+        sent_ahead = self._sent_ahead()
+        ready = [worker for worker in self._workers if worker.ready]
+        while self._waiting and ready:
+            worker = min(ready, key=lambda w: len(w.in_flight))
+            if len(worker.in_flight) >= sent_ahead:
+                break
+            call = self._waiting.popleft()
+            if not call.future.done():  # cancelled while it waited
+                self._queue_on(worker, call)
+        for worker in list(self._workers):
+            self._send(worker)
+
+    def _sent_ahead(self) -> int:
+        """How many calls a worker may hold: one while the function's cost is unknown or high."""
+        if self._mean_call_s is None:
+            return 1
+        return min(1 + int(SENT_AHEAD_S / max(self._mean_call_s, 1e-6)), MAX_SENT_AHEAD)
+
+    def _start_worker(self) -> None:
+        try:
+            worker = RewardProcess(self._loop.time())
+        except OSError as error:  # no process or file descriptor left: go on with those there are
+            self.max_workers = max(len(self._workers), 1)
+            logger.warning("only %d reward workers: %s", len(self._workers), error)
+            if not self._workers:
+                self._fail_all(RewardCrashError(f"cannot start a reward worker: {error}"))
+            return
+        worker.outgoing += frame(0, self._setup)
+        self._workers.append(worker)
+        self._loop.add_reader(worker.channel, self._on_readable, worker)
+        self._arm(worker, START_TIMEOUT_S)
+
+    def _queue_on(self, worker: RewardProcess, call: _Call) -> None:
+        if not worker.in_flight:
+            worker.busy_since = self._loop.time()
+            if worker.timer is None:
+                self._arm(worker, self.timeout_seconds)
+        worker.in_flight.append(call)
+        worker.outgoing += frame(call.id, call.payload)
+
+    def _send(self, worker: RewardProcess) -> None:
+        """Write what the socket takes now; the loop calls again when it takes more."""
+        if worker.outgoing:
+            try:
+                del worker.outgoing[: worker.channel.send(worker.outgoing)]
+            except BlockingIOError:
+                pass
+            except OSError:  # it died: the reader sees the end of its replies and settles it
+                worker.outgoing.clear()
+        if bool(worker.outgoing) != worker.watching_writes:
+            worker.watching_writes = bool(worker.outgoing)
+            if worker.watching_writes:
+                self._loop.add_writer(worker.channel, self._send, worker)
+            else:
+                self._loop.remove_writer(worker.channel)
+
+    def _on_readable(self, worker: RewardProcess) -> None:
+        try:
+            data = worker.channel.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            return self._on_death(worker)
+        try:
+            for message in worker.split_messages(data):
+                self._on_message(worker, message)
+        except BadReplyError as error:
+            self._kill(worker, RewardCrashError(f"the worker of {self._name} {error}"), "crash")
+        self._pump()
+
+    def _on_message(self, worker: RewardProcess, message: dict[str, Any]) -> None:
+        if not worker.ready and "fatal" in message:
+            self._fail_all(RewardError(f"cannot load {self._name}: {message['fatal']}"))
+        elif not worker.ready and "ready" in message:
+            worker.ready, self._failed_starts = True, 0
+            worker.timer.cancel()
+            worker.timer = None
+        else:
+            self._on_reply(worker, message)
+
+    def _on_reply(self, worker: RewardProcess, message: dict[str, Any]) -> None:
+        if not worker.in_flight or worker.in_flight[0].id != message.get("id"):
+            raise BadReplyError(f"answered a call it was not asked: {message!r:.200}")
+        error, value, seconds = (message.get(key) for key in ("error", "value", "s"))
+        if error is None and not (isinstance(value, float) and isinstance(seconds, float)):
+            raise BadReplyError(f"sent a malformed reply: {message!r:.200}")
+        call = worker.in_flight.popleft()
+        worker.busy_since = self._loop.time()  # the next one, if any, starts now
+        if error is not None:
+            self._retry(call, RewardError(f"{self._name} raised {error}"), "error")
+        elif not math.isfinite(value):
+            found = f"{self._name} returned {value}; a reward must be finite"
+            self._retry(call, RewardError(found), "error")
+        else:
+            mean = seconds if self._mean_call_s is None else self._mean_call_s
+            self._mean_call_s = 0.8 * mean + 0.2 * seconds
+            if not call.future.done():
+                call.future.set_result(value)
+
+    def _arm(self, worker: RewardProcess, seconds: float) -> None:
+        worker.timer = self._loop.call_later(seconds, self._on_timer, worker)
+
+    def _on_timer(self, worker: RewardProcess) -> None:
+        """One timer per worker, set again for what is left: replies need not touch it."""
+        worker.timer = None
+        if worker.ready and not worker.in_flight:
+            return
+        limit = self.timeout_seconds if worker.ready else START_TIMEOUT_S
+        left = worker.busy_since + limit - self._loop.time()
+        if left > 0:
+            return self._arm(worker, left)
+        doing = "did not return" if worker.ready else "was not loaded"
+        message = f"{self._name} {doing} within {limit:g} s; its process was killed"
+        self._kill(worker, RewardTimeoutError(message), "timeout")
+        self._pump()
+
+    def _on_death(self, worker: RewardProcess) -> None:
+        """The worker's replies ended: all it answered is settled, so its oldest call did it."""
+        worker.kill()  # in case it only closed the socket
+        try:
+            code = worker.process.wait(timeout=1)  # it has let go of its files: well under 1 ms
+        except subprocess.TimeoutExpired:
+            code = None
+        doing = "" if worker.ready else " while loading"
+        message = f"the process of {self._name} {_how_it_ended(code)}{doing}"
+        self._kill(worker, RewardCrashError(message), "crash")
+        self._pump()
+
+    def _kill(self, worker: RewardProcess, error: RewardError, kind: str) -> None:
+        """End a worker for `error`, which its oldest call pays for; the others run again."""
+        if worker not in self._workers:
+            return
+        self._remove(worker)
+        culprit = worker.in_flight.popleft() if worker.in_flight else None
+        self._waiting.extendleft(reversed(worker.in_flight))
+        if culprit is not None:
+            self._retry(culprit, error, kind)
+        elif not worker.ready and self._waiting:
+            self._failed_starts += 1
+            self.counts[kind] += 1
+            if self._failed_starts > self.max_retries:
+                self._fail_all(error)
+
+    def _remove(self, worker: RewardProcess) -> None:
+        self._workers.remove(worker)
+        if worker.timer is not None:
+            worker.timer.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(worker.channel)
+            self._loop.remove_writer(worker.channel)
+        worker.channel.close()
+        worker.kill()
+        self._killed.append(worker.process)
+
+    def _retry(self, call: _Call, error: RewardError, kind: str) -> None:
+        self.counts[kind] += 1
+        if call.future.done():
+            return
+        if call.failures >= self.max_retries:
+            call.future.set_exception(error)
+            return
+        call.failures += 1
+        count = self.counts[kind]
+        if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: shown early, never a flood
+            cause = str(error).partition("\n")[0]
+            logger.warning("%s; trying again (failed attempts of kind %s: %d)", cause, kind, count)
+        self._waiting.append(call)
+        self._schedule_pump()
+
+    def _fail_all(self, error: RewardError) -> None:
+        self._failed_starts = 0
+        while self._waiting:
+            call = self._waiting.popleft()
+            if not call.future.done():
+                call.future.set_exception(error)
+
+    def _num_unfinished(self) -> int:
+        return len(self._waiting) + sum(len(worker.in_flight) for worker in self._workers)
+
+    def _shut_down(self) -> None:
+        for worker in list(self._workers):
+            self._waiting.extend(worker.in_flight)
+            self._remove(worker)
+        if self._loop is not None and not self._loop.is_closed():
+            self._fail_all(RewardError(f"the reward wrapper of {self._name} was closed"))
+        self._waiting.clear()
+        self._loop, self._pump_scheduled = None, False
+        for process in self._killed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+        self._killed.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    id: int
+    payload: bytes  # pickled (args, kwargs)
+    future: asyncio.Future[float]
+    failures: int = 0
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "stopped answering"
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

@@ -1,0 +1,124 @@
+"""The child process that runs a reward function: one request at a time, one JSON line per reply.
+
+`reward_api` starts this file by its path, so it needs nothing but the standard library until the
+user's function is loaded. Both directions share one socket:
+
+    parent -> child   frames (size, call id, pickle): first the set-up, then (args, kwargs) per call
+    child -> parent   {"ready": true} | {"fatal": text}, then {"id", "value", "s"} | {"id", "error"}
+
+The child's answers are JSON because the parent does not trust the code that ran here. A reply is
+written as soon as it is known, so when this process dies the oldest unanswered call is the cause.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import numbers
+import os
+import pickle
+import runpy
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+FRAME_HEADER = struct.Struct("<QQ")  # payload bytes, call id
+MAX_ERROR_CHARS = 4000
+PR_SET_PDEATHSIG = 1
+IN_WORKER = "AREAL_REWARD_WORKER"  # holds the pid of this process
+
+
+def main(fd: int) -> None:
+    """Serve calls until the parent closes its end."""
+    _die_with_parent()
+    os.environ[IN_WORKER] = str(os.getpid())
+    faulthandler.enable()  # a segfault leaves the Python stack on stderr
+    os.dup2(2, 1)  # what a reward function prints must not mix with the run's own output
+    channel = socket.socket(fileno=fd)
+    channel.set_inheritable(False)
+    requests = channel.makefile("rb", buffering=1 << 16)
+    try:
+        function = _load(pickle.loads(_next_frame(requests)[1]))
+    except BaseException as error:  # SystemExit at import is a failed load too
+        _reply(channel, {"fatal": _describe(error)})
+        return
+    _reply(channel, {"ready": True})
+    while (frame := _next_frame(requests)) is not None:
+        call_id, payload = frame
+        _reply(channel, {"id": call_id, **_answer(function, payload)})
+
+
+def _answer(function: Callable[..., Any], payload: bytes) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        args, kwargs = pickle.loads(payload)
+        value = function(*args, **kwargs)
+        if not isinstance(value, numbers.Real):
+            raise TypeError(
+                f"a reward must be a number, got {value!r:.200} ({type(value).__name__})"
+            )
+        return {"value": float(value), "s": time.perf_counter() - began}
+    except BaseException as error:  # sys.exit() in a reward is its failure, not ours
+        return {"error": _describe(error)}
+
+
+def _load(setup: dict[str, Any]) -> Callable[..., Any]:
+    """The function named or pickled in `setup`, found with the parent's `sys.path`."""
+    sys.path[:] = setup["sys_path"]
+    if setup["main"] is not None:
+        _adopt_main(*setup["main"])
+    if setup["path"] is None:
+        return pickle.loads(setup["pickle"])
+    module, _, name = setup["path"].rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _adopt_main(kind: str, where: str) -> None:
+    """Make functions of the user's script importable as `__main__`, without its guarded part."""
+    run = runpy.run_module if kind == "module" else runpy.run_path
+    module = types.ModuleType("__mp_main__")
+    module.__dict__.update(run(where, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+
+
+def _next_frame(requests: BinaryIO) -> tuple[int, bytes] | None:
+    """(call id, payload), or None when the parent has gone."""
+    header = requests.read(FRAME_HEADER.size)
+    if len(header) < FRAME_HEADER.size:
+        return None
+    size, call_id = FRAME_HEADER.unpack(header)
+    payload = requests.read(size)
+    return (call_id, payload) if len(payload) == size else None
+
+
+def _reply(channel: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # nobody is left to hear it
+
+
+def _describe(error: BaseException) -> str:
+    """Last lines of the traceback first in importance: the error, then where it came from."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    where = "".join(traceback.format_list(frames[-4:]))
+    text = f"{type(error).__name__}: {error}"
+    return f"{text[:MAX_ERROR_CHARS]}\n{where[-MAX_ERROR_CHARS:]}".rstrip()
+
+
+def _die_with_parent() -> None:
+    """A function that never returns would not see the socket close; the kernel ends it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

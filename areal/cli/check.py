@@ -1,0 +1,226 @@
+"""`areal check config.yaml key=value...`: everything that can be found wrong before a run starts.
+
+The keys, types and cross-checks are those of `load_expr_config`; added here is the world around
+the file: models and data on disk, names and import paths, trackers, the run's folder. Nothing is
+imported that loads torch, no user code runs, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from areal.api.config.dataset import DatasetConfig
+    from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "check",
+        help="validate a YAML file and its overrides, without loading torch",
+        description="Checks keys, values, names, paths and import paths of a config. Exit code 0 "
+        "and a line that begins with 'ok', or 2 and one line that says what to change.",
+    )
+    parser.add_argument("file", nargs="?", metavar="config.yaml", help="the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as actor.optimizer.lr=1e-5"
+    )
+    parser.add_argument("--config", metavar="FILE", help="the file, in another way of writing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from areal.api.cli_args import experiment_class, load_expr_config
+
+    # With --config the first positional is an override already; the loader tells them apart.
+    argv = [*(["--config", args.config] if args.config else []), args.file, *args.overrides]
+    argv = [arg for arg in argv if arg is not None]
+    config, path = load_expr_config(argv, experiment_class(argv))
+    check_world(config)
+    print(f"ok: {path}: {_summary(config)}")
+    return 0
+
+
+def check_world(config: BaseExperimentConfig) -> None:
+    """ValueError that names the key of the first thing this machine lacks."""
+    _check_model(config.actor.path, needs_weights=not config.actor.init_from_scratch)
+    _check_tokenizer(config.tokenizer_path)
+    _check_dataset("train_dataset", config.train_dataset)
+    _check_rows(config.train_dataset)
+    if config.valid_dataset is not None:
+        _check_dataset("valid_dataset", config.valid_dataset)
+    if config.trainer == "ppo":
+        _check_names(config)
+        if config.workflow == "rlvr":
+            _check_chat_template(config.tokenizer_path)
+    _check_trackers(config)
+    _check_fileroot(config.cluster.fileroot)
+
+
+def _check_model(path: str, *, needs_weights: bool) -> None:
+    if not _is_local("actor.path", path):
+        return
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"actor.path: {path!r} is no model folder: it holds no config.json")
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"actor.path: {path!r} holds no *.safetensors weights; set "
+            "actor.init_from_scratch=true to begin with random ones"
+        )
+
+
+def _check_tokenizer(path: str) -> None:
+    if not _is_local("tokenizer_path", path):
+        return
+    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"tokenizer_path: {path!r} holds no tokenizer ({_TOKENIZER_FILES[0]}); "
+            "by default it is actor.path"
+        )
+
+
+def _check_chat_template(path: str) -> None:
+    """`rlvr` writes prompts with the tokenizer's chat template, so a local one must have it."""
+    folder = Path(path)
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or (folder / "chat_template.jinja").is_file():
+        return
+    if "chat_template" not in json.loads(config.read_text(encoding="utf-8")):
+        raise ValueError(
+            f"tokenizer_path: the tokenizer in {path!r} has no chat template; add "
+            "chat_template.jinja there, or use the tokenizer of an instruct model"
+        )
+
+
+def _is_local(key: str, path: str) -> bool:
+    """Whether `path` is a folder here. A hub name (`org/name`) is not, and cannot be checked."""
+    if Path(path).is_dir():
+        return True
+    if Path(path).exists():
+        raise ValueError(f"{key}: {path!r} is a file, expected a folder")
+    if _looks_like_path(path):
+        raise ValueError(f"{key}: folder {path!r} does not exist")
+    return False
+
+
+def _looks_like_path(path: str) -> bool:
+    """Absolute, relative with a dot, or deeper than the `org/name` of a hub."""
+    return path.startswith((os.sep, ".")) or path.count("/") > 1
+
+
+def _check_dataset(section: str, dataset: DatasetConfig) -> None:
+    """The rule of `areal.dataset`: a loader by name, by the last part of the path, or by import."""
+    from areal.dataset import LOADERS
+
+    path, loader = dataset.path, dataset.dataset_kwargs.get("loader")
+    if path.startswith((".", os.sep)) and not Path(path).exists():
+        raise ValueError(f"{section}.path: {path!r} does not exist")
+    name = loader or path.rstrip("/").rpartition("/")[2]
+    known = sorted(name for name, row_type in LOADERS if row_type == dataset.type)
+    if loader is None and name not in known and ("/" in path or Path(path).exists()):
+        raise ValueError(
+            f"{section}.path: no loader is known for {path!r}; set {section}.dataset_kwargs.loader "
+            f"to {', '.join(known)} or an import path"
+        )
+    _check_name(f"{section}.dataset_kwargs.loader" if loader else f"{section}.path", name, known)
+
+
+def _check_rows(dataset: DatasetConfig) -> None:
+    """A local JSON-lines data set fills at least one batch. Others are not read here."""
+    path = Path(dataset.path)
+    file = path / f"{dataset.split}.jsonl" if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".jsonl":
+        return
+    with file.open("rb") as lines:
+        rows = sum(1 for _ in itertools.islice(lines, dataset.batch_size))
+    if rows < dataset.batch_size:
+        raise ValueError(
+            f"train_dataset.batch_size: {dataset.batch_size} is more than the {rows} rows of {file}"
+        )
+
+
+def _check_names(config: PPOConfig) -> None:
+    from areal.reward import REWARD_FNS
+    from areal.workflow import WORKFLOWS
+
+    _check_name("workflow", config.workflow, WORKFLOWS)
+    if config.eval_workflow is not None:
+        _check_name("eval_workflow", config.eval_workflow, WORKFLOWS)
+    _check_name("reward_fn", config.reward_fn, REWARD_FNS)
+    if config.dynamic_filter_fn is not None:
+        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, ())
+
+
+def _check_name(key: str, name: str, known: Iterable[str]) -> None:
+    """`name` is in a package's table, or an import path whose module and name exist."""
+    import difflib
+
+    from areal.cli.static_import import check_import_path
+
+    known = sorted(known)
+    if name in known:
+        return
+    if "." not in name:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        choices = f"one of {', '.join(known)}, or " if known else ""
+        raise ValueError(
+            f"{key}: unknown name {name!r}{hint}; expected {choices}an import path "
+            "'package.module.name'"
+        )
+    try:
+        check_import_path(name)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _check_trackers(config: BaseExperimentConfig) -> None:
+    trackers = config.stats_logger
+    wanted = {
+        "tensorboard": trackers.tensorboard.path is not None,
+        "wandb": trackers.wandb.mode != "disabled",
+        "swanlab": trackers.swanlab.mode != "disabled",
+        "trackio": trackers.trackio.mode != "disabled",
+    }
+    for package, used in wanted.items():
+        if used and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"stats_logger.{package} is on but the package is missing: pip install {package}"
+            )
+
+
+def _check_fileroot(fileroot: str) -> None:
+    """The run's folder can be made: the nearest folder that exists may be written to."""
+    folder = Path(fileroot).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ValueError(f"cluster.fileroot: {str(folder)!r} is a file, expected a folder")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"cluster.fileroot: no permission to write in {str(folder)!r}")
+
+
+def _summary(config: BaseExperimentConfig) -> str:
+    run = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+    data, actor = config.train_dataset, config.actor
+    parts = [f"{config.trainer} of {actor.path} on {data.path}"]
+    if config.trainer == "ppo":
+        parts.append(f"{data.batch_size} prompts x {config.gconfig.n_samples} samples a step")
+        parts.append(f"staleness at most {config.rollout.max_head_offpolicyness}")
+        parts.append(f"{config.rollout.backend} + {actor.backend}")
+    else:
+        parts.append(f"{data.batch_size} rows a step")
+        parts.append(actor.backend)
+    parts.append(f"run folder {run}")
+    return ", ".join(parts)

@@ -1,0 +1,182 @@
+"""`areal demo`: from nothing to a rising reward, on a CPU, in minutes.
+
+    tiny model + tokenizer  ->  warm start (SFTTrainer)  ->  asynchronous GRPO (PPOTrainer)
+
+Each stage is an ordinary run of a file under `examples/math/` inside the folder `--out`, so a demo
+that was interrupted or killed goes on where it stood when the command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SFT_RECIPE = "arithmetic_sft.yaml"
+GRPO_RECIPE = "arithmetic_grpo.yaml"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "demo",
+        help="train a small model by asynchronous GRPO on this machine, in minutes",
+        description="Makes a small Qwen3-shaped model, warm-starts it, and trains it by asynchronous "
+        "GRPO on arithmetic. Run it again to resume; key=value overrides reach the GRPO config.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the GRPO config")
+    parser.add_argument("--out", default="runs/demo", help="folder of the demo (default: runs/demo)")
+    parser.add_argument("--fresh", action="store_true", help="delete the folder and start over")
+    parser.add_argument("--json", action="store_true", help="print the result as a last line of JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console(stderr=args.json)
+    out = Path(args.out)
+    if args.fresh:
+        _delete_demo(out)
+    began = time.perf_counter()
+    try:
+        result = _run_stages(out, args.overrides, console)
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. The same command goes on from here ({out}).")
+        raise
+    seconds = round(time.perf_counter() - began, 1)
+    _show(result, seconds, console)
+    if args.json:
+        answer = {
+            "accuracy_before": result.accuracy_before,
+            "accuracy_after": result.accuracy_after,
+            "seconds": seconds,
+            "run_dir": str(result.run_dir),
+        }
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    run_dir: Path
+    rewards: list[float]  # mean sampled reward of every step
+    evaluations: list[tuple[int, float]]  # (steps trained, greedy accuracy on held-out problems)
+
+    @property
+    def accuracy_before(self) -> float:
+        return self.evaluations[0][1]
+
+    @property
+    def accuracy_after(self) -> float:
+        return self.evaluations[-1][1]
+
+
+def _run_stages(out: Path, overrides: list[str], console: Any) -> DemoResult:
+    from areal.cli.progress import run_with_progress
+    from areal.utils.run_paths import RunPaths
+
+    console.print(f"[bold]areal demo[/bold]  folder: {out}")
+    fileroot = f"cluster.fileroot={out}"
+    if not (out / "tiny_model").is_dir():
+        make_model(out / "tiny_model")
+        console.print(f"made a small Qwen3-shaped model: {out / 'tiny_model'}")
+    sft = _load(SFT_RECIPE, [fileroot])
+    if not RunPaths.of(sft).model.is_dir():
+        run_with_progress(sft, console, title="warm start (SFT)", metric="loss")
+    grpo = _load(GRPO_RECIPE, [fileroot, *overrides])
+    run_with_progress(grpo, console, title="async GRPO", metric="reward")
+    paths = RunPaths.of(grpo)
+    return _read_result(paths.root, paths.database)
+
+
+def make_model(folder: Path) -> None:
+    """A Qwen3-shaped model with random weights and a character tokenizer."""
+    import torch
+
+    from areal.dataset.arithmetic import build_char_tokenizer
+    from areal.models.hf_io import build_model, save_hf
+    from areal.utils.fs import atomic_folder
+
+    with atomic_folder(folder) as scratch:
+        tokenizer = build_char_tokenizer(scratch)
+        config = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.08,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "dtype": "float32",
+        }
+        model = build_model(config, device="cpu", dtype=torch.float32)
+        model.init_weights(0)
+        save_hf(model.named_hf_tensors(), config, scratch)
+
+
+def _load(recipe: str, overrides: list[str]) -> Any:
+    from areal.cli.train import load_config
+
+    return load_config([recipe_path(recipe), *overrides])
+
+
+def recipe_path(name: str) -> str:
+    """The recipe in a checkout's examples/, or the copy that an installed package carries."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package.parent / "examples" / "math", package / "examples" / "math"):
+        if (folder / name).is_file():
+            return str(folder / name)
+    raise FileNotFoundError(f"{name} is missing from this installation: reinstall areal")
+
+
+def _delete_demo(out: Path) -> None:
+    """Delete `out` only if it is a demo's folder, so that a mistyped --out deletes nothing else."""
+    if not out.exists():
+        return
+    if not (out / "tiny_model").is_dir():
+        raise ValueError(f"--fresh: {out} was not made by areal demo; choose another --out")
+    shutil.rmtree(out)
+
+
+def _read_result(run_dir: Path, database: Path) -> DemoResult:
+    from areal.utils.run_db import open_read_only, read_steps
+
+    with closing(open_read_only(database)) as connection:
+        steps = read_steps(connection)
+    rewards = [stats["rollout/reward"] for step, stats in steps if step >= 0]
+    accuracies = [(s + 1, stats["eval/reward"]) for s, stats in steps if "eval/reward" in stats]
+    return DemoResult(run_dir, rewards, accuracies)
+
+
+def _show(result: DemoResult, seconds: float, console: Any) -> None:
+    from areal.cli.curve import draw_terminal, save_png, smooth
+
+    png = result.run_dir / "reward.png"
+    save_png(png, result.rewards, result.evaluations, title="areal demo: asynchronous GRPO")
+    console.print(draw_terminal(smooth(result.rewards, 10), title="sampled reward"), markup=False)
+    console.print(
+        f"\nheld-out greedy accuracy: [bold]{result.accuracy_before:.3f}[/bold] after the warm start"
+        f" -> [bold green]{result.accuracy_after:.3f}[/bold green] after {len(result.rewards)} steps"
+        f" of asynchronous GRPO ({seconds:.0f} s)"
+    )
+    console.print(f"curve: {png}")
+    if sys.stdout.isatty():
+        console.print(
+            "next: edit examples/math/arithmetic_grpo.yaml and run `areal train` on it, "
+            "or start over with `areal demo --fresh`"
+        )

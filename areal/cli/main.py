@@ -1,0 +1,103 @@
+"""`areal COMMAND ...`: finds the command, runs it, turns errors into one line and an exit code.
+
+    0  done      2  the user's mistake (ValueError, missing file): what to change is in the line
+    1  a fault of the world (RuntimeError, OSError)      130  Ctrl-C
+
+Only the module of the command that was asked for is imported, so `areal --help` stays quick.
+Anything else that is raised is a bug of ours and keeps its traceback; AREAL_DEBUG=1 shows the
+traceback of the others too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from areal import __version__
+
+# command -> what `areal --help` says of it. The command `x` is the module areal.cli.x, which has
+# `add_parser(subparsers)` and `run(args) -> int`.
+COMMANDS = {
+    "demo": "train a small model by asynchronous GRPO on this machine, in minutes",
+    "train": "run the experiment a YAML file describes",
+    "check": "validate a YAML file and its overrides, without loading torch",
+    "serve": "serve a model with the native inference engine",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    # Import paths of a config may name modules beside it; last, so that they hide no package.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        args = _parse(argv)
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, FileNotFoundError) as error:
+        return _fail(error, exit_code=2)
+    except (RuntimeError, OSError) as error:
+        return _fail(error, exit_code=1)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="areal",
+        description="Asynchronous reinforcement learning of language models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"areal {__version__}")
+    parser.set_defaults(run=lambda args: _show_help(parser))
+    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
+    asked = next((arg for arg in argv if not arg.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if name == asked:
+            importlib.import_module(f"areal.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    if asked is not None and asked not in COMMANDS:
+        parser.error(_unknown_command(asked))
+    args, unread = parser.parse_known_args(argv)
+    if unread:
+        hint = "; overrides have no dashes: key=value" if "=" in unread[0] else ""
+        parser.error(f"unknown argument {unread[0]!r}{hint}")
+    return args
+
+
+def _unknown_command(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+    return f"unknown command {name!r}; {hint}"
+
+
+def _show_help(parser: Parser) -> int:
+    parser.print_help()
+    return 0
+
+
+def _fail(error: Exception, *, exit_code: int) -> int:
+    if os.environ.get("AREAL_DEBUG") == "1":
+        raise error
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = " ".join(text.split()) or type(error).__name__
+    print(f"areal: error: {text}", file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""`areal serve --model DIR`: the native inference engine behind HTTP.
+
+When it answers requests it prints one line of JSON on stdout, {"host", "port", "pid"}: with
+`--port 0` that is how a parent learns the port. The token is never printed there, nor taken from
+the command line by areal's own launcher (other users can read that): it comes in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+
+TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
+
+
+def add_parser(sub: argparse._SubParsersAction) -> None:
+    parser = sub.add_parser("serve", help="serve a model with the native inference engine")
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument(
+        "--token", help=f"what clients must send; default: ${TOKEN_VARIABLE}, else a random one"
+    )
+    parser.add_argument("--max-running", type=int, default=512, help="most requests in one step")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per cache page")
+    parser.add_argument("--num-pages", type=int, help="cache pages; default: as the model needs")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
+    parser.add_argument("--seed", type=int, default=0, help="for requests that bring no seed")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    token = _token(args)
+    _check(args)
+    from areal.engine.native.server import bind, create_app, serve
+
+    # Before the seconds a model takes to load: a port in use is answered at once.
+    listener = bind(args.host, args.port)
+    with listener:
+        loop = _start_engine(args)
+        host, port = listener.getsockname()[:2]
+        ready = json.dumps({"host": host, "port": port, "pid": os.getpid()})
+        app = create_app(loop, token, model=args.model)
+        try:
+            serve(app, listener, on_ready=lambda: print(ready, flush=True))
+        finally:
+            loop.close()
+    return 0
+
+
+def _token(args: argparse.Namespace) -> str:
+    token = args.token or os.environ.get(TOKEN_VARIABLE)
+    if token:
+        return token
+    if not _is_loopback(args.host):
+        raise ValueError(
+            f"--host {args.host} is reachable by others: give the server a token, "
+            f"by ${TOKEN_VARIABLE} or --token"
+        )
+    token = secrets.token_urlsafe(24)
+    print(f"clients must send 'Authorization: Bearer {token}'", file=sys.stderr)
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not (Path(args.model) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"--model {args.model}: expected the folder of a Hugging Face model, with config.json"
+        )
+    if not 0 <= args.port < 65536:
+        raise ValueError(f"--port must lie between 0 and 65535, got {args.port}")
+    for name in ("max_running", "page_size", "threads", "num_pages"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def _start_engine(args: argparse.Namespace):
+    import torch
+
+    from areal.engine.native.engine import NativeEngine
+    from areal.engine.native.loop import EngineLoop
+
+    torch.set_num_threads(args.threads)
+    engine = NativeEngine.from_pretrained(
+        args.model,
+        device=args.device,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        page_size=args.page_size,
+        num_pages=args.num_pages,
+        max_running=args.max_running,
+        seed=args.seed,
+    )
+    return EngineLoop(engine)

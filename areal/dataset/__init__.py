@@ -1,0 +1,70 @@
+"""Data sets: `get_custom_dataset` turns a config section into a list of rows.
+
+A row for RL is {"messages": chat, "answer": str, ...}, and reaches the reward function as keywords;
+a supervised row is {"input_ids", "loss_mask"}.
+
+A loader is `loader(path, *, split, tokenizer, max_length, **dataset_kwargs) -> list[dict]`. Which
+one is used: `dataset_kwargs.loader` (a name or an import path), else the last part of `path`
+(`openai/gsm8k` and `/data/gsm8k` are both gsm8k), else `path` itself as an import path.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal.utils import import_path
+
+if TYPE_CHECKING:
+    from areal.api.config.dataset import DatasetConfig
+
+LOADERS = {
+    ("arithmetic", "rl"): "areal.dataset.arithmetic.load_rl",
+    ("arithmetic", "sft"): "areal.dataset.arithmetic.load_sft",
+    ("gsm8k", "rl"): "areal.dataset.gsm8k.load_rl",
+    ("gsm8k", "sft"): "areal.dataset.gsm8k.load_sft",
+}
+
+
+def get_custom_dataset(
+    split: str | None, dataset_config: DatasetConfig, tokenizer: Any, processor: Any = None
+) -> Sequence[dict[str, Any]]:
+    """The rows of `split` (default: the config's). `processor` goes to loaders of image data."""
+    kwargs = dict(dataset_config.dataset_kwargs)
+    load = _find_loader(kwargs.pop("loader", None), dataset_config.path, dataset_config.type)
+    if processor is not None:
+        kwargs["processor"] = processor
+    split = split or dataset_config.split
+    kwargs |= {"split": split, "tokenizer": tokenizer, "max_length": dataset_config.max_length}
+    try:
+        inspect.signature(load).bind(dataset_config.path, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"dataset_kwargs do not fit {load.__qualname__}: {error}") from error
+    rows = load(dataset_config.path, **kwargs)
+    if len(rows) == 0:
+        raise ValueError(
+            f"data set {dataset_config.path!r} has no row in split {split!r}"
+            f"{_length_hint(dataset_config.max_length)}"
+        )
+    return rows
+
+
+def _find_loader(loader: str | None, path: str, row_type: str | None) -> Callable[..., Any]:
+    name = loader or path.rstrip("/").rpartition("/")[2]
+    table = {known: where for (known, kind), where in LOADERS.items() if kind == row_type}
+    if name in table:
+        return import_path.load(table[name], key="dataset.path")
+    if name in {known for known, _ in LOADERS}:
+        kinds = sorted(kind for known, kind in LOADERS if known == name)
+        raise ValueError(f"dataset.type: {name} has types {', '.join(kinds)}, got {row_type!r}")
+    if loader is None and ("/" in path or "." not in path):
+        raise ValueError(
+            f"dataset.path: no loader is known for {path!r}; name one in dataset_kwargs.loader "
+            f"({', '.join(sorted(table))}, or an import path), or give the path of a loader"
+        )
+    return import_path.load_named(name, table, key="dataset.path")
+
+
+def _length_hint(max_length: int | None) -> str:
+    return "" if max_length is None else f" with at most {max_length} tokens; raise max_length"

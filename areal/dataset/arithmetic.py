@@ -1,0 +1,202 @@
+"""Arithmetic problems made on the spot: `47+36=` with answer `83`. Needs no download.
+
+A problem belongs to the test split when a hash of it says so, whatever the seed and the number of
+rows, so no run can train on a problem that another one holds out. `36+47` and `47+36` count as one.
+
+`dataset_kwargs` set the difficulty: operators, the digits of each operand, and how the supervised
+target is written: `plain` (`83`), or `reversed` (`38>83`: digits in the order in which they are
+carried, then the answer, so that the last number is the answer in both).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from areal.dataset.chat_rows import drop_long_prompts, sft_rows, user_says
+
+Digits = int | Sequence[int]
+HELD_OUT = 10  # one problem in so many
+TEST_SPLITS = ("test", "valid", "validation")
+MAX_ALL_ROWS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    first: int
+    operator: str
+    second: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.first}{self.operator}{self.second}="
+
+    @property
+    def answer(self) -> str:
+        match self.operator:
+            case "+":
+                return str(self.first + self.second)
+            case "-":
+                return str(self.first - self.second)
+            case _:
+                return str(self.first * self.second)
+
+    @property
+    def held_out(self) -> bool:
+        operands = [self.first, self.second]
+        if self.operator in "+*":
+            operands.sort()
+        key = f"{operands[0]}{self.operator}{operands[1]}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) % HELD_OUT == 0
+
+
+def load_rl(
+    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    """{"messages", "answer"}. `options` are those of `make_problems`."""
+    options.pop("style", None)  # how a target is written matters to supervised rows only
+    problems = make_problems(split=split, **_known(options))
+    rows = [{"messages": user_says(p.text), "answer": p.answer} for p in problems]
+    return drop_long_prompts(rows, tokenizer, max_length)
+
+
+def load_sft(
+    path: str,
+    *,
+    split: str,
+    tokenizer: Any,
+    max_length: int | None = None,
+    style: Literal["plain", "reversed"] = "plain",
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """{"input_ids", "loss_mask"}. `options` are those of `make_problems`."""
+    problems = make_problems(split=split, **_known(options))
+    chats = [(user_says(p.text), target(p.answer, style)) for p in problems]
+    return sft_rows(chats, tokenizer, max_length)
+
+
+def target(answer: str, style: str) -> str:
+    if style not in ("plain", "reversed"):
+        raise ValueError(f"dataset_kwargs.style must be plain or reversed, got {style!r}")
+    return answer if style == "plain" else f"{answer[::-1]}>{answer}"
+
+
+def make_problems(
+    *,
+    split: str,
+    operators: Sequence[str] = ("+",),
+    first_digits: Digits = (1, 2),
+    second_digits: Digits = (1, 2),
+    num_rows: int | None = None,
+    seed: int = 0,
+) -> list[Problem]:
+    """`num_rows` distinct problems of `split` in a random order; all there are when it is None.
+
+    Digits are a number or a range [least, most]; 1 digit means 0 to 9, 2 digits 10 to 99.
+    """
+    if split != "train" and split not in TEST_SPLITS:
+        raise ValueError(f"dataset.split must be train or one of {TEST_SPLITS}, got {split!r}")
+    space = _ProblemSpace(
+        tuple(_check_operator(operator) for operator in operators),
+        _operand_range(first_digits, "first_digits"),
+        _operand_range(second_digits, "second_digits"),
+    )
+    problems = _draw(space, split in TEST_SPLITS, num_rows, random.Random(seed))
+    if num_rows is not None and len(problems) < num_rows:
+        raise ValueError(
+            f"dataset_kwargs.num_rows: only {len(problems)} distinct problems are in split "
+            f"{split!r}, got {num_rows}; ask for fewer, or for more digits"
+        )
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _ProblemSpace:
+    """All problems, numbered from 0, without writing them down."""
+
+    operators: tuple[str, ...]
+    first: range
+    second: range
+
+    def __len__(self) -> int:
+        return len(self.operators) * len(self.first) * len(self.second)
+
+    def __getitem__(self, index: int) -> Problem:
+        index, second = divmod(index, len(self.second))
+        operator, first = divmod(index, len(self.first))
+        return Problem(self.first[first], self.operators[operator], self.second[second])
+
+
+def _draw(
+    space: _ProblemSpace, held_out: bool, num_rows: int | None, rng: random.Random
+) -> list[Problem]:
+    if num_rows is None and len(space) > MAX_ALL_ROWS:
+        raise ValueError(
+            f"dataset_kwargs.num_rows: set it, these options describe {len(space)} problems"
+        )
+    # A bit more than the split's share needs; the whole space if that was too little.
+    share = 1 / HELD_OUT if held_out else 1 - 1 / HELD_OUT
+    enough = len(space) if num_rows is None else int(1.2 * num_rows / share) + 100
+    for size in (min(enough, len(space)), min(4 * enough, len(space)), len(space)):
+        indices = rng.sample(range(len(space)), size)
+        problems = [p for p in map(space.__getitem__, indices) if p.held_out == held_out]
+        if num_rows is None or len(problems) >= num_rows or size == len(space):
+            break
+    return problems[:num_rows]
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    known = {*inspect.signature(make_problems).parameters} - {"split"}
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"dataset_kwargs.{name}: unknown; expected style, {', '.join(sorted(known))}"
+            )
+    return options
+
+
+def _operand_range(digits: Digits, name: str) -> range:
+    least, most = (digits, digits) if isinstance(digits, int) else tuple(digits)
+    if not 1 <= least <= most:
+        raise ValueError(
+            f"dataset_kwargs.{name} must be a number of digits or [least, most], got {digits}"
+        )
+    return range(0 if least == 1 else 10 ** (least - 1), 10**most)
+
+
+def _check_operator(operator: str) -> str:
+    if operator not in ("+", "-", "*"):
+        raise ValueError(f"dataset_kwargs.operators may hold + - *, got {operator!r}")
+    return operator
+
+
+def build_char_tokenizer(folder: str | Path) -> Any:
+    """Write to `folder`, and return, a tokenizer with one token per character (58 tokens).
+
+    Its chat template is the bare text of the messages, so a prompt is exactly the problem.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<eos>", "<unk>"]
+    characters = string.digits + "+-*/=><()[]#,.?:! \n" + string.ascii_lowercase
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    )
+    tokenizer.save_pretrained(str(folder))
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Engines: those that train (archon) and those that generate (native)."""

@@ -1,0 +1,1 @@
+"""Our own inference engine (engine.py), its thread, its server and its clients."""

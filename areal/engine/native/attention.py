@@ -1,0 +1,169 @@
+"""Attention over the paged cache: the `attend` back end of decoding and of prefill alike.
+
+Every token of a forward is a row of its own: it writes its key and value into the cache, then
+attends to the pages of its sequence up to its own position. A row's arithmetic has one shape, fixed
+by its own length: the number of pages is rounded up by `bucket_of`, and rows of one bucket are
+computed together. So its result does not depend, bit for bit, on the other rows, on whether its
+sequence is being prefilled or decoded, or on how a prompt was cut into chunks (a CPU kernel
+computes each (row, head) alone). The G query heads that share a key/value head stand as G query
+positions.
+
+Shapes: T rows, L layers, N query heads, K key/value heads, G = N / K, H head dim, P pages, S = P *
+page_size cached positions, R rows of one bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from areal.engine.native.pages import SCRATCH_PAGE
+
+# Keys (and as many values) copied out of the cache at once: long prompts go in chunks of rows.
+_MAX_GATHERED_ELEMENTS = 2**23
+
+
+class KVCache:
+    """Keys and values of all pages in all layers: `[L, num_pages, page_size, K, H]` each."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+        # Zeros, not empty: masked positions are multiplied by 0, which must not meet a NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        source, target = torch.tensor([sources, targets], device=self.keys.device)
+        for cache in (self.keys, self.values):
+            cache.index_copy_(1, target, cache.index_select(1, source))
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Rows whose sequences take the same rounded number of pages."""
+
+    rows: torch.Tensor | slice  # [R] int64, or all
+    pages: torch.Tensor  # [R * P] int64
+    bias: torch.Tensor  # [R, 1, 1, S], 0 where the row may look and -inf elsewhere
+
+
+class PagedAttention:
+    """One forward's `attend`. Built on the host from each row's position and page table."""
+
+    def __init__(self, cache: KVCache, positions_T: np.ndarray, pages_TP: np.ndarray) -> None:
+        """`pages_TP` int64: page of positions 0.., entries past a row's position are not used."""
+        self._cache = cache
+        self._device = cache.keys.device
+        size = cache.page_size
+        last = positions_T // size
+        written = np.take_along_axis(pages_TP, last[:, None], axis=1)[:, 0]
+        self._write_T = self._upload(written * size + positions_T % size)
+        bucket_T = bucket_of(last + 1)
+        sizes = np.unique(bucket_T).tolist()
+        self._buckets = [
+            bucket
+            for num_pages in sizes
+            for bucket in self._make_buckets(
+                num_pages,
+                None if len(sizes) == 1 else np.flatnonzero(bucket_T == num_pages),
+                positions_T,
+                pages_TP,
+            )
+        ]
+
+    def __call__(
+        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys.flatten(0, 1).index_copy_(0, self._write_T, k_TKH)
+        values.flatten(0, 1).index_copy_(0, self._write_T, v_TKH)
+        if len(self._buckets) == 1:
+            return self._attend_bucket(self._buckets[0], q_TNH, keys, values)
+        out_TNH = torch.empty_like(q_TNH)
+        for bucket in self._buckets:
+            out_TNH[bucket.rows] = self._attend_bucket(bucket, q_TNH[bucket.rows], keys, values)
+        return out_TNH
+
+    def _attend_bucket(
+        self, bucket: _Bucket, q_RNH: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        num_rows, _, head_dim = q_RNH.shape
+        num_kv_heads = keys.shape[2]
+
+        def gather(cache: torch.Tensor) -> torch.Tensor:  # -> [R, K, S, H]
+            pages = cache.flatten(1).index_select(0, bucket.pages)
+            return pages.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+
+        out_RKGH = F.scaled_dot_product_attention(
+            q_RNH.reshape(num_rows, num_kv_heads, -1, head_dim),
+            gather(keys),
+            gather(values),
+            attn_mask=bucket.bias,
+        )
+        return out_RKGH.reshape(q_RNH.shape)
+
+    def _make_buckets(
+        self,
+        num_pages: int,
+        rows: np.ndarray | None,
+        positions_T: np.ndarray,
+        pages_TP: np.ndarray,
+    ) -> list[_Bucket]:
+        """The rows (None: all) of one size, in chunks that bound the memory of the gather."""
+        cache = self._cache
+        num_positions = num_pages * cache.page_size
+        elements = num_positions * cache.keys.shape[3] * cache.keys.shape[4]
+        chunk = max(1, _MAX_GATHERED_ELEMENTS // elements)
+        if rows is None and chunk >= len(positions_T):
+            return [self._make_bucket(slice(None), num_pages, positions_T, pages_TP)]
+        rows = np.arange(len(positions_T)) if rows is None else rows
+        return [
+            self._make_bucket(rows[start : start + chunk], num_pages, positions_T, pages_TP)
+            for start in range(0, len(rows), chunk)
+        ]
+
+    def _make_bucket(
+        self,
+        rows: np.ndarray | slice,
+        num_pages: int,
+        positions_T: np.ndarray,
+        pages_TP: np.ndarray,
+    ) -> _Bucket:
+        pages_RP, positions_R = pages_TP[rows, :num_pages], positions_T[rows]
+        short = num_pages - pages_RP.shape[1]
+        if short > 0:
+            pages_RP = np.pad(pages_RP, ((0, 0), (0, short)), constant_values=SCRATCH_PAGE)
+        seen_RS = np.arange(num_pages * self._cache.page_size) <= positions_R[:, None]
+        bias_RS = np.where(seen_RS, np.float32(0), np.float32(-np.inf))
+        return _Bucket(
+            rows=rows if isinstance(rows, slice) else self._upload(rows),
+            pages=self._upload(np.ascontiguousarray(pages_RP).reshape(-1)),
+            bias=self._upload(bias_RS)[:, None, None].to(self._cache.keys.dtype),
+        )
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def bucket_of(num_pages: np.ndarray) -> np.ndarray:
+    """Round up to 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: four sizes per octave.
+
+    At most a quarter is wasted, and rows of many lengths still make few buckets.
+    """
+    exponent = np.frexp(num_pages - 1)[1]  # bits of num_pages - 1
+    step = 1 << np.maximum(exponent - 3, 0)
+    return -(-num_pages // step) * step

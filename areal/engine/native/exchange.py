@@ -1,0 +1,253 @@
+"""The generating half of a native client: many calls, few HTTP exchanges.
+
+    generate --+
+    generate --+--> all calls of one tick of the event loop --> one POST /generate per server
+    generate --+                                                     |
+        ^--------------- each future, as its line comes back --------+
+
+One exchange carries hundreds of requests, so the cost of HTTP is paid per tick, not per sample.
+Calls with the same prompt go to the same server and share its computation there. Requests whose
+connection was lost go out again as a whole, at most `retries` times; with a seed they come back
+with the same tokens. Everything else that goes wrong is raised, never turned into data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import aiohttp
+
+from areal.api.io_struct import ModelRequest
+from areal.engine.native.control import ServerError
+from areal.engine.native.sequence import GenRequest
+from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests, parse_object
+from areal.utils import logging
+
+logger = logging.getLogger("NativeRemoteEngine")
+
+_BACKOFF_S = 0.1  # before the first retry; doubles with each
+_AVOID_S = 5.0  # how long others are preferred to a server that lost a connection
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    address: str
+    in_flight: int = 0  # requests
+    avoided_until: float = 0.0  # time.monotonic()
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """One call."""
+
+    request: ModelRequest
+    future: asyncio.Future[Reply]
+    attempts: int = 0
+    exchange: _Exchange | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """One POST and the calls that wait for it, by the rid they travel under."""
+
+    server: _Server
+    waiting: dict[str, _Pending]
+    num_wanted: int  # calls nobody has cancelled yet
+    task: asyncio.Task | None = None
+
+
+class GenerateClient:
+    """Lives on the event loop it is made on. `timeout_s` bounds one attempt of a request."""
+
+    def __init__(
+        self, addresses: Iterable[str], token: str, *, timeout_s: float, retries: int
+    ) -> None:
+        self.events = asyncio.get_running_loop()
+        self._servers = [_Server(address) for address in addresses]
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
+        self._outbox: list[_Pending] = []  # calls of this tick
+        self._tasks: set[asyncio.Task] = set()
+        # Two callers may use one rid (copies of a request): on the wire each try has its own tail.
+        self._client_id = secrets.token_hex(4)
+        self._num_sent = itertools.count()
+        # No limits here: the executor's gate decides how many requests are in flight.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+        )
+
+    async def generate(self, request: ModelRequest) -> Reply:
+        """ValueError: the request is at fault. ServerError: the server, or the way to it."""
+        pending = _Pending(request, self.events.create_future())
+        self._open.add(pending.future)
+        self._send_soon([pending])
+        try:
+            return await pending.future
+        except asyncio.CancelledError:
+            _give_up(pending)
+            raise
+        finally:
+            self._open.discard(pending.future)
+
+    async def close(self) -> None:
+        """Calls that still wait are cancelled."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._session.close()
+        # Last: the event loop may end as soon as its callers have.
+        for future in list(self._open):
+            future.cancel()
+
+    def _send_soon(self, calls: Iterable[_Pending]) -> None:
+        if not self._outbox:
+            self.events.call_soon(self._send_outbox)
+        self._outbox.extend(calls)
+
+    def _send_outbox(self) -> None:
+        calls = [pending for pending in self._outbox if not pending.future.done()]
+        self._outbox.clear()
+        for server, share in self._assign(calls):
+            waiting = {self._wire_rid(pending): pending for pending in share}
+            exchange = _Exchange(server, waiting, num_wanted=len(share))
+            for pending in share:
+                pending.exchange = exchange
+            server.in_flight += len(share)
+            exchange.task = self.events.create_task(self._carry(exchange), name="native-exchange")
+            self._tasks.add(exchange.task)
+            exchange.task.add_done_callback(self._tasks.discard)
+
+    def _wire_rid(self, pending: _Pending) -> str:
+        return f"{pending.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
+
+    def _assign(self, calls: list[_Pending]) -> Iterable[tuple[_Server, list[_Pending]]]:
+        """Shares the calls out, the samples of one prompt together, to whoever has least to do."""
+        if not calls:
+            return ()
+        if len(self._servers) == 1:
+            return ((self._servers[0], calls),)
+        groups: dict[tuple[int, ...], list[_Pending]] = {}
+        for pending in calls:
+            groups.setdefault(tuple(pending.request.input_ids), []).append(pending)
+        now = time.monotonic()
+        shares: dict[_Server, list[_Pending]] = {server: [] for server in self._servers}
+        for group in groups.values():
+            load = {s: (s.avoided_until > now, s.in_flight + len(shares[s])) for s in shares}
+            shares[min(load, key=load.get)].extend(group)
+        return ((server, share) for server, share in shares.items() if share)
+
+    async def _carry(self, exchange: _Exchange) -> None:
+        """One exchange from POST to last line; every call ends in a reply, an error or a retry."""
+        server, num_calls = exchange.server, len(exchange.waiting)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._post(exchange)
+            if exchange.waiting:
+                raise aiohttp.ClientPayloadError(f"{len(exchange.waiting)} replies are missing")
+        except aiohttp.ClientError as err:
+            self._retry(exchange, err)
+        except TimeoutError:
+            limit = f"{self._timeout_s:g} s (rollout.request_timeout)"
+            self._fail(exchange, ServerError(f"{_where(server)}: no reply within {limit}"))
+        except OSError as err:
+            self._retry(exchange, err)
+        except (ServerError, ValueError) as err:
+            self._fail(exchange, err)
+        finally:
+            server.in_flight -= num_calls
+
+    async def _post(self, exchange: _Exchange) -> None:
+        body = encode_requests(
+            GenRequest(rid, pending.request.input_ids, pending.request.gconfig)
+            for rid, pending in exchange.waiting.items()
+        )
+        url = f"http://{exchange.server.address}/generate"
+        async with self._session.post(url, data=body) as answer:
+            if answer.status != 200:
+                raise _error_of(exchange.server, answer.status, await answer.text())
+            rest = b""
+            async for chunk in answer.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    _settle(exchange, _read(line, exchange.server))
+
+    def _retry(self, exchange: _Exchange, err: Exception) -> None:
+        exchange.server.avoided_until = time.monotonic() + _AVOID_S
+        again = []
+        for pending in exchange.waiting.values():
+            pending.exchange = None
+            pending.attempts += 1
+            if pending.attempts <= self._retries:
+                again.append(pending)
+            elif not pending.future.done():
+                fault = f"{_where(exchange.server)}: {type(err).__name__}: {err}"
+                pending.future.set_exception(
+                    ServerError(f"{fault} (after {pending.attempts} attempts)")
+                )
+        if again:
+            delay = _BACKOFF_S * 2 ** (min(pending.attempts for pending in again) - 1)
+            logger.warning(
+                "%s: %s: %s; sending %d requests again in %.1f s",
+                _where(exchange.server), type(err).__name__, err, len(again), delay,
+            )  # fmt: skip
+            self.events.call_later(delay, self._send_soon, again)
+
+    def _fail(self, exchange: _Exchange, err: Exception) -> None:
+        for pending in exchange.waiting.values():
+            if not pending.future.done():
+                pending.future.set_exception(type(err)(*err.args))
+
+
+def _give_up(pending: _Pending) -> None:
+    """An exchange whose calls were all cancelled is dropped: the server then aborts them."""
+    exchange, pending.exchange = pending.exchange, None
+    if exchange is not None:
+        exchange.num_wanted -= 1
+        if exchange.num_wanted == 0:
+            exchange.task.cancel()
+
+
+def _read(line: bytes, server: _Server) -> Reply | Refusal:
+    try:
+        return decode_line(line)
+    except ValueError as err:  # the server's fault, not that of whoever asked
+        raise ServerError(f"{_where(server)}: a line that is no reply: {err}") from err
+
+
+def _settle(exchange: _Exchange, result: Reply | Refusal) -> None:
+    pending = exchange.waiting.pop(result.rid, None)
+    if pending is None:
+        raise ServerError(f"{_where(exchange.server)}: a reply to {result.rid}, which nobody sent")
+    if pending.exchange is None:  # given up
+        return
+    pending.exchange = None
+    exchange.num_wanted -= 1
+    if isinstance(result, Reply):
+        pending.future.set_result(result)
+    elif result.kind == "request":
+        pending.future.set_exception(ValueError(result.message))
+    else:
+        pending.future.set_exception(ServerError(f"{_where(exchange.server)}: {result.message}"))
+
+
+def _error_of(server: _Server, status: int, body: str) -> Exception:
+    try:
+        message = parse_object(body, "answer")["error"]
+    except (ValueError, KeyError):  # not one of our answers: a proxy, or another program
+        message = body[:200]
+    if status == 400:
+        return ValueError(message)
+    return ServerError(f"{_where(server)}: {status}: {message}")
+
+
+def _where(server: _Server) -> str:
+    return f"native server {server.address}"

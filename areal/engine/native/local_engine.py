@@ -1,0 +1,141 @@
+"""NativeLocalEngine: a native engine in this process behind the InferenceEngine contract.
+
+The same engine thread as in the server, without HTTP: for tests, notebooks, and training and
+generating on one device, where weights go over directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.loop import EngineEndedError, EngineLoop
+from areal.engine.native.sequence import GenRequest
+from areal.engine.native.wire import Refusal, Reply
+from areal.weight_sync.publication import open_publication
+
+
+class NativeLocalEngine(InferenceEngine):
+    """`initialize` loads the model; the options are those of `NativeEngine.from_pretrained`.
+
+    engine = NativeLocalEngine(path)
+    engine.initialize()
+    reply = await engine.agenerate(ModelRequest(input_ids=[5, 7]))
+    engine.destroy()
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_running: int = 512,
+        seed: int = 0,
+    ) -> None:
+        self._model_path = model_path
+        self._options = {
+            "device": device,
+            "dtype": getattr(torch, dtype) if dtype else None,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_running": max_running,
+            "seed": seed,
+        }
+        self._started: EngineLoop | None = None
+        self._num_sent = itertools.count()
+
+    def initialize(self) -> None:
+        if self._started is None:
+            engine = NativeEngine.from_pretrained(self._model_path, **self._options)
+            self._started = EngineLoop(engine)
+
+    def destroy(self) -> None:
+        if self._started is not None:
+            self._started.close()
+            self._started = None
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        start = time.perf_counter()
+        # Copies of a request share its rid; inside the engine each has its own.
+        rid = f"{req.rid}.{next(self._num_sent)}"
+        reply = await self._generate(GenRequest(rid, req.input_ids, req.gconfig))
+        finished = reply.finished
+        return ModelResponse(
+            input_tokens=req.input_ids,
+            output_tokens=finished.output_tokens,
+            output_logprobs=finished.output_logprobs,
+            output_versions=finished.output_versions,
+            stop_reason=finished.stop_reason,
+            tokenizer=req.tokenizer,
+            latency=time.perf_counter() - start,
+            ttft=reply.ttft,
+        )
+
+    def pause_generation(self) -> None:
+        self._loop.pause()
+
+    def continue_generation(self) -> None:
+        self._loop.resume()
+
+    def update_weights(
+        self,
+        meta: WeightUpdateMeta,
+        named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        source = named_tensors
+        if source is None:
+            source = open_publication(meta.path, version=meta.version)
+        self._loop.call(
+            lambda engine: engine.load_weights(source, meta.version, recompute_kv=meta.recompute_kv)
+        ).result()
+
+    def get_version(self) -> int:
+        return self._loop.version
+
+    def stats(self) -> dict[str, float]:
+        return self._loop.call(lambda engine: engine.stats()).result()
+
+    def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        return {"in this process": self._loop.busy.since(since)}
+
+    @property
+    def _loop(self) -> EngineLoop:
+        if self._started is None:
+            raise RuntimeError("the engine is not running; call initialize() first")
+        return self._started
+
+    async def _generate(self, request: GenRequest) -> Reply:
+        events = asyncio.get_running_loop()
+        future: asyncio.Future[Reply] = events.create_future()
+
+        def deliver(results: list[Reply | Refusal]) -> None:  # on the engine thread
+            events.call_soon_threadsafe(_settle, future, results[0])
+
+        self._loop.submit([request], deliver)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._loop.discard([request.rid])
+            raise
+
+
+def _settle(future: asyncio.Future[Reply], result: Reply | Refusal) -> None:
+    if future.done():
+        return
+    if isinstance(result, Reply):
+        future.set_result(result)
+    elif result.kind == "request":
+        future.set_exception(ValueError(result.message))
+    else:
+        future.set_exception(EngineEndedError(result.message))

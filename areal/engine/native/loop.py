@@ -1,0 +1,254 @@
+"""The thread that owns a NativeEngine.
+
+    any thread --submit/abort/call--> [orders] --> engine thread: orders, step, orders, step, ...
+                                                        |
+    any thread <------ deliver([Reply, ...]) -----------+   one call per step and receiver
+
+Consumes orders; produces replies; waits while there is neither an order nor work (or while paused),
+and is woken by the next order. Orders run between two steps, so a weight update never meets half a
+step. `deliver` runs on the engine thread and must only hand over, never wait.
+
+A step that raises ends the loop: everything that waits gets the cause, later orders are refused
+with it, and `failure` keeps it. Nothing is lost in silence.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from areal.engine.native.busy import BusyIntervals
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.wire import Refusal, Reply
+from areal.utils import logging
+
+logger = logging.getLogger("NativeEngineLoop")
+
+T = TypeVar("T")
+Deliver = Callable[[list[Reply | Refusal]], None]
+
+
+class EngineEndedError(RuntimeError):
+    """The engine no longer runs: closed, or ended by the error in the message."""
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    requests: Sequence[GenRequest]
+    deliver: Deliver
+    time: float
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    function: Callable[[NativeEngine], Any]
+    future: Future
+
+
+@dataclass(slots=True)
+class _Waiter:
+    deliver: Deliver
+    time: float  # time.monotonic() of the submission
+
+
+class EngineLoop:
+    """
+    loop = EngineLoop(NativeEngine.from_pretrained(path))
+    loop.submit([GenRequest("a", [5, 7], gconfig)], deliver=print)
+    loop.call(lambda engine: engine.load_weights(source, 3, recompute_kv=True)).result()
+    loop.close()
+    """
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self._wake = threading.Condition()
+        self._orders: list[_Submission | _Call] = []
+        self._waiters: dict[str, _Waiter] = {}  # by rid; touched by the engine thread only
+        self._paused = False
+        self._closing = False
+        self._ended: EngineEndedError | None = None
+        self.failure: BaseException | None = None  # what ended the loop, unless it was closed
+        self.busy = BusyIntervals()
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that serve now; answers at once, also during a step."""
+        return self._engine.version
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    def submit(self, requests: Sequence[GenRequest], deliver: Deliver) -> None:
+        """Each request ends in exactly one Reply or Refusal given to `deliver`.
+
+        Requests given together reach the engine together, so the samples of a group share their
+        prompt from the first step.
+        """
+        self._order(_Submission(requests, deliver, time.monotonic()))
+
+    def call(self, function: Callable[[NativeEngine], T]) -> Future[T]:
+        """Runs `function` on the engine thread between two steps, also while paused."""
+        future: Future[T] = Future()
+        self._order(_Call(function, future))
+        return future
+
+    def abort(self, rids: Iterable[str] | None = None) -> Future[int]:
+        """Ends these requests (all: None) with what they have; the result is their number."""
+        wanted = None if rids is None else list(rids)
+        return self.call(lambda engine: self._abort(engine, wanted, delivered=True))
+
+    def discard(self, rids: Iterable[str]) -> None:
+        """Ends requests nobody waits for any more. Fine on a loop that has ended."""
+        wanted = list(rids)
+        try:
+            self.call(lambda engine: self._abort(engine, wanted, delivered=False))
+        except EngineEndedError:
+            logger.debug("the engine has ended, nothing to discard")
+
+    def pause(self) -> None:
+        """When this returns no step runs; requests keep their place and new ones may come."""
+        self.call(lambda engine: self._set_paused(True)).result()
+
+    def resume(self) -> None:
+        self.call(lambda engine: self._set_paused(False)).result()
+
+    def close(self) -> None:
+        """Ends the thread after the current step; who still waits is refused. Twice is fine."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _order(self, order: _Submission | _Call) -> None:
+        with self._wake:
+            if self._ended is not None:
+                raise EngineEndedError(str(self._ended)) from self.failure
+            self._orders.append(order)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._carry_out_orders():
+                self._step()
+        except BaseException as err:  # the one place that owns it: everybody who waits is told
+            logger.exception("the native engine ended")
+            self.failure = err
+        self._end()
+
+    def _carry_out_orders(self) -> bool:
+        """Runs orders until a step is due (True) or the loop is closed (False)."""
+        while not self._closing:
+            with self._wake:
+                while not (self._orders or self._closing or self._step_is_due()):
+                    self._wake.wait()
+                orders, self._orders = self._orders, []
+            for order in orders:
+                self._carry_out(order)
+            if self._step_is_due():
+                return not self._closing
+        return False
+
+    def _step_is_due(self) -> bool:
+        return not self._paused and self._engine.has_work
+
+    def _carry_out(self, order: _Submission | _Call) -> None:
+        if isinstance(order, _Submission):
+            self._admit(order)
+        elif order.future.set_running_or_notify_cancel():
+            try:
+                order.future.set_result(order.function(self._engine))
+            except Exception as err:  # belongs to the caller of `call`
+                order.future.set_exception(err)
+
+    def _admit(self, order: _Submission) -> None:
+        refusals: list[Reply | Refusal] = []
+        for request in order.requests:
+            if request.rid in self._waiters:
+                fault = f"rid: {request.rid} is already running; give each request its own"
+                refusals.append(Refusal(request.rid, "request", fault))
+                continue
+            # Entered first: should `add` break the engine, this request too hears of it.
+            self._waiters[request.rid] = _Waiter(order.deliver, order.time)
+            try:
+                self._engine.add(request)
+            except ValueError as err:
+                del self._waiters[request.rid]
+                refusals.append(Refusal(request.rid, "request", str(err)))
+        if refusals:
+            _hand_over(order.deliver, refusals)
+
+    def _step(self) -> None:
+        start = time.time()
+        finished = self._engine.step()
+        self.busy.add(start, time.time())
+        if finished:
+            self._deliver(finished)
+
+    def _deliver(self, finished: Iterable[Finished]) -> None:
+        """One call per receiver, however many of its requests ended with this step."""
+        now = time.monotonic()
+        by_receiver: dict[Deliver, list[Reply | Refusal]] = {}
+        for one in finished:
+            waiter = self._waiters.pop(one.rid)
+            result = _result_of(one, started=waiter.time, now=now)
+            by_receiver.setdefault(waiter.deliver, []).append(result)
+        for deliver, replies in by_receiver.items():
+            _hand_over(deliver, replies)
+
+    def _abort(self, engine: NativeEngine, rids: list[str] | None, *, delivered: bool) -> int:
+        aborted = []
+        for rid in list(self._waiters) if rids is None else rids:
+            finished = engine.abort(rid) if rid in self._waiters else None
+            if finished is not None:
+                aborted.append(finished)
+        if delivered:
+            self._deliver(aborted)
+        else:
+            for finished in aborted:
+                del self._waiters[finished.rid]
+        return len(aborted)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _end(self) -> None:
+        reason = "the native engine was closed"
+        if self.failure is not None:
+            reason = f"the native engine ended: {type(self.failure).__name__}: {self.failure}"
+        with self._wake:
+            self._ended = EngineEndedError(reason)
+            orders, self._orders = self._orders, []
+        for rid, waiter in self._waiters.items():
+            _hand_over(waiter.deliver, [Refusal(rid, "engine", reason)])
+        self._waiters.clear()
+        for order in orders:
+            if isinstance(order, _Submission):
+                refusals = [Refusal(request.rid, "engine", reason) for request in order.requests]
+                _hand_over(order.deliver, refusals)
+            elif order.future.set_running_or_notify_cancel():
+                order.future.set_exception(EngineEndedError(reason))
+
+
+def _result_of(finished: Finished, *, started: float, now: float) -> Reply | Refusal:
+    if not all(map(math.isfinite, finished.output_logprobs)):
+        # Never data: weights or logits are broken, and whoever asked must hear of it.
+        fault = "a log-probability is not finite; look at the weights the engine was given"
+        return Refusal(finished.rid, "engine", fault)
+    first = finished.first_token_time or now
+    return Reply(finished, latency=now - started, ttft=first - started)
+
+
+def _hand_over(deliver: Deliver, results: list[Reply | Refusal]) -> None:
+    try:
+        deliver(results)
+    except Exception:  # one receiver's fault must not end the engine for all others
+        logger.exception("could not hand over %d results", len(results))

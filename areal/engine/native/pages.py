@@ -1,0 +1,170 @@
+"""Who holds which page of the key/value cache.
+
+A page is `page_size` consecutive positions of one sequence, in all layers. `PagePool` hands pages
+out and counts their holders. A `Prefix` is one prompt being computed or kept: the samples of a
+group hold its full pages together and copy its last, partial page, since each writes its own output
+there. `PrefixTable` finds the prefix of a prompt and keeps finished ones until their pages are
+needed.
+
+    prefix = table.find(prompt) or table.create(prompt)    # pages allocated, nothing computed
+    table.wait(prefix)                                     # one sequence needs it: not evictable
+    shared = prefix.pages[: len(prompt) // page_size]; pool.retain(shared)
+    ...                                                    # the engine computes it, `complete`
+    table.attach(prefix)                                   # that sequence copied the partial page
+
+Invariant: a page is free exactly when nobody holds it. Page 0 is scratch: padding rows write there,
+and unused entries of a page table point to it; it is never handed out.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SCRATCH_PAGE = 0
+
+
+class PagePool:
+    """Counts the holders of every page; the last one to release it frees it."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (page 0 is scratch), got {num_pages}")
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._num_holders = [0] * num_pages
+        # A stack: the page freed last is the one most likely still in the processor's cache.
+        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_pages - 1
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one holder each. The caller made sure they are free."""
+        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        if not count:
+            return []
+        pages = self._free[-count:]
+        del self._free[-count:]
+        for page in pages:
+            self._num_holders[page] = 1
+        return pages
+
+    def retain(self, pages: list[int]) -> None:
+        for page in pages:
+            assert self._num_holders[page] > 0, f"page {page} is free and cannot be shared"
+            self._num_holders[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        for page in pages:
+            assert self._num_holders[page] > 0, f"page {page} is released twice"
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                self._free.append(page)
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """The cache pages of one prompt. Holds them itself, beside the sequences that share them."""
+
+    tokens: tuple[int, ...]
+    pages: list[int]
+    num_cached: int = 0  # leading tokens whose keys and values are computed
+    last_hidden: torch.Tensor | None = None  # [D] of the last token: every sample starts from it
+    num_waiting: int = 0  # running sequences that have not attached yet
+
+    @property
+    def is_ready(self) -> bool:
+        return self.last_hidden is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def token_slice(self, start: int, end: int) -> tuple[int, ...]:
+        return self.tokens[start:end]
+
+
+class PrefixTable:
+    """Prompts by their tokens, least recently used first."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        # An OrderedDict finds its oldest entry at once, however many older ones were deleted.
+        self._by_tokens: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
+
+    def __len__(self) -> int:
+        return len(self._by_tokens)
+
+    @property
+    def pending(self) -> list[Prefix]:
+        """Prefixes still to compute, oldest first."""
+        return list(self._pending)
+
+    def find(self, tokens: tuple[int, ...]) -> Prefix | None:
+        prefix = self._by_tokens.get(tokens)
+        if prefix is not None:
+            self._by_tokens.move_to_end(tokens)
+        return prefix
+
+    def create(self, tokens: tuple[int, ...]) -> Prefix:
+        prefix = Prefix(tokens, self._pool.allocate(self._pool.pages_for(len(tokens))))
+        self._by_tokens[tokens] = prefix
+        self._pending[prefix] = None
+        return prefix
+
+    def complete(self, prefix: Prefix, last_hidden: torch.Tensor) -> None:
+        prefix.last_hidden = last_hidden
+        del self._pending[prefix]
+
+    def wait(self, prefix: Prefix) -> None:
+        prefix.num_waiting += 1
+
+    def attach(self, prefix: Prefix) -> None:
+        """A waiting sequence has its own copy of the partial page; it needs the prefix no more."""
+        prefix.num_waiting -= 1
+
+    def leave(self, prefix: Prefix) -> None:
+        """A waiting sequence goes. A prefix nobody waits for is not computed further."""
+        prefix.num_waiting -= 1
+        if not prefix.num_waiting and not prefix.is_ready:
+            self._drop(prefix)
+
+    def make_room(self, count: int, keep: Prefix | None = None) -> bool:
+        """Evict idle prefixes other than `keep`, oldest first, until `count` pages are free."""
+        while self._pool.num_free < count:
+            idle = (p for p in self._by_tokens.values() if not p.num_waiting and p is not keep)
+            oldest = next(idle, None)
+            if oldest is None:
+                return False
+            self._drop(oldest)
+        return True
+
+    def forget(self) -> None:
+        """The weights changed: drop what is ready, begin the rest again."""
+        for prefix in list(self._by_tokens.values()):
+            if prefix.is_ready:
+                assert not prefix.num_waiting, "sequences attach in the step that made it ready"
+                self._drop(prefix)
+            else:
+                prefix.num_cached = 0
+
+    def _drop(self, prefix: Prefix) -> None:
+        del self._by_tokens[prefix.tokens]
+        self._pending.pop(prefix, None)
+        self._pool.release(prefix.pages)

@@ -1,0 +1,202 @@
+"""NativeRemoteEngine: native servers behind the InferenceEngine contract, and how to start one.
+
+    child, address = launch_native_server(path, token=token)
+    engine = NativeRemoteEngine([address], token)
+    engine.initialize()
+    reply = await engine.agenerate(ModelRequest(input_ids=[5, 7]))
+    engine.destroy()
+    child.terminate()
+
+Generation runs on the event loop of its first caller (exchange.py); control calls block and may
+come from any thread (control.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.engine.native.control import ControlClient
+from areal.engine.native.exchange import GenerateClient
+from areal.utils.child_process import ChildProcess
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+_CLOSE_S = 10.0  # for an event loop that is alive, a matter of milliseconds
+
+
+class NativeRemoteEngine(InferenceEngine):
+    """`addrs` are "host:port". `request_timeout_s` bounds one attempt of a request and every
+    control call, `setup_timeout_s` how long `initialize` waits for the servers.
+    """
+
+    def __init__(
+        self,
+        addrs: list[str],
+        token: str,
+        *,
+        request_timeout_s: float = 3600.0,
+        request_retries: int = 3,
+        setup_timeout_s: float = 300.0,
+    ) -> None:
+        if not addrs:
+            raise ValueError("addrs: expected at least one server address, got none")
+        self._addrs = addrs
+        self._token = token
+        self._request_timeout_s = request_timeout_s
+        self._request_retries = request_retries
+        self._setup_timeout_s = setup_timeout_s
+        self._controls = [ControlClient(addr, token, timeout_s=request_timeout_s) for addr in addrs]
+        self._client: GenerateClient | None = None
+
+    def initialize(self) -> None:
+        self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
+
+    def destroy(self) -> None:
+        """From any thread. Calls that still wait are cancelled."""
+        client, self._client = self._client, None
+        if client is None or client.events.is_closed():
+            return
+        if not client.events.is_running():
+            client.events.run_until_complete(client.close())
+        elif _runs_here(client.events):
+            client.events.create_task(client.close(), name="native-client-close")
+        else:
+            asyncio.run_coroutine_threadsafe(client.close(), client.events).result(_CLOSE_S)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        start = time.perf_counter()
+        reply = await self._client_here().generate(req)
+        finished = reply.finished
+        return ModelResponse(
+            input_tokens=req.input_ids,
+            output_tokens=finished.output_tokens,
+            output_logprobs=finished.output_logprobs,
+            output_versions=finished.output_versions,
+            stop_reason=finished.stop_reason,
+            tokenizer=req.tokenizer,
+            latency=time.perf_counter() - start,
+            ttft=reply.ttft,
+        )
+
+    def pause_generation(self) -> None:
+        self._on_all(lambda control: control.post("/pause"))
+
+    def continue_generation(self) -> None:
+        self._on_all(lambda control: control.post("/continue"))
+
+    def update_weights(
+        self,
+        meta: WeightUpdateMeta,
+        named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        if meta.type == "direct" or named_tensors is not None:
+            raise ValueError(
+                "a server in another process cannot take tensors directly; "
+                "set actor.weight_update_mode to shm or disk"
+            )
+        order = {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
+        self._on_all(lambda control: control.post("/update_weights", **order))
+
+    def get_version(self) -> int:
+        """The oldest version any server serves."""
+        return min(health["version"] for health in self._on_all(lambda c: c.get("/health")))
+
+    def stats(self) -> dict[str, float]:
+        """Summed over the servers, except the version."""
+        total: dict[str, float] = {}
+        for stats in self._on_all(lambda control: control.get("/stats")):
+            for name, value in stats.items():
+                total[name] = value if name == "version" else total.get(name, 0) + value
+        return total
+
+    def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        """Per server address, when it computed after `since` (`time.time()`): for the trace."""
+        answers = self._on_all(lambda control: control.get("/busy_intervals", since=since))
+        return {
+            control.address: [(start, end) for start, end in answer["intervals"]]
+            for control, answer in zip(self._controls, answers, strict=True)
+        }
+
+    def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
+        """The call on every server at once; the first error is raised after all have answered."""
+        if len(self._controls) == 1:
+            return [call(self._controls[0])]
+        with ThreadPoolExecutor(len(self._controls), thread_name_prefix="native-control") as pool:
+            return list(pool.map(call, self._controls))
+
+    def _client_here(self) -> GenerateClient:
+        """The client of the running event loop; a loop that was closed is replaced by the next."""
+        client = self._client
+        if client is None or client.events.is_closed():
+            client = self._client = GenerateClient(
+                self._addrs,
+                self._token,
+                timeout_s=self._request_timeout_s,
+                retries=self._request_retries,
+            )
+        elif not _runs_here(client.events):
+            raise RuntimeError("agenerate was called from two event loops; use one engine per loop")
+        return client
+
+
+def launch_native_server(
+    model_path: str | Path,
+    *,
+    token: str,
+    threads: int = 1,
+    page_size: int = 16,
+    num_pages: int | None = None,
+    max_running: int = 512,
+    dtype: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    log_path: str | Path | None = None,
+    setup_timeout_s: float = 300.0,
+) -> tuple[ChildProcess, str]:
+    """Starts `areal serve` as a child of this process; (the child, its "host:port").
+
+    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    """
+    options = {
+        "model": model_path,
+        "threads": threads,
+        "page-size": page_size,
+        "num-pages": num_pages,
+        "max-running": max_running,
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+    }
+    argv = [sys.executable, "-m", "areal.cli.main", "serve", "--port", "0"]
+    for name, value in options.items():
+        if value is not None:
+            argv += [f"--{name}", str(value)]
+    # The token is not an argument: every user of the machine can read those.
+    env = {"AREAL_SERVER_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
+    child = ChildProcess(argv, name="native server", env=env, log_path=log_path)
+    try:
+        line = child.wait_ready(timeout_s=setup_timeout_s, is_ready=lambda line: line[:1] == "{")
+    except BaseException:  # Ctrl-C too: a half-started server must not stay
+        child.terminate()
+        raise
+    ready = json.loads(line)
+    return child, f"{ready['host']}:{ready['port']}"
+
+
+def _runs_here(events: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is events
+    except RuntimeError:
+        return False

@@ -1,0 +1,185 @@
+"""Which sequences run, with which pages: admission, growth, preemption.
+
+    waiting --admit--> filling --promote--> decoding --release--> (finished)
+       ^                  |                    |
+       +-----preempt------+--------------------+
+
+*filling*: its prefix is being computed, or (after a preemption) its own output is computed again.
+*decoding*: everything but its last token is in the cache; each step adds one token.
+
+Admission takes the head of the queue while a slot and pages are free. When a decoding sequence
+needs a page and none can be had, idle prefixes go first, then the youngest running sequence gives
+its pages back and waits at the head of the queue; its tokens are kept. The oldest sequence always
+moves on, so every request ends. Only the host is touched here; tensors are the engine's.
+
+Invariant: a sequence has a slot exactly while it is in `filling` or `decoding`, and `slots.pages`
+mirrors its `pages`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from areal.engine.native.pages import SCRATCH_PAGE, PagePool, PrefixTable
+from areal.engine.native.sampler import SamplingOptions
+from areal.engine.native.sequence import Sequence
+
+_MAX_INT64 = 2**63 - 1
+
+
+class SlotTable:
+    """What a decode step needs to know of each running sequence, as arrays: one row per slot.
+
+    A step reads them with one vector index instead of visiting 512 objects.
+    """
+
+    def __init__(self, num_slots: int, max_pages: int) -> None:
+        self.pages = np.full((num_slots, max_pages), SCRATCH_PAGE, np.int64)
+        self.num_pages = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)  # prompt and output
+        self.num_output = np.zeros(num_slots, np.int64)
+        self.last_token = np.zeros(num_slots, np.int64)
+        self.min_output = np.zeros(num_slots, np.int64)
+        self.temperature = np.ones(num_slots, np.float64)
+        self.top_k = np.ones(num_slots, np.int64)
+        self.top_p = np.ones(num_slots, np.float64)
+        self.greedy = np.zeros(num_slots, bool)
+        self.seed = np.zeros(num_slots, np.uint64)
+
+    def fill(self, slot: int, sequence: Sequence) -> None:
+        options = sequence.gconfig
+        self.num_tokens[slot] = sequence.num_tokens
+        self.num_output[slot] = len(sequence.output_tokens)
+        self.min_output[slot] = options.min_new_tokens
+        self.temperature[slot] = options.temperature
+        self.top_k[slot] = min(options.top_k, _MAX_INT64)
+        self.top_p[slot] = options.top_p
+        self.greedy[slot] = options.greedy
+        self.seed[slot] = sequence.seed
+
+    def set_pages(self, slot: int, pages: list[int]) -> None:
+        self.pages[slot, : len(pages)] = pages
+        self.num_pages[slot] = len(pages)
+
+    def append(self, slots: np.ndarray, tokens: list[int]) -> None:
+        """Each of `slots` drew a token."""
+        self.last_token[slots] = tokens
+        self.num_tokens[slots] += 1
+        self.num_output[slots] += 1
+
+    def sampling_options(self, slots: np.ndarray) -> SamplingOptions:
+        return SamplingOptions(
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            greedy=self.greedy[slots],
+            seed=self.seed[slots],
+            index=self.num_output[slots],
+        )
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, *, max_running: int, max_pages: int) -> None:
+        """`max_pages`: most pages one sequence can come to hold."""
+        if max_running < 1:
+            raise ValueError(f"max_running must be at least 1, got {max_running}")
+        self.pool = pool
+        self.prefixes = PrefixTable(pool)
+        self.slots = SlotTable(max_running, max_pages)
+        self.waiting: deque[Sequence] = deque()
+        # Ordered sets, oldest admission first; removal of any member is O(1).
+        self.filling: dict[Sequence, None] = {}
+        self.decoding: dict[Sequence, None] = {}
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_running - 1, -1, -1))
+
+    @property
+    def num_running(self) -> int:
+        return len(self.filling) + len(self.decoding)
+
+    def admit(self) -> None:
+        """Move sequences from the queue to `filling` while slots and pages last."""
+        while self.waiting and self._free_slots and self._place(self.waiting[0]):
+            self.filling[self.waiting.popleft()] = None
+
+    def grow(self) -> None:
+        """Give each decoding sequence the page its next row writes to, by preemption if need be."""
+        slots = self.decoding_slots()
+        table = self.slots
+        opens_page = (table.num_tokens[slots] - 1) // self.pool.page_size >= table.num_pages[slots]
+        if not opens_page.any():
+            return
+        decoding = list(self.decoding)
+        for row in np.flatnonzero(opens_page):
+            # An older sequence of this loop may have taken this one's place meanwhile.
+            if decoding[row].slot is not None and self._claim_page(decoding[row]):
+                self._extend(decoding[row])
+
+    def decoding_slots(self) -> np.ndarray:
+        """Slots of `decoding`, in its order."""
+        return np.fromiter((s.slot for s in self.decoding), np.int64, len(self.decoding))
+
+    def promote(self, sequence: Sequence) -> None:
+        """All but its newest token is cached: it decodes from now on."""
+        del self.filling[sequence]
+        self.decoding[sequence] = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a running sequence out and its pages back. Its tokens stay with it."""
+        self.filling.pop(sequence, None)
+        self.decoding.pop(sequence, None)
+        if sequence.prefix is not None:
+            self.prefixes.leave(sequence.prefix)
+        self.pool.release(sequence.pages)
+        # Entries past a row's position are read (and masked), so they must stay valid pages.
+        self.slots.pages[sequence.slot, : len(sequence.pages)] = SCRATCH_PAGE
+        self._free_slots.append(sequence.slot)
+        sequence.slot, sequence.prefix = None, None
+        sequence.pages, sequence.num_cached = [], 0
+
+    def send_back(self, sequence: Sequence) -> None:
+        """Return a running sequence to the head of the queue."""
+        self.release(sequence)
+        self.waiting.appendleft(sequence)
+
+    def send_all_back(self) -> None:
+        """Every running sequence waits again, in its old order: its cache is no longer valid."""
+        for sequence in [*reversed(self.filling), *reversed(self.decoding)]:
+            self.send_back(sequence)
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Find a slot, the prefix and pages for `sequence`; False when pages are short."""
+        pool, prompt = self.pool, sequence.prompt
+        num_shared = len(prompt) // pool.page_size
+        # One more position than it has: admitted, it can draw a token without preempting others.
+        num_own = pool.pages_for(sequence.num_tokens + 1) - num_shared
+        prefix = self.prefixes.find(prompt)
+        num_new = num_own + (pool.pages_for(len(prompt)) if prefix is None else 0)
+        if not self.prefixes.make_room(num_new, keep=prefix):
+            return False
+        prefix = prefix or self.prefixes.create(prompt)
+        self.prefixes.wait(prefix)
+        shared = prefix.pages[:num_shared]
+        pool.retain(shared)
+        sequence.prefix = prefix
+        sequence.pages = shared + pool.allocate(num_own)
+        sequence.slot = self._free_slots.pop()
+        self.slots.fill(sequence.slot, sequence)
+        self.slots.set_pages(sequence.slot, sequence.pages)
+        return True
+
+    def _claim_page(self, sequence: Sequence) -> bool:
+        """Make a page free, at the cost of younger sequences; False when it was itself the cost."""
+        while not self.prefixes.make_room(1):
+            youngest = next(reversed(self.filling or self.decoding))
+            self.send_back(youngest)
+            self.num_preemptions += 1
+            if youngest is sequence:
+                return False
+        return True
+
+    def _extend(self, sequence: Sequence) -> None:
+        sequence.pages += self.pool.allocate(1)
+        self.slots.set_pages(sequence.slot, sequence.pages)

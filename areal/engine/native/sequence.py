@@ -1,0 +1,82 @@
+"""What goes into the native engine, what comes out, and the state of one generation between.
+
+`GenRequest` in, `Finished` out; a `Sequence` is the life of one request inside the engine. Its
+tokens are the prompt followed by the output. The prompt's keys and values are computed by a
+`Prefix` (pages.py), once for all samples of a group; the sequence computes those of its output.
+
+Invariant: `output_tokens`, `output_logprobs` and `output_versions` always have one length, and
+survive preemption and weight updates: only cache pages are ever given back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.io_struct import StopReason
+
+if TYPE_CHECKING:
+    from areal.engine.native.pages import Prefix
+
+
+@dataclass(slots=True)
+class GenRequest:
+    """One sample to generate. A group of n samples is n requests with the same `input_ids`."""
+
+    rid: str
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters
+
+
+@dataclass(slots=True)
+class Finished:
+    """The output of one request; an aborted one carries the tokens it had."""
+
+    rid: str
+    output_tokens: list[int]
+    output_logprobs: list[float]  # under the sampling distribution, see sampler.py
+    output_versions: list[int]  # version of the weights that sampled each token
+    stop_reason: StopReason
+    first_token_time: float = 0.0  # time.monotonic() of the first token; 0.0 when there is none
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way from the waiting queue to `Finished`."""
+
+    rid: str
+    prompt: tuple[int, ...]
+    gconfig: GenerationHyperparameters
+    seed: int  # of the counter-based draw; fixed for the life of the request
+    stop_ids: frozenset[int]
+    max_output: int  # output tokens at which generation ends by length
+    output_tokens: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
+    first_token_time: float = 0.0  # time.monotonic(), set by the step that samples the first token
+
+    # Held only while running; `None`, empty and 0 while waiting.
+    slot: int | None = None  # row of the scheduler's slot table
+    prefix: Prefix | None = None  # until it is computed and its last partial page copied to ours
+    pages: list[int] = field(default_factory=list)  # shared prompt pages, then our own
+    num_cached: int = 0  # while filling: leading tokens whose keys and values are in `pages`
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output_tokens)
+
+    def token_slice(self, start: int, end: int) -> list[int]:
+        """Output tokens at positions `start` to `end`; those of the prompt are the prefix's."""
+        offset = len(self.prompt)
+        return self.output_tokens[start - offset : end - offset]
+
+    def finish(self, stop_reason: StopReason) -> Finished:
+        return Finished(
+            rid=self.rid,
+            output_tokens=self.output_tokens,
+            output_logprobs=self.output_logprobs,
+            output_versions=self.output_versions,
+            stop_reason=stop_reason,
+            first_token_time=self.first_token_time,
+        )

@@ -1,0 +1,256 @@
+"""The HTTP face of a native engine.
+
+| route                | body or query                    | answer                               |
+|----------------------|----------------------------------|--------------------------------------|
+| POST /generate       | see wire.py                      | a JSON line per finished request     |
+| GET /health          |                                  | status, version, model, paused       |
+| POST /pause          |                                  | when no step runs any more           |
+| POST /continue       |                                  |                                      |
+| POST /update_weights | path, version, recompute_kv=true | when they serve                      |
+| POST /abort          | rid, or all=true                 | the number of requests ended         |
+| GET /stats           |                                  | the engine's counters                |
+| GET /busy_intervals  | ?since=UNIX_TIME                 | when steps ran, for traces           |
+
+Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}`: 400 the caller's
+fault, 401 no or a wrong token, 503 the engine has ended. The engine never waits for the network:
+results are handed to this event loop, and a client that goes away has its requests discarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from areal.engine.native.loop import EngineEndedError, EngineLoop
+from areal.engine.native.sequence import GenRequest
+from areal.engine.native.wire import Refusal, Reply, decode_requests, encode_lines, parse_object
+from areal.weight_sync.publication import PublicationError, open_publication
+
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so they are the ones to close them
+_SHUTDOWN_S = 1  # for streams that are open when the server is told to end
+
+
+def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
+    """`model` is the name /health reports."""
+    app = FastAPI(openapi_url=None)
+    app.add_middleware(_TokenGate, token=token)
+    app.add_exception_handler(ValueError, _answer_error(400))
+    app.add_exception_handler(PublicationError, _answer_error(400))
+    app.add_exception_handler(EngineEndedError, _answer_error(503))
+    app.add_exception_handler(Exception, _answer_error(500))
+    updating = asyncio.Lock()
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        return _ResultStream(loop, decode_requests(await request.body()))
+
+    @app.get("/health")
+    async def health() -> Response:
+        content = {"version": loop.version, "model": model, "paused": loop.paused}
+        if loop.failure is not None:
+            cause = f"{type(loop.failure).__name__}: {loop.failure}"
+            return JSONResponse({"status": "failed", "error": cause, **content}, status_code=503)
+        return JSONResponse({"status": "ok", **content})
+
+    @app.post("/pause")
+    async def pause() -> dict[str, bool]:
+        await asyncio.to_thread(loop.pause)
+        return {"paused": True}
+
+    @app.post("/continue")
+    async def resume() -> dict[str, bool]:
+        await asyncio.to_thread(loop.resume)
+        return {"paused": False}
+
+    @app.post("/update_weights")
+    async def update_weights(request: Request) -> dict[str, int]:
+        order = parse_object(await request.body(), "body")
+        path, version = _field(order, "path", str), _field(order, "version", int)
+        recompute_kv = _field(order, "recompute_kv", bool, default=True)
+        async with updating:
+            await _load(loop, path, version, recompute_kv)
+        return {"version": version}
+
+    @app.post("/abort")
+    async def abort(request: Request) -> dict[str, int]:
+        order = parse_object(await request.body(), "body")
+        everything = _field(order, "all", bool, default=False)
+        rids = None if everything else [_field(order, "rid", str)]
+        return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
+
+    @app.get("/stats")
+    async def stats() -> dict[str, float]:
+        return await asyncio.wrap_future(loop.call(lambda engine: engine.stats()))
+
+    @app.get("/busy_intervals")
+    async def busy_intervals(since: float = 0.0) -> dict[str, Any]:
+        return {"intervals": loop.busy.since(since)}
+
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a port in use is known before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as err:
+        listener.close()
+        reason = f"cannot listen on {host}:{port} ({err.strerror}); choose another port, or 0"
+        raise OSError(err.errno, reason) from None
+    return listener
+
+
+def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
+    """Answers until SIGINT or SIGTERM; calls `on_ready` once requests are accepted."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    server = uvicorn.Server(config)
+
+    async def run() -> None:
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="uvicorn")
+        while not (server.started or task.done()):
+            await asyncio.sleep(0.005)
+        if server.started:
+            on_ready()
+        await task
+
+    asyncio.run(run())
+
+
+async def _load(loop: EngineLoop, path: str, version: int, recompute_kv: bool) -> None:
+    # Verified beside the running engine: only the copy itself happens between two steps.
+    publication = await asyncio.to_thread(open_publication, path, version=version)
+    await asyncio.wrap_future(
+        loop.call(
+            lambda engine: engine.load_weights(publication, version, recompute_kv=recompute_kv)
+        )
+    )
+
+
+class _TokenGate:
+    """Lets nothing past without the token, before any body is read."""
+
+    def __init__(self, app: Any, token: str) -> None:
+        self.app = app
+        self.expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "http" and not hmac.compare_digest(given, self.expected):
+            answer = JSONResponse(
+                {"error": "Authorization: expected 'Bearer TOKEN' with this server's token"}, 401
+            )
+            await answer(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+class _ResultStream(Response):
+    """Submits requests and streams their results; a client that leaves discards them.
+
+    Its status is settled by the first results: 400 or 503 when all there is to say is one fault.
+    """
+
+    def __init__(self, loop: EngineLoop, items: list[GenRequest | Refusal]) -> None:
+        super().__init__()
+        self._engine = loop
+        self._requests = [item for item in items if isinstance(item, GenRequest)]
+        self._refused: list[Reply | Refusal] = [i for i in items if isinstance(i, Refusal)]
+        self._unfinished = {item.rid for item in items}
+        # Bounded by the number of requests, plus one None when the client has left.
+        self._results: asyncio.Queue[list[Reply | Refusal] | None] = asyncio.Queue()
+
+    async def __call__(self, scope, receive, send) -> None:
+        watcher = asyncio.create_task(self._watch(receive), name="client-watch")
+        try:
+            self._submit()
+            await self._stream(scope, receive, send)
+        finally:
+            watcher.cancel()
+            if self._unfinished:
+                self._engine.discard(self._unfinished)
+
+    def _submit(self) -> None:
+        if self._refused:
+            self._results.put_nowait(self._refused)
+        if not self._requests:
+            return
+        events = asyncio.get_running_loop()
+
+        def deliver(results: list[Reply | Refusal]) -> None:  # on the engine thread
+            events.call_soon_threadsafe(self._results.put_nowait, results)
+
+        self._engine.submit(self._requests, deliver)
+
+    async def _stream(self, scope, receive, send) -> None:
+        results = await self._next()
+        if results is None:
+            return
+        if fault := self._common_fault(results):
+            self._unfinished.clear()
+            status = 400 if fault.kind == "request" else 503
+            await JSONResponse({"error": fault.message}, status)(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while results is not None:
+            self._unfinished.difference_update([result.rid for result in results])
+            more = bool(self._unfinished)
+            body = encode_lines(results)
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            results = await self._next() if more else None
+
+    async def _next(self) -> list[Reply | Refusal] | None:
+        """All results that are there, at least one; None when the client has left."""
+        results = await self._results.get()
+        while results is not None and not self._results.empty():
+            more = self._results.get_nowait()
+            results = None if more is None else results + more
+        return results
+
+    def _common_fault(self, results: list[Reply | Refusal]) -> Refusal | None:
+        """The first refusal, when every request was refused at once."""
+        if len(results) < len(self._unfinished):
+            return None
+        refusals = [result for result in results if isinstance(result, Refusal)]
+        return refusals[0] if len(refusals) == len(results) else None
+
+    async def _watch(self, receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._results.put_nowait(None)
+
+
+def _answer_error(status: int):
+    async def answer(request: Request, err: Exception) -> Response:
+        return JSONResponse({"error": str(err)}, status_code=status)
+
+    return answer
+
+
+_REQUIRED = object()
+
+
+def _field(order: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    value = order.get(name, default)
+    if type(value) is not kind:
+        found = "nothing" if value is _REQUIRED else repr(value)[:60]
+        raise ValueError(f"{name}: expected {kind.__name__}, got {found}")
+    return value

@@ -1,0 +1,254 @@
+"""The JSON that native clients and servers exchange on /generate.
+
+    request  {"requests": [{"rid": "a", "input_ids": [5, 7], "gconfig": {"temperature": 0.7}}, ...]}
+    reply    one line per request as it finishes, in any order:
+             {"rid": "a", "output_tokens": [...], "output_logprobs": [...],
+              "output_versions": [...], "stop_reason": "stop", "latency": 0.21, "ttft": 0.03}
+             {"rid": "b", "refused": "request", "message": "input_ids: ..."}
+
+Whatever bytes come in, decoding returns valid values or raises ValueError naming the field. A
+request that is wrong by itself becomes a `Refusal`, so that it cannot spoil the others that
+happened to travel with it. Floats keep their exact value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.io_struct import StopReason
+from areal.engine.native.sequence import Finished, GenRequest
+
+_MAX_RID = 256  # characters
+_INT_END = 1 << 63
+
+# How each option travels. `n_samples` does not: a group of n samples is n requests.
+_GCONFIG_KINDS: dict[str, str] = {
+    "max_new_tokens": "int",
+    "min_new_tokens": "int",
+    "max_tokens": "int",
+    "greedy": "bool",
+    "top_p": "float",
+    "top_k": "int",
+    "temperature": "float",
+    "stop_token_ids": "ids",
+    "ignore_eos": "bool",
+    "seed": "int or null",
+}
+_DEFAULTS = {name: getattr(GenerationHyperparameters(), name) for name in _GCONFIG_KINDS}
+_STOP_REASONS = get_args(StopReason)
+
+RefusalKind = Literal["request", "engine"]  # whose fault: the caller's, or the server's
+
+
+@dataclass(slots=True)
+class Reply:
+    """One finished request with the server's own timing, in seconds since it arrived."""
+
+    finished: Finished
+    latency: float  # to the last token
+    ttft: float  # to the first token
+
+    @property
+    def rid(self) -> str:
+        return self.finished.rid
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Why one request has no output."""
+
+    rid: str
+    kind: RefusalKind
+    message: str
+
+
+def encode_requests(requests: Iterable[GenRequest]) -> bytes:
+    entries = [
+        {"rid": request.rid, "input_ids": request.input_ids, "gconfig": _options(request.gconfig)}
+        for request in requests
+    ]
+    return json.dumps({"requests": entries}, separators=(",", ":")).encode()
+
+
+def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
+    """One item per request, in order. ValueError when the requests cannot even be told apart."""
+    content = parse_object(body, "body")
+    entries = content.get("requests")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(
+            f"requests: expected a list with at least one request, got {_show(entries)}"
+        )
+    rids = [_rid(entry, f"requests[{i}]") for i, entry in enumerate(entries)]
+    if len(set(rids)) < len(rids):
+        twice = next(rid for rid in rids if rids.count(rid) > 1)
+        raise ValueError(f"requests: the rid {_show(twice)} is given twice; each needs its own")
+    return [_decode_request(rid, entry) for rid, entry in zip(rids, entries, strict=True)]
+
+
+def encode_lines(results: Iterable[Reply | Refusal]) -> bytes:
+    lines = []
+    for result in results:
+        lines.append(json.dumps(_line_of(result), separators=(",", ":"), allow_nan=False))
+        lines.append("\n")
+    return "".join(lines).encode()
+
+
+def decode_line(line: bytes) -> Reply | Refusal:
+    content = parse_object(line, "line")
+    rid = _rid(content, "line")
+    if "refused" in content:
+        kind, message = content["refused"], content.get("message")
+        if kind not in get_args(RefusalKind) or not isinstance(message, str):
+            raise ValueError(
+                f"refused: expected {get_args(RefusalKind)} and a message, got {kind!r}"
+            )
+        return Refusal(rid, kind, message)
+    return _decode_reply(rid, content)
+
+
+def parse_object(body: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in `body`, or ValueError."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as err:
+        raise ValueError(f"{where}: not JSON ({type(err).__name__}: {str(err)[:100]})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {_show(content)}")
+    return content
+
+
+def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
+    """Only what differs from the defaults, which both sides know."""
+    options = {}
+    for name, default in _DEFAULTS.items():
+        value = getattr(gconfig, name)
+        if value != default:
+            options[name] = value
+    return options
+
+
+def _decode_request(rid: str, entry: dict[str, Any]) -> GenRequest | Refusal:
+    try:
+        unknown = entry.keys() - {"rid", "input_ids", "gconfig"}
+        if unknown:
+            raise ValueError(f"{min(unknown)}: unknown field; expected rid, input_ids, gconfig")
+        input_ids = _ids(entry.get("input_ids"), "input_ids")
+        if not input_ids:
+            raise ValueError("input_ids: expected at least one token id, got an empty list")
+        return GenRequest(rid, input_ids, _decode_gconfig(entry.get("gconfig", {})))
+    except ValueError as err:
+        return Refusal(rid, "request", str(err))
+
+
+def _decode_gconfig(options: Any) -> GenerationHyperparameters:
+    if not isinstance(options, dict):
+        raise ValueError(f"gconfig: expected a JSON object, got {_show(options)}")
+    for name, value in options.items():
+        if name == "n_samples":
+            raise ValueError("gconfig.n_samples: send one request per sample instead")
+        if name not in _GCONFIG_KINDS:
+            known = ", ".join(_GCONFIG_KINDS)
+            raise ValueError(f"gconfig.{name[:50]}: unknown option; expected one of {known}")
+        _CHECKS[_GCONFIG_KINDS[name]](value, f"gconfig.{name}")
+    return GenerationHyperparameters(**options)
+
+
+def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
+    tokens = _ids(content.get("output_tokens"), "output_tokens")
+    logprobs = content.get("output_logprobs")
+    if not isinstance(logprobs, list) or not set(map(type, logprobs)) <= {float, int}:
+        raise ValueError(f"output_logprobs: expected a list of numbers, got {_show(logprobs)}")
+    versions = content.get("output_versions")
+    if not isinstance(versions, list) or not set(map(type, versions)) <= {int}:
+        raise ValueError(f"output_versions: expected a list of integers, got {_show(versions)}")
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise ValueError(
+            "output_logprobs, output_versions: expected one per output token, "
+            f"got {len(logprobs)} and {len(versions)} for {len(tokens)}"
+        )
+    reason = content.get("stop_reason")
+    if reason not in _STOP_REASONS:
+        raise ValueError(f"stop_reason: expected one of {_STOP_REASONS}, got {_show(reason)}")
+    times = [_float(content.get(name), name) for name in ("latency", "ttft")]
+    return Reply(Finished(rid, tokens, logprobs, versions, reason), *times)
+
+
+def _line_of(result: Reply | Refusal) -> dict[str, Any]:
+    if isinstance(result, Refusal):
+        return {"rid": result.rid, "refused": result.kind, "message": result.message}
+    finished = result.finished
+    return {
+        "rid": finished.rid,
+        "output_tokens": finished.output_tokens,
+        "output_logprobs": finished.output_logprobs,
+        "output_versions": finished.output_versions,
+        "stop_reason": finished.stop_reason,
+        "latency": result.latency,
+        "ttft": result.ttft,
+    }
+
+
+def _rid(entry: Any, where: str) -> str:
+    rid = entry.get("rid") if isinstance(entry, dict) else None
+    if not isinstance(rid, str) or not 0 < len(rid) <= _MAX_RID:
+        raise ValueError(
+            f"{where}.rid: expected a text of 1 to {_MAX_RID} characters, got {_show(rid)}"
+        )
+    return rid
+
+
+def _ids(value: Any, where: str) -> list[int]:
+    # Checked by type and by extremes, not one by one: prompts can be long.
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError(f"{where}: expected a list of token ids, got {_show(value)}")
+    if value and (min(value) < 0 or max(value) >= _INT_END):
+        raise ValueError(
+            f"{where}: token ids must lie in 0 .. 2**63 - 1, got {min(value)} .. "
+            f"{_show(max(value))}"
+        )
+    return value
+
+
+def _int(value: Any, where: str) -> None:
+    if type(value) is not int or not -_INT_END <= value < _INT_END:
+        raise ValueError(f"{where}: expected an integer of 64 bits, got {_show(value)}")
+
+
+def _int_or_null(value: Any, where: str) -> None:
+    if value is not None:
+        _int(value, where)
+
+
+def _bool(value: Any, where: str) -> None:
+    if type(value) is not bool:
+        raise ValueError(f"{where}: expected true or false, got {_show(value)}")
+
+
+def _float(value: Any, where: str) -> float:
+    if type(value) is int:
+        _int(value, where)
+    elif type(value) is not float or not math.isfinite(value):
+        raise ValueError(f"{where}: expected a finite number, got {_show(value)}")
+    return float(value)
+
+
+def _show(value: Any) -> str:
+    """A value as the caller would recognise it, never long."""
+    if isinstance(value, int) and abs(value) >= _INT_END:
+        return "an integer beyond 64 bits"
+    text = repr(value[:8] if isinstance(value, list | str) else value)
+    return f"{text[:60]}..." if len(text) > 60 else text
+
+
+_CHECKS = {
+    "int": _int,
+    "int or null": _int_or_null,
+    "bool": _bool,
+    "float": _float,
+    "ids": _ids,
+}

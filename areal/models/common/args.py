@@ -1,0 +1,150 @@
+"""Shape and options of a dense decoder, read from a parsed Hugging Face config.json.
+
+In: the dict of a config.json, old style (`rope_theta` + `rope_scaling`) or transformers 5 style
+(`rope_parameters`). Out: frozen args the modules are built from. What the modules cannot compute
+exactly (another activation, sliding windows, an unknown rope type) is refused here, so that a model
+that builds is a model that agrees with transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeArgs:
+    """Rotary frequencies; the fields below `theta` are used by the scaled kinds only."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    attention_factor: float | None = None  # yarn: multiplies cos and sin
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> RopeArgs:
+        given = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in ROPE_KINDS:
+            raise ValueError(
+                f"rope type {kind!r} is not supported: expected one of {', '.join(ROPE_KINDS)}. "
+                "Change rope_parameters (rope_scaling) in the model's config.json"
+            )
+        partial = given.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+        if partial not in (None, 1.0):
+            raise ValueError(
+                f"partial_rotary_factor must be 1.0 (rotate whole heads), got {partial}"
+            )
+        own = {f.name for f in fields(cls)}
+        values = {key: value for key, value in given.items() if key in own and value is not None}
+        values["theta"] = given.get("rope_theta") or hf.get("rope_theta") or 10000.0
+        if kind != "default":
+            _require_scaling_keys(kind, values, hf)
+        return cls(kind=kind, **values)
+
+
+def _require_scaling_keys(kind: str, values: dict[str, Any], hf: Mapping[str, Any]) -> None:
+    """Fill in the keys that transformers derives, and refuse what is still missing."""
+    max_positions = hf.get("max_position_embeddings")
+    original = hf.get("original_max_position_embeddings") or max_positions
+    if original is not None:
+        values.setdefault("original_max_position_embeddings", original)
+    if kind == "yarn" and "factor" not in values and max_positions is not None:
+        values["factor"] = max_positions / values["original_max_position_embeddings"]
+    required = {
+        "linear": ["factor"],
+        "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+        "yarn": ["factor", "original_max_position_embeddings"],
+    }[kind]
+    missing = [key for key in required if key not in values]
+    if missing:
+        raise ValueError(
+            f"rope type {kind!r} needs {', '.join(missing)}: "
+            "add to rope_parameters (rope_scaling) in the model's config.json"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderArgs:
+    """A dense decoder: pre-norm blocks of grouped-query attention and SwiGLU."""
+
+    model_type: str
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    norm_eps: float
+    rope: RopeArgs
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.n_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.n_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even to be rotated in pairs, got {self.head_dim}")
+
+
+def common_decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `DecoderArgs` whose config.json keys mean the same in every family."""
+    _refuse_unsupported(hf)
+    heads = _required(hf, "num_attention_heads")
+    dim = _required(hf, "hidden_size")
+    return {
+        "model_type": _required(hf, "model_type"),
+        "vocab_size": _required(hf, "vocab_size"),
+        "dim": dim,
+        "n_layers": _required(hf, "num_hidden_layers"),
+        "n_heads": heads,
+        "n_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": hf.get("head_dim") or dim // heads,
+        "hidden_dim": _required(hf, "intermediate_size"),
+        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "rope": RopeArgs.from_hf_config(hf),
+        "max_position_embeddings": _required(hf, "max_position_embeddings"),
+        "tie_word_embeddings": hf.get("tie_word_embeddings", False),
+        "initializer_range": hf.get("initializer_range", 0.02),
+    }
+
+
+def _required(hf: Mapping[str, Any], key: str) -> Any:
+    if hf.get(key) is None:
+        raise ValueError(f"the model's config.json has no {key!r}: every dense decoder needs it")
+    return hf[key]
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"hidden_act must be 'silu' (SwiGLU), got {activation!r}")
+    if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
+        raise ValueError(
+            "sliding window attention is not supported: "
+            "set use_sliding_window to false in the model's config.json"
+        )
+    if hf.get("quantization_config"):
+        raise ValueError(
+            "quantized weights are not supported: use the unquantized checkpoint of this model"
+        )

@@ -1,0 +1,53 @@
+"""Grouped-query attention without the attention itself: projections, QK norm, rotation.
+
+The scores and the weighted sum belong to `attend`, a callable the caller gives: packed sequences in
+training, a paged cache in decoding. So both run the same weights through the same code up to there.
+
+Shape legend: T tokens, D model dim, N query heads, K key-value heads, H head dim, R = H / 2.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from areal.models.common.args import DecoderArgs
+from areal.models.common.rope import rotate
+
+
+class Attend(Protocol):
+    """An attention back end: causal attention of T new tokens; scores are scaled by H ** -0.5."""
+
+    def __call__(
+        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [T, N, H]; keys come rotated, ready to be cached."""
+        ...
+
+
+class Attention(nn.Module):
+    def __init__(self, args: DecoderArgs, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = args.head_dim
+        q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+        self.wq = nn.Linear(args.dim, q_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
+        self.wo = nn.Linear(q_dim, args.dim, bias=args.attention_out_bias)
+        self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+
+    def forward(
+        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        q_TNH = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
+        k_TKH = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
+        v_TKH = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        q_TNH, k_TKH = rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
+        out_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH)
+        return self.wo(out_TNH.flatten(1))

@@ -1,0 +1,109 @@
+"""The dense decoder every family is made of, used by training and by decoding alike.
+
+    hidden_TD = model(tokens_T, positions_T, attend)   # after the final norm
+    logits_TV = model.logits(hidden_TD)                # or chunks of it, with model.output_weight
+
+Tokens are one flat row of T, whatever sequences they belong to: only `attend` and the positions
+know. Weights go in and out under their Hugging Face names through the family's adapter.
+
+Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from areal.models.common.args import DecoderArgs
+from areal.models.common.attention import Attend, Attention
+from areal.models.common.feed_forward import FeedForward
+from areal.models.common.rope import RotaryEmbedding
+from areal.models.common.state_dict_adapter import StateDictAdapter
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, args: DecoderArgs, layer: int):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.attention = Attention(args, layer)
+        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.feed_forward = FeedForward(args)
+
+    def forward(
+        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos_TR, sin_TR, attend)
+        return x_TD + self.feed_forward(self.ffn_norm(x_TD))
+
+
+class Decoder(nn.Module):
+    """Families subclass this to name their adapter; their architecture is in their args."""
+
+    adapter_class: ClassVar[type[StateDictAdapter]]
+
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.args = args
+        self.adapter = self.adapter_class(args)
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.rope = RotaryEmbedding(args.rope, args.head_dim)
+        # Keyed by the layer's number: a pipeline stage that drops layers keeps the others' names.
+        self.layers = nn.ModuleDict({str(i): DecoderBlock(args, i) for i in range(args.n_layers)})
+        self.norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.output = (
+            None if args.tie_word_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
+        )
+
+    def forward(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        x_TD = self.tok_embeddings(tokens_T)
+        cos_TR, sin_TR = self.rope(positions_T, x_TD.dtype)
+        for block in self.layers.values():
+            x_TD = block(x_TD, cos_TR, sin_TR, attend)
+        return self.norm(x_TD)
+
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden_TD, self.output_weight)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The LM head [V, D]: its own parameter, or the embedding when they are tied."""
+        return self.tok_embeddings.weight if self.output is None else self.output.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fresh weights: a function of (args, seed) alone, rounded to the dtype."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.weight.fill_(1.0)
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                drawn = torch.empty(module.weight.shape, dtype=torch.float32, device="cpu")
+                module.weight.copy_(
+                    drawn.normal_(0.0, self.args.initializer_range, generator=generator)
+                )
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    module.bias.zero_()
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight once, detached and not copied; a tied head is the embedding alone."""
+        for name, parameter in self.named_parameters():
+            yield from self.adapter.convert_single_to_hf(name, parameter.detach())
+
+    @torch.no_grad()
+    def load_hf_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
+        """Copy one tensor in; names that carry nothing to learn are passed over."""
+        name = self.adapter.from_hf_name(hf_name)
+        if name is None:
+            return
+        parameter = self.get_parameter(name)
+        if parameter.shape != tensor.shape:
+            raise ValueError(
+                f"{hf_name} has shape {list(tensor.shape)}, expected {list(parameter.shape)}"
+            )
+        parameter.copy_(tensor)

@@ -1,0 +1,198 @@
+"""Models from and to Hugging Face folders: config.json and streamed safetensors, no transformers.
+
+Loading checks every name and shape against the files' headers before the first byte is copied, so a
+wrong checkpoint never leaves a half-loaded model. Memory stays at the model plus one tensor (load)
+or one shard (save). `save_hf` writes into the folder it is given: for all-or-nothing, hand it the
+temporary folder of `areal.utils.fs.atomic_folder`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from areal.models import get_model_spec
+from areal.models.common.decoder import Decoder
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a model folder."""
+    file = Path(path) / CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} not found: a model path must be a local folder "
+            f"with {CONFIG_FILE} and safetensors"
+        )
+    config = _read_json(file)
+    if "model_type" not in config:
+        raise ValueError(f"{file} has no 'model_type': it is not the config of a model")
+    return config
+
+
+def build_model(
+    path_or_config: str | Path | Mapping[str, Any],
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+) -> Decoder:
+    """The module with undefined weights: follow with `load_hf` or `model.init_weights(seed)`."""
+    is_config = isinstance(path_or_config, Mapping)
+    config = path_or_config if is_config else read_hf_config(path_or_config)
+    spec = get_model_spec(config["model_type"])
+    args = spec.model_args_class.from_hf_config(config)
+    with torch.device("meta"):
+        model = spec.model_class(args)
+    return model.to(dtype).to_empty(device=device)
+
+
+def load_hf(model: Decoder, path: str | Path) -> None:
+    """Fill every weight of `model` from the safetensors of a folder, cast to the model's dtype."""
+    files = _weight_files(Path(path))
+    check_hf_shapes(model, _read_shapes(files), source=str(path))
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                model.load_hf_tensor(name, tensors.get_tensor(name))
+
+
+def check_hf_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], *, source: str) -> None:
+    """Refuse a set of named weights that would not fill the model exactly."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.named_hf_tensors()}
+    faults = [f"missing {name}" for name in expected if name not in shapes]
+    faults += [
+        f"unexpected {name}"
+        for name in shapes
+        if name not in expected and not _is_derived(model, name)
+    ]
+    faults += [
+        f"{name} is {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != shape
+    ]
+    if faults:
+        shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if faults[8:] else "")
+        raise ValueError(f"weights of {source} do not fit this {model.args.model_type}: {shown}")
+
+
+def save_hf(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
+    path: str | Path,
+    *,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Write weights and config.json so that transformers loads the folder.
+
+    The config's dtype is set to that of the first weight, which is the dtype a reader will load in.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[str]] = []
+    dtypes: list[torch.dtype] = []
+    total_bytes = 0
+    for shard in _shards(weights, max_shard_bytes):
+        _save_file(shard, folder / _part_name(len(shards)))
+        shards.append(list(shard))
+        dtypes += [tensor.dtype for tensor in shard.values()]
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    if not shards:
+        raise ValueError(f"no weights to save in {folder}: expected at least one tensor")
+    _name_shards(folder, shards, total_bytes)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    _write_json(folder / CONFIG_FILE, {**config, key: str(dtypes[0]).removeprefix("torch.")})
+
+
+def _is_derived(model: Decoder, hf_name: str) -> bool:
+    try:
+        return model.adapter.from_hf_name(hf_name) is None
+    except ValueError:
+        return False
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    if not (folder / INDEX_FILE).is_file():
+        raise FileNotFoundError(
+            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: "
+            "convert its weights to safetensors"
+        )
+    names = sorted(set(_read_json(folder / INDEX_FILE)["weight_map"].values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{folder / INDEX_FILE} names missing files: {', '.join(missing)}")
+    return [folder / name for name in names]
+
+
+def _read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+    return shapes
+
+
+def _shards(
+    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Consecutive tensors in shards of at most `max_bytes` (a larger tensor goes alone)."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().to("cpu").contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _save_file(shard: Mapping[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(dict(shard), file, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk comes as this too, and it is no OSError
+        raise OSError(f"cannot write {file}: {error}. Free space or choose another path") from error
+
+
+def _part_name(index: int) -> str:
+    return f"model-{index + 1:05d}.safetensors.part"
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    """Give the parts their final names, which tell the number of shards, and write the index."""
+    if len(shards) == 1:
+        (folder / _part_name(0)).rename(folder / WEIGHTS_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / _part_name(index)).rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index_content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    _write_json(folder / INDEX_FILE, index_content)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,16 @@
+"""The Qwen3 (dense) family, as the registry knows it."""
+
+from __future__ import annotations
+
+from areal.models.qwen3.args import Qwen3ModelArgs
+from areal.models.qwen3.model import Qwen3Model
+from areal.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from areal.models.spec import ModelSpec
+
+QWEN3_SPEC = ModelSpec(
+    name="Qwen3",
+    model_class=Qwen3Model,
+    model_args_class=Qwen3ModelArgs,
+    state_dict_adapter_class=Qwen3StateDictAdapter,
+    supported_model_types=frozenset({"qwen3"}),
+)

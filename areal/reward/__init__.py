@@ -1,0 +1,26 @@
+"""Reward functions: `fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
+
+They are plain and synchronous; `areal.api.reward_api.AsyncRewardWrapper` runs them in processes of
+their own. `data` is the row of the data set. A function raises when it cannot judge; it returns 0
+only for an answer that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal.utils import import_path
+
+# Names for `reward_fn` in the YAML. Any other function is given by its import path.
+REWARD_FNS = {
+    "gsm8k": "areal.reward.gsm8k.gsm8k_reward_fn",
+    "math_verify": "areal.reward.math_verify.math_verify_reward_fn",
+}
+
+
+def get_reward_fn(name: str, *, key: str = "reward_fn") -> Callable[..., float]:
+    """The function behind a name or an import path; `key` is the config key that errors name."""
+    found = import_path.load_named(name, REWARD_FNS, key=key)
+    if not callable(found):
+        raise ValueError(f"{key}: {name!r} is not a function, got {found!r:.200}")
+    return found

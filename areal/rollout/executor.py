@@ -1,0 +1,336 @@
+"""The heart of areal: prompts run ahead of training, never too far, and come back as batches.
+
+    trainer thread                              loop thread (task_runner.py)
+    --------------                              ----------------------------
+    prepare_batch() <----- finished pool <----- settle: ledger, then pool <-- group ends
+        |  (waits on `changed`)                   |                             ^
+    train, publish weights                        v                             |
+        |                                       admit: gate -> source -> ledger -> GroupRunner
+    mark_trained(batch) -> ledger                 ^                                 (workflow,
+    set_version(v + 1) ---------------------------'                                  engine, reward)
+
+    admit          consumes: capacity of the gate, prompts (re-issued ones first)
+                   produces: running groups, each `issued` in the ledger before it starts
+                   waits for: nothing; no capacity means no admission
+                   unblocked by: a new version, a group that gave its place back, resume()
+    group          consumes: one prompt       produces: an outcome (finished, rejected or failed)
+                   waits for: engine, reward  unblocked by: them, or cancelled by close()
+    settle         consumes: all outcomes of one tick of the loop, in one transaction
+                   produces: the finished pool, at most (eta + 1) * B groups by the gate's bound
+    prepare_batch  consumes: B groups of the pool (selection.py)
+                   waits for: `changed`, at most `timeout_s` without a new result
+                   unblocked by: settle, a failure of the loop, too many failed groups, close()
+
+Invariants: a group older than the gate's bound is never returned (checked again here, whatever
+admission did); a group is durable before the trainer can see it; a prompt has one state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from areal.rollout.direct import run_rows
+from areal.rollout.failures import FailureLimits, FailureMeter
+from areal.rollout.grouping import GroupRunner
+from areal.rollout.ledger import Resume
+from areal.rollout.outcome import Outcome, Running, failed, judge
+from areal.rollout.pool import GroupPool
+from areal.utils import logging
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.api.engine_api import InferenceEngine
+    from areal.api.workflow_api import RolloutWorkflow
+    from areal.rollout.ledger import Ledger
+    from areal.rollout.source import PromptSource
+    from areal.rollout.staleness import StalenessManager
+    from areal.rollout.task_runner import TaskRunner
+
+    Trajectory = dict[str, torch.Tensor]
+
+logger = logging.getLogger("RolloutExecutor")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step trains on, in prompt order: one trajectory `[G, S]` per prompt."""
+
+    version: int  # of the weights it was prepared for
+    task_ids: list[int]
+    trajectories: list[Trajectory]
+    dropped: list[int]  # rejected groups counted towards this batch (`dynamic_bs` only)
+
+
+class WorkflowExecutor:
+    """Runs one endless prompt stream ahead of a trainer, and evaluations beside it.
+
+    executor = WorkflowExecutor(runner, engine, ledger, gate, run_seed=1, limits=FailureLimits())
+    executor.start(source, workflow, group_size=8, resume=ledger.rewind(step, version))
+    while training:
+        batch = executor.prepare_batch()
+        ...                                # train on batch.trajectories, publish the weights
+        executor.mark_trained(batch, step)
+        executor.set_version(step + 1)     # generation goes on as soon as the weights are in
+    executor.close()                       # before engine.destroy() and runner.close()
+    """
+
+    def __init__(
+        self,
+        runner: TaskRunner,
+        engine: InferenceEngine,
+        ledger: Ledger,
+        gate: StalenessManager,
+        *,
+        run_seed: int,
+        limits: FailureLimits,
+        on_trajectory: Callable[[int, Trajectory, int, bool], None] | None = None,
+    ) -> None:
+        """`on_trajectory(task_id, trajectory, version, is_eval)` sees every trajectory made."""
+        self._runner = runner
+        self._engine = engine
+        self._ledger = ledger
+        self._gate = gate
+        self._run_seed = run_seed
+        self._limits = limits
+        self._on_trajectory = on_trajectory
+        self._failures = FailureMeter(limits.max_failure_ratio)
+
+        # Shared by both threads, under `changed`.
+        self._changed = threading.Condition()
+        self._pool = GroupPool(gate)
+        self._version = 0
+        self._paused = self._closed = False
+
+        # Touched by the loop thread only, once started.
+        self._outcomes: list[Outcome] = []
+        self._reissue: deque[int] = deque()
+        self._next_task_id = 0
+        runner.on_failure(self._wake)
+
+    # Trainer thread.
+
+    def start(
+        self,
+        source: PromptSource,
+        workflow: RolloutWorkflow,
+        *,
+        group_size: int = 1,
+        should_accept_fn: Callable[[Trajectory], bool] | None = None,
+        dynamic_bs: bool = False,
+        resume: Resume | None = None,
+    ) -> None:
+        """Begin to generate. Once per executor.
+
+        `should_accept_fn` sees a whole group; a group it turns down is replaced by another prompt.
+        With `dynamic_bs` it is not: it counts towards its batch, which comes back smaller.
+        """
+        resume = resume or Resume()
+        self._source = source
+        self._should_accept = should_accept_fn
+        self._groups = self._group_runner(workflow, group_size, False, self._failures)
+        self._version = resume.version
+        self._next_task_id = resume.next_task_id
+        self._reissue.extend(resume.reissue)
+        waiting = [*resume.finished, *(resume.rejected if dynamic_bs else ())]
+        self._pool.restore(resume.version, waiting, keep_rejected=dynamic_bs)
+        self._runner.call(self._admit)
+
+    def prepare_batch(self) -> Batch:
+        """Block until the next B groups are there. Raises what stopped the rollout otherwise."""
+        wait_began = time.monotonic()
+        dropped: list[int] = []
+        with self._changed:
+            while True:
+                self._raise_if_stopped()
+                self._drop_stale()
+                results = self._pool.take(self._version)
+                if results is None:
+                    self._wait(wait_began)
+                    continue
+                dropped += [result.task_id for result in results if result.trajectory is None]
+                kept = [result for result in results if result.trajectory is not None]
+                if kept:
+                    ids = [result.task_id for result in kept]
+                    return Batch(self._version, ids, [r.trajectory for r in kept], dropped)
+                # A dynamic batch without a single group: nothing to train on, so sample further.
+                self._pool.give_back(results)
+                self._runner.call(self._admit)
+
+    def mark_trained(self, batch: Batch, step: int) -> None:
+        """The weights contain `batch` now. Call it before the recover point of `step` is saved:
+        a point newer than the mark would train the batch again."""
+        self._ledger.trained(batch.task_ids, step, batch.version, dropped=batch.dropped)
+
+    def set_version(self, version: int) -> None:
+        """The engine serves `version` from now on: admit what that allows."""
+        with self._changed:
+            if version < self._version:
+                raise ValueError(f"version must not go back: {self._version} to {version}")
+            self._version = version
+        self._runner.call(self._admit)
+
+    def get_version(self) -> int:
+        return self._version
+
+    def pause(self) -> None:
+        """Admit nothing more; what runs goes on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._runner.call(self._admit)
+
+    def rollout_batch(
+        self,
+        rows: Sequence[dict[str, Any]],
+        workflow: RolloutWorkflow,
+        *,
+        group_size: int = 1,
+        is_eval: bool = True,
+    ) -> list[Trajectory | None]:
+        """Run these rows now, beside the prompt stream: no gate, no ledger. For evaluation.
+
+        One entry per row, None where the workflow rejected it or it failed within the bound.
+        """
+        failures = FailureMeter(self._limits.max_failure_ratio)
+        results = run_rows(
+            self._runner,
+            self._group_runner(workflow, group_size, is_eval, failures),
+            rows,
+            failures,
+            max_concurrent=self._gate.max_concurrent_rollouts,
+            timeout_s=self._limits.timeout_s,
+        )
+        for index, trajectory in enumerate(results):
+            self._show(index, trajectory, self._version, is_eval)
+        return results
+
+    def stats(self) -> dict[str, float]:
+        """Groups by what became of them, and the exceptions of their episodes (healed or not)."""
+        with self._changed:
+            return self._pool.counts() | self._failures.counts()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop intake, wake waiters, cancel, gather.
+
+        Cancelled groups stay `issued` in the ledger, so that a resumed run issues them again.
+        """
+        self._closed = True
+        self._wake()
+        self._runner.cancel_tasks(timeout_s)
+
+    # Trainer thread, holding `changed`.
+
+    def _drop_stale(self) -> None:
+        """Whatever admission did, an old token is never trained on."""
+        stale = self._pool.find_stale(self._version)
+        if stale:
+            logger.warning("dropped %d groups too old for version %d", len(stale), self._version)
+            self._ledger.stale(stale, self._version)
+            self._pool.remove_stale(stale)
+            self._runner.call(self._admit)
+
+    def _wait(self, wait_began: float) -> None:
+        """One bounded wait for a change, after making sure that one can still come."""
+        stuck = self._pool.why_stuck(self._version, paused=self._paused)
+        if stuck is not None:
+            raise RuntimeError(f"prepare_batch: {stuck}")
+        quiet_s = time.monotonic() - max(wait_began, self._pool.progress_at)
+        if quiet_s >= self._limits.timeout_s:
+            raise RuntimeError(
+                f"no group finished for {quiet_s:.1f} s "
+                f"(rollout.request_timeout={self._limits.timeout_s:g}): "
+                f"{self._pool.describe_wait(self._version)}; "
+                f"episode errors: {dict(self._failures.attempts)}. "
+                "Look at the inference server and the reward function"
+            )
+        self._changed.wait(min(1.0, self._limits.timeout_s - quiet_s))
+
+    def _raise_if_stopped(self) -> None:
+        if self._closed:
+            raise RuntimeError("prepare_batch: the executor is closed")
+        if self._failures.error is not None:
+            raise self._failures.error
+        self._runner.raise_if_failed()
+
+    # Loop thread.
+
+    def _admit(self) -> None:
+        """Start as many groups as the gate allows, in prompt order."""
+        version = self._version  # may grow meanwhile; then set_version calls again
+        count = self._gate.get_capacity(version)
+        stopped = self._paused or self._closed or self._failures.error is not None
+        if count <= 0 or stopped:
+            return
+        prompts = [self._source.prompt(self._next_id()) for _ in range(count)]
+        self._ledger.issue(prompts, version)
+        now = time.monotonic()
+        groups = [Running(prompt, version, now) for prompt in prompts]
+        with self._changed:
+            self._pool.start(groups)
+        for group in groups:
+            self._runner.spawn(self._run(group), name=f"task-{group.prompt.task_id}")
+
+    def _next_id(self) -> int:
+        if self._reissue:
+            return self._reissue.popleft()
+        self._next_task_id += 1
+        return self._next_task_id - 1
+
+    async def _run(self, group: Running) -> None:
+        """One group, to its outcome. The boundary where a workflow's exception becomes a count."""
+        try:
+            trajectory = await self._groups.run(group.prompt.task_id, group.prompt.data)
+            outcome = judge(group, trajectory, self._should_accept, version=self._version)
+        except Exception as error:
+            outcome = failed(group, error, version=self._version)
+        if not self._outcomes:  # the first of this tick; the others join it
+            self._runner.call(self._settle)
+        self._outcomes.append(outcome)
+
+    def _settle(self) -> None:
+        """Durable first, visible second, then let others start."""
+        outcomes, self._outcomes = self._outcomes, []
+        self._ledger.settle(outcomes, self._version)
+        with self._changed:
+            for outcome in outcomes:
+                self._pool.end(outcome)
+                if outcome.error is None:
+                    self._failures.on_group_succeeded()
+                else:
+                    self._failures.on_group_failed(outcome.error)
+            # Waking the trainer for less than a batch would only take the interpreter from others.
+            if self._pool.holds_a_batch or self._failures.error is not None:
+                self._changed.notify_all()
+        for outcome in outcomes:
+            self._show(outcome.task_id, outcome.trajectory, outcome.tail_version, False)
+        self._admit()
+
+    def _show(
+        self, task_id: int, trajectory: Trajectory | None, version: int, is_eval: bool
+    ) -> None:
+        if trajectory is not None and self._on_trajectory is not None:
+            self._on_trajectory(task_id, trajectory, version, is_eval)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _group_runner(
+        self, workflow: RolloutWorkflow, group_size: int, is_eval: bool, failures: FailureMeter
+    ) -> GroupRunner:
+        return GroupRunner(
+            engine=self._engine,
+            workflow=workflow,
+            group_size=group_size,
+            run_seed=self._run_seed,
+            is_eval=is_eval,
+            limits=self._limits,
+            on_attempt_failed=failures.on_attempt_failed,
+        )

@@ -1,0 +1,109 @@
+"""Counting failures, so that a broken workflow stops the run instead of starving it.
+
+In: every exception of an episode (also those that a retry heals) and the end of every group. Out:
+counts by kind for the statistics, and a `RolloutFailedError` once too large a share of the recent
+groups failed. A failure never becomes a reward or a rejection.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from areal.utils import logging
+
+logger = logging.getLogger("RolloutFailures")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureLimits:
+    """How much goes wrong before the run stops."""
+
+    max_failure_ratio: float = 0.1  # failed share of the recent groups
+    max_retries: int = 3  # further attempts of an episode after its first
+    retry_delay_s: float = 0.1  # before the first retry; doubles each time
+    timeout_s: float = 3600.0  # longest time without a finished group
+
+
+class RolloutFailedError(RuntimeError):
+    """Too many groups failed; the message names the most frequent cause."""
+
+
+class FailureMeter:
+    """Failed share of the last `window` groups, judged once `min_groups` have ended.
+
+    `error` is set when the share first exceeds `max_ratio`, and stays. Used by the loop thread;
+    other threads only read `error`.
+    """
+
+    def __init__(self, max_ratio: float, *, window: int = 100, min_groups: int = 10) -> None:
+        if not 0 <= max_ratio <= 1:
+            raise ValueError(f"rollout.max_failure_ratio must lie in [0, 1], got {max_ratio}")
+        self.error: RolloutFailedError | None = None
+        self.attempts: Counter[str] = Counter()  # exceptions by kind, healed or not
+        self.groups: Counter[str] = Counter()  # groups given up, by kind
+        self._max_ratio = max_ratio
+        self._min_groups = min_groups
+        self._recent: deque[Exception | None] = deque(maxlen=window)  # None: the group succeeded
+
+    def on_attempt_failed(self, error: Exception) -> None:
+        kind = type(error).__name__
+        self.attempts[kind] += 1
+        if self.attempts[kind] == 1:
+            logger.warning("first %s of an episode:\n%s", kind, _traceback(error))
+
+    def on_group_succeeded(self) -> None:
+        self._recent.append(None)
+
+    def on_group_failed(self, error: Exception) -> None:
+        self.groups[type(error).__name__] += 1
+        self._recent.append(error)
+        failed = sum(recent is not None for recent in self._recent)
+        if len(self._recent) >= self._min_groups and failed > self._max_ratio * len(self._recent):
+            self._stop(failed)
+
+    def check(self, *, ended: int) -> None:
+        """Judge a finished set of `ended` groups as a whole, however small it is."""
+        failed = self.groups.total()
+        if self.error is None and failed > self._max_ratio * ended:
+            self._stop(failed)
+        if self.error is not None:
+            raise self.error
+
+    def counts(self) -> dict[str, float]:
+        """For the statistics. Copies first: the loop thread may be counting just now."""
+        groups, attempts = dict(self.groups), dict(self.attempts)
+        counts: dict[str, float] = {
+            "failed": sum(groups.values()),
+            "episode_errors": sum(attempts.values()),
+        }
+        counts |= {f"failed/{kind}": count for kind, count in groups.items()}
+        return counts | {f"episode_errors/{kind}": count for kind, count in attempts.items()}
+
+    def _stop(self, failed: int) -> None:
+        if self.error is not None:
+            return
+        errors = [error for error in self._recent if error is not None]
+        causes = Counter(describe(error) for error in errors)
+        cause, count = causes.most_common(1)[0]
+        example = next(error for error in errors if describe(error) == cause)
+        logger.error("the most frequent failure:\n%s", _traceback(example))
+        self.error = RolloutFailedError(
+            f"{failed} of the last {len(self._recent)} groups failed, more than "
+            f"rollout.max_failure_ratio={self._max_ratio} allows; most frequent cause "
+            f"({count}x): {cause}"
+        )
+        self.error.__cause__ = example
+
+
+def describe(error: BaseException) -> str:
+    """`Kind: message` on one line, for the ledger and for a last line on the terminal."""
+    text = " ".join(str(error).split())
+    if len(text) > 300:
+        text = text[:297] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()

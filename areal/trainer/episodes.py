@@ -1,0 +1,91 @@
+"""From the config's names to the objects episodes are made of, and from episodes to numbers.
+
+In: `workflow`, `reward_fn` and `dynamic_filter_fn` as names, import paths or objects. Out: a
+workflow ready to run, a filter, and the statistics of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal.reward import get_reward_fn
+from areal.utils.import_path import load
+from areal.workflow import get_workflow_class
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.api.config.experiment import PPOConfig
+
+    Trajectory = dict[str, torch.Tensor]
+
+
+def build_workflow(
+    config: PPOConfig,
+    tokenizer: Any,
+    given: WorkflowLike | None,
+    kwargs: dict[str, Any] | None,
+    *,
+    is_eval: bool,
+) -> RolloutWorkflow:
+    """The workflow `given`, or the config's; `kwargs` complete what the config knows."""
+    if isinstance(given, RolloutWorkflow):
+        return given
+    named = config.eval_workflow or config.workflow if is_eval else config.workflow
+    workflow_class = given if isinstance(given, type) else get_workflow_class(given or named)
+    arguments = {
+        "gconfig": config.eval_gconfig if is_eval else config.gconfig,
+        "tokenizer": tokenizer,
+        **config.workflow_kwargs,
+        **(kwargs or {}),
+    }
+    if "reward_fn" not in arguments:
+        arguments["reward_fn"] = get_reward_fn(config.reward_fn)
+    if is_eval and kwargs and "gconfig" in kwargs:
+        # A script hands its training options over for both; evaluation keeps its own.
+        arguments["gconfig"] = config.eval_gconfig
+    try:
+        return workflow_class(**arguments)
+    except TypeError as error:
+        raise ValueError(f"workflow_kwargs do not fit {workflow_class.__name__}: {error}") from error
+
+
+def build_filter(
+    config: PPOConfig, given: Callable[[Trajectory], bool] | str | None
+) -> Callable[[Trajectory], bool] | None:
+    """The dynamic filter as a function; None accepts every group."""
+    chosen = given or config.dynamic_filter_fn
+    return load(chosen, key="dynamic_filter_fn") if isinstance(chosen, str) else chosen
+
+
+def mean_reward(groups: Sequence[Trajectory | None]) -> float:
+    """Mean over all samples; a rejected group has none."""
+    rewards = [reward for group in groups if group is not None for reward in group["rewards"].tolist()]
+    if not rewards:
+        raise RuntimeError("evaluation produced no sample: the workflow rejected every row")
+    return sum(rewards) / len(rewards)
+
+
+def describe_batch(groups: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """What a step trained on: rewards, lengths, and how old its tokens are at `version`."""
+    samples = tokens = generated = cut = age = oldest = 0.0
+    for group in groups:
+        mask = group["loss_mask"].bool()
+        ages = version - group["versions"][mask]
+        samples += len(mask)
+        tokens += group["attention_mask"].sum().item()
+        generated += ages.numel()
+        age += ages.sum().item()
+        oldest = max(oldest, ages.max().item() if ages.numel() else 0)
+        cut += group["seq_no_eos"].sum().item() if "seq_no_eos" in group else 0
+    return {
+        "rollout/reward": mean_reward(groups),
+        "rollout/samples": samples,
+        "rollout/tokens": tokens,
+        "rollout/output_len": generated / max(samples, 1),
+        "rollout/no_eos": cut / max(samples, 1),
+        "rollout/staleness": age / max(generated, 1),
+        "rollout/staleness_max": oldest,
+    }

@@ -1,0 +1,37 @@
+"""Runs the experiment a config describes: data sets, tokenizer and trainer by their names.
+
+`areal train` and `areal demo` end here; a script that brings its own objects uses the trainers
+directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from areal.api.config.experiment import BaseExperimentConfig
+from areal.dataset import get_custom_dataset
+from areal.trainer.rl_trainer import PPOTrainer
+from areal.trainer.run import StepObserver
+from areal.trainer.sft_trainer import SFTTrainer
+from areal.utils.tokenizer import load_hf_tokenizer
+
+Rows = Sequence[dict[str, Any]]
+
+TRAINERS = {"ppo": PPOTrainer, "sft": SFTTrainer}
+
+
+def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = None) -> None:
+    train, valid = load_datasets(config)
+    with TRAINERS[config.trainer](config, train, valid) as trainer:
+        trainer.train(on_step=on_step)
+
+
+def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:
+    """The rows to train on and, when the config has them, those to evaluate on."""
+    tokenizer = load_hf_tokenizer(config.tokenizer_path)
+    sections = (config.train_dataset, config.valid_dataset)
+    train, valid = (
+        section and get_custom_dataset(section.split, section, tokenizer) for section in sections
+    )
+    return train, valid

@@ -1,0 +1,39 @@
+"""Language modelling on any training engine: what SFTTrainer does with one batch.
+
+A batch is padded `[B, S]` with `input_ids`, `attention_mask` and `loss_mask` (1 on the tokens to
+learn). The loss is the mean cross-entropy over those tokens, however the batch is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from areal.algorithm.advantage import shift_left
+from areal.algorithm.sft import sft_loss
+from areal.api.engine_api import TrainEngine
+
+
+def train_lm(engine: TrainEngine, batch: dict[str, Any]) -> dict[str, float]:
+    """One optimizer step; the engine's report and the perplexity. The caller steps the schedule."""
+    stats = engine.train_batch(_aligned(batch), _loss, _loss_tokens)
+    return {**stats, "ppl": math.exp(min(stats["loss"], 700.0))}  # beyond 709 exp overflows
+
+
+def eval_lm(engine: TrainEngine, batch: dict[str, Any]) -> float:
+    """Mean cross-entropy of the learned tokens, in nats; its exponential is the perplexity."""
+    return engine.eval_batch(_aligned(batch), _loss, _loss_tokens).item()
+
+
+def _aligned(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "loss_mask": shift_left(batch["loss_mask"]).bool()}
+
+
+def _loss(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, mb: dict[str, Any]) -> torch.Tensor:
+    return sft_loss(logprobs_T, mb["loss_mask"])
+
+
+def _loss_tokens(mb: dict[str, Any]) -> torch.Tensor:
+    return mb["loss_mask"].sum()

@@ -1,0 +1,198 @@
+"""Asynchronous reinforcement learning: the loop a user reads first.
+
+    inference server   generates all the time        <- weights of version v+1
+    rollout executor   queues, gates, runs episodes  -> finished groups, oldest first
+    this loop          takes a batch, trains, publishes version v+1
+
+The loop waits in one place only, `prepare_batch`. While it trains, the server generates the next
+batches, as far ahead as `rollout.max_head_offpolicyness` allows; with 0 the same loop is strictly
+on-policy. What survives a kill is in `Run`: see trainer/run.py and rollout/ledger.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal.engine.archon_engine import ArchonEngine
+from areal.rollout.executor import WorkflowExecutor
+from areal.rollout.failures import FailureLimits
+from areal.rollout.ledger import Ledger
+from areal.rollout.source import PromptSource
+from areal.rollout.staleness import StalenessManager
+from areal.rollout.task_runner import TaskRunner
+from areal.trainer.episodes import build_filter, build_workflow, describe_batch, mean_reward
+from areal.trainer.inference import ServerTrace, open_inference
+from areal.trainer.ppo.actor import PPOActor
+from areal.trainer.run import Run, StepObserver
+from areal.utils.perf_tracer import phase
+from areal.utils.tokenizer import load_hf_tokenizer
+from areal.utils.trajectory_dump import TrajectoryDump
+
+if TYPE_CHECKING:
+    from areal.api.config.experiment import PPOConfig
+    from areal.api.io_struct import StepInfo
+    from areal.rollout.executor import Batch
+
+Rows = Sequence[dict[str, Any]]
+
+
+class PPOTrainer:
+    """Trains a policy with PPO or GRPO on episodes that run while it trains.
+
+    with PPOTrainer(config, train_rows, valid_rows) as trainer:
+        trainer.train(workflow="rlvr", workflow_kwargs={"reward_fn": my_reward})
+    """
+
+    def __init__(
+        self, config: PPOConfig, train_dataset: Rows, valid_dataset: Rows | None = None
+    ) -> None:
+        self.config = config
+        self.valid_dataset = list(valid_dataset or ())
+        # What was opened is closed in reverse order, also when a later part fails to open.
+        with ExitStack() as stack:
+            self.run = stack.enter_context(Run(config, dataset_size=len(train_dataset)))
+            self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
+            self.source = _prompt_source(config, train_dataset)
+            self.engine = ArchonEngine(config.actor)
+            stack.callback(self.engine.destroy)
+            self.engine.initialize(self.run.ft_spec)
+            self.actor = PPOActor(config.actor, self.engine)
+            self.inference, weights = open_inference(config, self.run.paths, stack)
+            self.engine.connect_engine(self.inference, weights)
+            self.server_trace = ServerTrace(self.inference)
+            self.ledger = Ledger(self.run.database)
+            self.rollout = self._open_executor(stack)
+            self._closing = stack.pop_all()
+
+    def train(
+        self,
+        workflow: WorkflowLike | None = None,
+        eval_workflow: WorkflowLike | None = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        eval_workflow_kwargs: dict[str, Any] | None = None,
+        dynamic_filter_fn: Callable[[dict], bool] | str | None = None,
+        on_step: StepObserver | None = None,
+    ) -> None:
+        """Run to the last step. What is not given comes from the config."""
+        episodes = self._workflow(workflow, workflow_kwargs)
+        evaluation = self._workflow(
+            eval_workflow or workflow, eval_workflow_kwargs or workflow_kwargs, is_eval=True
+        )
+        first = self._start(episodes, build_filter(self.config, dynamic_filter_fn))
+        if first == 0 and self.config.evaluator.eval_before_train:
+            self.run.stats_logger.commit(-1, {"eval/reward": self.evaluate(evaluation)})
+
+        for step in self.run.steps(first):
+            with phase("rollout", "sync"):
+                batch = self.rollout.prepare_batch()
+            with phase("advantages"):
+                data = self.actor.compute_advantages(batch.trajectories)
+            with phase("train"):
+                self.actor.ppo_update(data)
+            with phase("update_weights", "comm"):
+                self._publish(step.global_step + 1)
+            stats = self._close_batch(batch, step)
+            if self.run.evaluation_due(step):
+                with phase("evaluate", "sync"):
+                    stats["eval/reward"] = self.evaluate(evaluation)
+            recorded = self.run.finish_step(step, self.engine, self.tokenizer, stats)
+            if on_step is not None:
+                on_step(step.global_step + 1, self.run.total_steps, recorded)
+        self.run.finish(self.engine, self.tokenizer)
+
+    def evaluate(self, workflow: RolloutWorkflow) -> float:
+        """Mean reward on the validation set; training episodes go on meanwhile."""
+        group_size = self.config.eval_gconfig.n_samples
+        return mean_reward(
+            self.rollout.rollout_batch(self.valid_dataset, workflow, group_size=group_size)
+        )
+
+    def close(self) -> None:
+        """End the episodes, the server and the run. Calling it twice is fine."""
+        self._closing.close()
+
+    def __enter__(self) -> PPOTrainer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open_executor(self, stack: ExitStack) -> WorkflowExecutor:
+        config = self.config.rollout
+        runner = TaskRunner()
+        runner.start()
+        stack.callback(runner.close)
+        dump = TrajectoryDump(self.run.paths.logs, self.tokenizer) if config.dump_to_file else None
+        executor = WorkflowExecutor(
+            runner,
+            self.inference,
+            self.ledger,
+            StalenessManager(
+                max_concurrent_rollouts=config.max_concurrent_rollouts,
+                consumer_batch_size=config.consumer_batch_size,
+                max_staleness=config.max_head_offpolicyness,
+                total_steps=self.run.total_steps,
+            ),
+            run_seed=self.config.seed,
+            limits=FailureLimits(
+                max_failure_ratio=config.max_failure_ratio,
+                max_retries=config.request_retries,
+                timeout_s=config.request_timeout,
+            ),
+            on_trajectory=None if dump is None else dump.write,
+        )
+        stack.callback(executor.close)
+        return executor
+
+    def _workflow(self, given: WorkflowLike | None, kwargs: Any, is_eval: bool = False) -> Any:
+        workflow = build_workflow(self.config, self.tokenizer, given, kwargs, is_eval=is_eval)
+        self._closing.callback(workflow.close)
+        return workflow
+
+    def _start(self, episodes: RolloutWorkflow, accept: Callable[[dict], bool] | None) -> int:
+        """Load the recover point if there is one and let episodes run; the first step to do."""
+        first = self.run.resume(self.engine)
+        resume = self.ledger.rewind(step=first - 1, version=first)
+        if first > 0:
+            self.engine.update_weights(first)
+        self.engine.set_version(first)
+        self.rollout.start(
+            self.source,
+            episodes,
+            group_size=self.config.gconfig.n_samples,
+            should_accept_fn=accept,
+            dynamic_bs=self.config.dynamic_bs,
+            resume=resume,
+        )
+        return first
+
+    def _publish(self, version: int) -> None:
+        """Generation goes on with the new weights as soon as they are in."""
+        self.engine.update_weights(version)
+        self.engine.set_version(version)
+
+    def _close_batch(self, batch: Batch, step: StepInfo) -> dict[str, float]:
+        """Book the batch as trained, let new prompts in, and describe what was trained on."""
+        self.rollout.mark_trained(batch, step.global_step)
+        self.rollout.set_version(step.global_step + 1)
+        if (oldest := self.run.oldest_recoverable_step()) is not None:
+            self.ledger.prune(oldest)
+        stats = describe_batch(batch.trajectories, version=step.global_step)
+        stats |= {f"rollout/{name}": value for name, value in self.rollout.stats().items()}
+        stats |= {f"server/{name}": value for name, value in self.inference.stats().items()}
+        self.server_trace.update()
+        return stats
+
+
+def _prompt_source(config: PPOConfig, rows: Rows) -> PromptSource:
+    dataset = config.train_dataset
+    return PromptSource(
+        rows,
+        batch_size=dataset.batch_size,
+        seed=config.seed,
+        shuffle=dataset.shuffle,
+        drop_last=dataset.drop_last,
+    )

@@ -1,0 +1,226 @@
+"""A child process that cannot outlive its parent and never dies in silence.
+
+    child = ChildProcess([sys.executable, "-m", "areal.cli.main", "serve", ...], name="server")
+    line = child.wait_ready(timeout_s=60)   # its first line on stdout, or RuntimeError with cause
+    ...
+    child.terminate()
+
+The child leads its own process group, so Ctrl-C in the terminal reaches only the parent, which
+then ends the child in order. Two threads drain its output; the last lines of stderr are kept and
+shown in every error. On Linux the kernel kills the child when the parent dies, even by `kill -9`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+_KEPT_LINES = 50
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """Starts `argv` at once. `env` is added to this process's environment.
+
+    With `log_path` everything the child writes to stderr is also appended to that file.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        name: str,
+        env: Mapping[str, str] | None = None,
+        log_path: str | Path | None = None,
+    ) -> None:
+        self.name = name
+        self._stderr_tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._stdout: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: stdout closed
+        self._is_ready = False
+        self._log = _open_log(log_path)
+        self._process = _SPAWNER.spawn(list(argv), {**os.environ, **(env or {})})
+        self._readers = [
+            self._start_reader(self._process.stdout, self._keep_stdout, "stdout"),
+            self._start_reader(self._process.stderr, self._keep_stderr, "stderr"),
+        ]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that ended it), or None while it runs."""
+        return self._process.poll()
+
+    def wait_ready(
+        self, *, timeout_s: float, is_ready: Callable[[str], bool] = lambda line: True
+    ) -> str:
+        """Waits for the first stdout line that `is_ready` accepts and returns it.
+
+        Raises RuntimeError when the child ends or the time is over before that.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._stdout.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise RuntimeError(
+                    f"{self.name} (pid {self.pid}) was not ready within {timeout_s:g} s"
+                    f"{self._shown_stderr()}"
+                ) from None
+            if line is None:
+                self._finish_reading()
+                raise RuntimeError(self.describe_end())
+            if is_ready(line):
+                self._is_ready = True
+                return line
+
+    def raise_if_ended(self) -> None:
+        """RuntimeError with exit code and last output when the child no longer runs."""
+        if self.poll() is not None:
+            self._finish_reading()
+            raise RuntimeError(self.describe_end())
+
+    def describe_end(self) -> str:
+        """One sentence on how it stands, followed by its last lines of stderr."""
+        code = self.poll()
+        if code is None:
+            ended = "closed its output but still runs"
+        elif code < 0:
+            ended = f"was ended by signal {signal.Signals(-code).name}"
+        else:
+            ended = f"ended with exit code {code}"
+        return f"{self.name} (pid {self.pid}) {ended}{self._shown_stderr()}"
+
+    def terminate(self, *, grace_s: float = 5.0) -> int:
+        """Ends the whole group: SIGTERM, then SIGKILL after `grace_s`. Returns the exit code."""
+        self._signal_group(signal.SIGTERM)
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._signal_group(signal.SIGKILL)
+            self._process.wait()
+        self._finish_reading()
+        return self._process.returncode
+
+    def _signal_group(self, signum: int) -> None:
+        # Only while the leader is unreaped is its id surely still the id of our group.
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signum)
+
+    def _start_reader(self, pipe: IO[str], keep: Callable[[str], None], kind: str):
+        def drain() -> None:
+            with pipe:
+                for line in pipe:
+                    keep(line.rstrip("\n"))
+            if kind == "stdout":
+                self._stdout.put(None)
+
+        thread = threading.Thread(target=drain, name=f"{self.name}-{kind}", daemon=True)
+        thread.start()
+        return thread
+
+    def _keep_stdout(self, line: str) -> None:
+        if not self._is_ready:  # nobody reads later lines, so they are not hoarded
+            self._stdout.put(line)
+
+    def _keep_stderr(self, line: str) -> None:
+        self._stderr_tail.append(line)
+        if self._log:
+            self._log.write(line + "\n")
+            self._log.flush()
+
+    def _finish_reading(self) -> None:
+        """Lets the readers see the last lines; not for long, a grandchild may hold the pipes."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        for reader in self._readers:
+            reader.join(1.0)
+        if self._log and not any(reader.is_alive() for reader in self._readers):
+            self._log.close()
+
+    def _shown_stderr(self) -> str:
+        lines = list(self._stderr_tail)
+        if not lines:
+            return "; it wrote nothing to stderr"
+        return f"; its last {len(lines)} lines of stderr:\n" + "\n".join(lines)
+
+
+class _Spawner:
+    """One thread that starts all children and lives as long as the process.
+
+    The kernel's death signal follows the *thread* that forked: started from a pool thread, a child
+    would be killed when that thread ends. Daemon, so that it never delays the end of the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._owner_pid = 0
+
+    def spawn(self, argv: list[str], env: dict[str, str]) -> subprocess.Popen:
+        with self._lock:
+            if self._owner_pid != os.getpid():  # first use, or this process was itself forked
+                threading.Thread(target=self._serve, name="child-spawner", daemon=True).start()
+                self._owner_pid = os.getpid()
+        reply: queue.SimpleQueue = queue.SimpleQueue()
+        self._orders.put((argv, env, reply))
+        result = reply.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _serve(self) -> None:
+        while True:
+            argv, env, reply = self._orders.get()
+            try:
+                reply.put(_popen(argv, env))
+            except Exception as err:  # the caller raises it
+                reply.put(err)
+
+
+def _popen(argv: list[str], env: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_die_with(os.getpid()) if sys.platform.startswith("linux") else None,
+    )
+
+
+def _die_with(parent_pid: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(None).prctl  # resolved here: after the fork only the call itself may run
+
+    def in_child() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # the parent died before the line above
+            os._exit(1)
+
+    return in_child
+
+
+def _open_log(path: str | Path | None) -> IO[str] | None:
+    if path is None:
+        return None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed at the end)
+
+
+_SPAWNER = _Spawner()

@@ -1,0 +1,155 @@
+"""Files and folders that appear whole or not at all.
+
+Everything is written to a hidden sibling (`.NAME.tmp-PID-RANDOM`), flushed to the disk, and renamed
+onto its final name, so a reader, a full disk or `kill -9` never meets half a file: the name holds
+either what it held before or everything that was written. On an error the sibling is removed and
+the OSError names the target. A process killed in the middle leaves only a hidden sibling behind;
+`remove_leftovers` clears those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_LEFTOVER = re.compile(r"^\..+\.tmp-(\d+)-[0-9a-f]{8}$")
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yields an empty folder to fill; on leaving the block it becomes `path`.
+
+    A folder already at `path` is replaced in one step. `durable=False` skips the flush, for
+    folders in memory and others that need not outlive the machine's power.
+
+        with atomic_folder(run / "recover" / "step_7") as folder:
+            (folder / "state.json").write_text(text)
+    """
+    target = Path(path)
+    with _leaving_nothing_behind(target) as scratch:
+        scratch.mkdir()
+        yield scratch
+        if durable:
+            _flush_tree(scratch)
+        _move_onto(scratch, target)
+        if durable:
+            _flush(target.parent)
+
+
+def atomic_write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -> None:
+    """Puts `data` at `path`, replacing what was there."""
+    target = Path(path)
+    with _leaving_nothing_behind(target) as scratch:
+        with scratch.open("xb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(scratch, target)
+        if durable:
+            _flush(target.parent)
+
+
+def atomic_write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
+    """`atomic_write_bytes` of `text` in UTF-8."""
+    atomic_write_bytes(path, text.encode(), durable=durable)
+
+
+def remove_leftovers(folder: str | Path) -> list[Path]:
+    """Removes what writers killed in the middle left in `folder`; returns what it removed.
+
+    Siblings of processes that still live on this machine are spared. Call it where one process
+    owns the folder, since the id of a process on another machine means nothing here.
+    """
+    removed = []
+    for entry in sorted(Path(folder).iterdir()):
+        match = _LEFTOVER.match(entry.name)
+        if match and not _is_alive(int(match[1])):
+            _remove(entry)
+            removed.append(entry)
+    return removed
+
+
+@contextlib.contextmanager
+def _leaving_nothing_behind(target: Path) -> Iterator[Path]:
+    """Yields a fresh sibling name of `target`; what still has that name at the end is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        yield scratch
+    except OSError as err:
+        if err.errno is None or not _is_about(err, scratch):
+            raise
+        reason = f"{os.strerror(err.errno)}: could not write {target} (it was left as it was)"
+        raise OSError(err.errno, reason) from err
+    finally:
+        _remove(scratch)
+
+
+def _is_about(err: OSError, scratch: Path) -> bool:
+    """Whether the fault lies in the writing; a failed write of an open file names no file."""
+    return err.filename is None or str(scratch) in str(err.filename)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _flush(Path(parent) / name)
+        _flush(Path(parent))
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _move_onto(scratch: Path, target: Path) -> None:
+    """Renames a folder onto `target`; the old folder ends up under the scratch name."""
+    if not target.exists():
+        os.rename(scratch, target)
+    elif not _exchange(scratch, target):
+        # No atomic exchange here (not Linux, or a file system without it): the old folder steps
+        # aside first, so a kill between the two renames leaves no `target`, but never half of one.
+        aside = scratch.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        os.rename(target, aside)
+        os.rename(scratch, target)
+        _remove(aside)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two names in one atomic step; False where the system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # a C library without the call
+        return False
+    at_cwd, exchange = -100, 2
+    return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,197 @@
+"""The run database: one SQLite file in WAL mode that outlives every process of the run.
+
+In: the controller, its only writer, records tasks, trajectories, step statistics and events. Out:
+anyone may read it while the run goes on or after a crash (`open_read_only`).
+
+Invariants: one live writer (an flock on `<file>.lock`, which the kernel frees even on kill -9);
+every write is one whole transaction; a committed one survives the death of the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+SCHEMA_VERSION = 1
+
+# `tasks` and `trajectories` are written by rollout/ledger.py only.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS tasks (
+    task_id        INTEGER PRIMARY KEY,  -- position in the prompt stream
+    epoch          INTEGER NOT NULL,
+    row            INTEGER NOT NULL,     -- row of the data set
+    state          TEXT NOT NULL
+        CHECK (state IN ('issued', 'finished', 'trained', 'rejected', 'stale', 'failed')),
+    why            TEXT NOT NULL DEFAULT '',
+    attempts       INTEGER NOT NULL DEFAULT 1,  -- times it was issued
+    issued_version INTEGER NOT NULL,     -- policy version at admission
+    head_version   INTEGER,              -- oldest token version
+    tail_version   INTEGER,              -- newest token version, or a bound of it
+    closed_version INTEGER,              -- policy version when the terminal state was reached
+    step           INTEGER,              -- training step that consumed it
+    reward         REAL,                 -- mean over the group
+    issued_at      REAL NOT NULL,
+    finished_at    REAL,
+    closed_at      REAL
+);
+CREATE INDEX IF NOT EXISTS tasks_by_state ON tasks (state);
+CREATE TABLE IF NOT EXISTS trajectories (
+    task_id INTEGER PRIMARY KEY,
+    data    BLOB NOT NULL                -- safetensors
+);
+CREATE TABLE IF NOT EXISTS steps (
+    step  INTEGER PRIMARY KEY,
+    time  REAL NOT NULL,
+    stats TEXT NOT NULL                  -- JSON object
+);
+CREATE TABLE IF NOT EXISTS events (
+    id   INTEGER PRIMARY KEY,
+    time REAL NOT NULL,
+    kind TEXT NOT NULL,
+    text TEXT NOT NULL
+);
+"""
+
+
+class RunDatabaseError(RuntimeError):
+    """The database cannot be opened or written."""
+
+
+class RunDatabase:
+    """The writer's connection; safe to use from several threads.
+
+    db = RunDatabase(run_dir / "run.db")
+    db.record_step(0, {"reward": 0.25})
+    with db.transaction() as connection:
+        connection.execute(...)
+    db.close()
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._lock_file = _lock_run(self.path)
+        try:
+            self._connection = _open_writer(self.path)
+        except sqlite3.Error as error:
+            self._lock_file.close()
+            raise RunDatabaseError(f"cannot open run database {self.path}: {error}") from error
+        except RunDatabaseError:
+            self._lock_file.close()
+            raise
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All statements inside are committed together, or none when anything raises."""
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException as error:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error):
+                    raise RunDatabaseError(
+                        f"cannot write run database {self.path}: {error} "
+                        "(the last good transaction is kept; free disk space, then resume the run)"
+                    ) from error
+                raise
+
+    def query(self, sql: str, parameters: tuple | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._connection.execute(sql, parameters).fetchall()
+
+    def record_step(self, step: int, stats: Mapping[str, float]) -> None:
+        """Statistics of a finished step; a step run again after recovery replaces the old row."""
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO steps (step, time, stats) VALUES (?, ?, ?)",
+                (step, time.time(), json.dumps(dict(stats))),
+            )
+
+    def record_event(self, kind: str, text: str) -> None:
+        """Something a reader of the run's story wants to know: started, resumed, stopped, ..."""
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT INTO events (time, kind, text) VALUES (?, ?, ?)", (time.time(), kind, text)
+            )
+
+    def step_stats(self) -> list[tuple[int, dict[str, float]]]:
+        with self._lock:
+            return read_steps(self._connection)
+
+    def close(self) -> None:
+        """Calling it twice is fine."""
+        with self._lock:
+            self._connection.close()
+            self._lock_file.close()
+
+    def __enter__(self) -> RunDatabase:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def open_read_only(path: str | Path) -> sqlite3.Connection:
+    """A reader's connection: sees every committed transaction, also of a run that is going on."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no run database at {path}: give the folder of a started run")
+    connection = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def read_steps(connection: sqlite3.Connection) -> list[tuple[int, dict[str, float]]]:
+    """(step, statistics) in order; step -1 is the time before the first."""
+    rows = connection.execute("SELECT step, stats FROM steps ORDER BY step")
+    return [(row["step"], json.loads(row["stats"])) for row in rows]
+
+
+def _lock_run(path: Path) -> IO[str]:
+    """Holds the run for this process; the lock file names the holder for the error message."""
+    lock_path = path.with_name(path.name + ".lock")
+    lock_file = open(lock_path, "a+")  # noqa: SIM115 - open as long as the run is
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock_file.seek(0)
+        holder = lock_file.read().strip() or "unknown"
+        lock_file.close()
+        raise RunDatabaseError(
+            f"run database {path} is in use by another live run (process {holder}): "
+            "stop it, or choose another trial_name"
+        ) from None
+    lock_file.truncate(0)
+    lock_file.write(str(os.getpid()))
+    lock_file.flush()
+    return lock_file
+
+
+def _open_writer(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode=WAL")
+    # NORMAL: a commit costs no fsync. A killed process loses nothing; a power cut may lose the
+    # last moments, which recovery then treats like any work after the recover point.
+    connection.execute("PRAGMA synchronous=NORMAL")
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found not in (0, SCHEMA_VERSION):
+        connection.close()
+        raise RunDatabaseError(
+            f"run database {path} has format {found}, this areal writes {SCHEMA_VERSION}: "
+            "choose another trial_name, or resume with the areal that wrote it"
+        )
+    connection.executescript(_SCHEMA)
+    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+    return connection

@@ -1,0 +1,68 @@
+"""Where the files of one run lie: the only place that spells out the folder layout.
+
+{fileroot}/{experiment_name}/{trial_name}/
+    config.yaml      the config the run was started with, all values filled in
+    run.db           ledger, trajectories, statistics, events (SQLite)
+    recover/         points a killed run goes on from
+    checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
+    model/           the final weights, Hugging Face format
+    weights/         publications of new weights on their way to the servers
+    logs/            main.log, server logs, and dumped trajectories
+    traces/          one Chrome trace (JSONL) per process
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from areal.api.config.experiment import BaseExperimentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The paths of one run. Asking for a path creates nothing."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, config: BaseExperimentConfig) -> RunPaths:
+        return cls(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def database(self) -> Path:
+        return self.root / "run.db"
+
+    @property
+    def recover(self) -> Path:
+        return self.root / "recover"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
+    def trace(self, process: str) -> Path:
+        """The trace file of one process, e.g. `controller` or `server0`."""
+        return self.traces / f"{process}.jsonl"

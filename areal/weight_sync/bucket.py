@@ -1,0 +1,96 @@
+"""One bucket: a safetensors file of a few weights, with the CRC-32 of its bytes.
+
+Written straight from the tensors' memory, so a bucket costs no second copy of its weights; read
+back by mapping the file, so loading copies each weight exactly once, into the model.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+_CHUNK = 16 << 20  # bytes per checksum call
+
+# The short names of safetensors for what a weight can be.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Writes CPU tensors to `path`; returns (bytes written, CRC-32 of them)."""
+    nbytes = crc = 0
+    with path.open("wb") as file:
+        for piece in _file_content(tensors):
+            file.write(piece)
+            nbytes += len(piece)
+            crc = zlib.crc32(piece, crc)
+    return nbytes, crc
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of the file's bytes."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{weight name: (dtype name, shape)} of a bucket whose checksum is right."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def read_bucket(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) in the order written; the tensors are views of the mapped file."""
+    with path.open("rb") as file:
+        # A private map is writable, as torch wants it; nothing written there reaches the file.
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    size = int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8 : 8 + size]).items():
+        begin, end = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        if begin == end:
+            yield name, torch.empty(shape, dtype=dtype)
+            continue
+        count = (end - begin) // dtype.itemsize
+        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=8 + size + begin)
+        yield name, flat.view(shape)
+
+
+def _file_content(tensors: dict[str, torch.Tensor]) -> Iterable[bytes | memoryview]:
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data then starts aligned for every dtype
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for tensor in tensors.values():
+        if tensor.nbytes:
+            flat = tensor.detach().contiguous().view(-1)
+            yield memoryview(flat.view(torch.uint8).numpy())

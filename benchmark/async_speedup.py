@@ -1,0 +1,142 @@
+"""How much asynchrony buys: tokens trained per second with staleness 2, over staleness 0.
+
+    python benchmark/async_speedup.py [--steps 40] [--json FILE]
+
+Both arms of a load run one after the other on the same machine with the same config, but for
+`rollout.max_head_offpolicyness`; each is a real run (server process, rewards, ledger, weight sync).
+
+| row            | load                                                                        |
+|----------------|-----------------------------------------------------------------------------|
+| `speedup_demo` | `areal demo`'s own run                                                      |
+| `speedup_tail` | output lengths with a long tail: most short, a few ten times as long        |
+| `speedup_env`  | every answer waits 50-200 ms for an environment before it has a reward      |
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import Row, print_table, write_json
+
+from areal.cli.demo import make_model, recipe_path
+from areal.cli.train import load_config
+from areal.rollout.context import workflow_context
+from areal.trainer.experiment import load_datasets, run_experiment
+from areal.trainer.rl_trainer import PPOTrainer
+from areal.utils.run_db import open_read_only
+from areal.utils.run_paths import RunPaths
+from areal.workflow.rlvr import RLVRWorkflow
+
+WARM_UP_STEPS = 8  # start of the processes, first batches
+
+
+def _draw() -> random.Random:
+    """The same draw for the same sample in both arms."""
+    episode = workflow_context.get()
+    return random.Random(f"{episode.task_id}/{episode.sample}")
+
+
+class TailWorkflow(RLVRWorkflow):
+    """Answers whose length is drawn from a long tail instead of ended by the model."""
+
+    async def arun_episode(self, engine, data):
+        length = min(4 + int(_draw().paretovariate(1.1) * 6), self.gconfig.max_new_tokens)
+        short = RLVRWorkflow(
+            self.reward_fn,
+            self.gconfig.new(max_new_tokens=length, min_new_tokens=length, ignore_eos=True),
+            self.tokenizer,
+        )
+        return await short.arun_episode(engine, data)
+
+
+class EnvironmentWorkflow(RLVRWorkflow):
+    """An environment answers after 50 to 200 ms; only then is there a reward."""
+
+    async def arun_episode(self, engine, data):
+        trajectory = await super().arun_episode(engine, data)
+        await asyncio.sleep(_draw().uniform(0.05, 0.2))
+        return trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+    workflow: Callable[..., RLVRWorkflow] | None
+    overrides: tuple[str, ...]
+
+
+LOADS = (
+    Load("demo", None, ()),
+    Load(
+        "tail",
+        TailWorkflow,
+        ("train_dataset.batch_size=16", "gconfig.n_samples=4", "gconfig.max_new_tokens=200"),
+    ),
+    Load(
+        "env",
+        EnvironmentWorkflow,
+        ("train_dataset.batch_size=16", "gconfig.n_samples=8"),
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40, help="measured steps per arm")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = _measure(Path(folder), args.steps)
+    print_table(rows)
+    if args.json:
+        write_json(args.json, rows)
+    return 0
+
+
+def _measure(folder: Path, steps: int) -> list[Row]:
+    make_model(folder / "tiny_model")
+    run_experiment(load_config([recipe_path("arithmetic_sft.yaml"), f"cluster.fileroot={folder}"]))
+    rows = []
+    for load in LOADS:
+        speeds = {eta: _tokens_per_second(load, eta, folder, steps) for eta in (0, 2)}
+        for eta, speed in speeds.items():
+            rows.append(Row(f"{load.name}_staleness_{eta}", speed, "tokens trained/s"))
+        rows.append(Row(f"speedup_{load.name}", speeds[2] / speeds[0], "x"))
+    return rows
+
+
+def _tokens_per_second(load: Load, eta: int, folder: Path, steps: int) -> float:
+    config = load_config(
+        [
+            recipe_path("arithmetic_grpo.yaml"),
+            f"cluster.fileroot={folder}",
+            f"trial_name={load.name}-{eta}",
+            f"total_train_steps={WARM_UP_STEPS + steps}",
+            f"rollout.max_head_offpolicyness={eta}",
+            "evaluator.eval_before_train=false",
+            "evaluator.freq_steps=null",
+            *load.overrides,
+        ]
+    )
+    train, _ = load_datasets(config)
+    with PPOTrainer(config, train) as trainer:
+        trainer.train(workflow=load.workflow)
+    with closing(open_read_only(RunPaths.of(config).database)) as connection:
+        rows = connection.execute(
+            "SELECT time, json_extract(stats, '$.\"rollout/tokens\"') AS tokens FROM steps ORDER BY step"
+        ).fetchall()
+    measured = rows[WARM_UP_STEPS:]
+    seconds = measured[-1]["time"] - rows[WARM_UP_STEPS - 1]["time"]
+    return sum(row["tokens"] for row in measured) / seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Importance weights, their masks and clamps, and the interpolated proximal policy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from areal.algorithm.off_policy import METRICS, importance_weight, loglinear_prox, reject
+
+# Two sequences: ratios (2, 8, junk) and (0.5, 1); the third token is off the mask.
+RATIOS = torch.tensor([2.0, 8.0, 1e9, 0.5, 1.0])
+BEHAVE = torch.full((5,), math.log(0.05))
+PROX = BEHAVE + RATIOS.log()
+MASK = torch.tensor([1, 1, 0, 1, 1], dtype=torch.bool)
+SEQ = torch.tensor([0, 0, 0, 1, 1])
+TIS = dict(level="token", action="clamp", metric="ratio", agg="mean", upper=5.0, lower=None)
+
+
+def weights(**changes) -> list[float]:
+    return reject(PROX, BEHAVE, MASK, SEQ, **TIS | changes).tolist()
+
+
+def test_plain_weight_is_the_ratio_and_zero_off_the_mask():
+    assert importance_weight(PROX, BEHAVE, MASK).tolist() == pytest.approx([2, 8, 0, 0.5, 1])
+
+
+def test_a_broken_log_probability_weighs_one():
+    out = importance_weight(torch.tensor([float("nan"), -1.0]), torch.tensor([-1.0, -math.inf]), 1)
+    assert out.tolist() == [1.0, 1.0]
+
+
+def test_token_clamp():
+    assert weights() == pytest.approx([2, 5, 0, 0.5, 1])
+    assert weights(lower=0.8) == pytest.approx([2, 5, 0, 0.8, 1])
+
+
+def test_token_mask():
+    assert weights(action="mask") == pytest.approx([2, 0, 0, 0.5, 1])
+    assert weights(action="mask", lower=0.8) == pytest.approx([2, 0, 0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("agg", "upper", "kept"),
+    [("sum", 15.0, False), ("sum", 17.0, True), ("mean", 3.9, False), ("mean", 4.1, True)]
+    + [("max", 7.9, False), ("max", 8.1, True)],
+)
+def test_sequence_mask_decides_for_all_its_tokens(agg: str, upper: float, kept: bool):
+    first = [4, 4, 0] if kept else [0, 0, 0]  # the geometric mean of 2 and 8
+    out = weights(level="sequence", action="mask", agg=agg, upper=upper)
+    assert out == pytest.approx([*first, 0.5**0.5, 0.5**0.5])
+
+
+def test_sequence_clamp():
+    out = weights(level="sequence", upper=3.0)
+    assert out == pytest.approx([3, 3, 0, 0.5**0.5, 0.5**0.5])
+
+
+@pytest.mark.parametrize(
+    ("metric", "score"),
+    [
+        ("kl_k1", [-math.log(2), -math.log(8), math.log(2), 0]),
+        ("kl_k2", [math.log(2) ** 2 / 2, math.log(8) ** 2 / 2, math.log(2) ** 2 / 2, 0]),
+        ("kl_k3", [1 - math.log(2), 7 - math.log(8), -0.5 + math.log(2), 0]),
+    ],
+)
+def test_kl_filters_keep_token_weights(metric: str, score: list[float]):
+    for bound in (-1.0, 0.1, 0.3, 1.0, 4.0):
+        kept = [w if s <= bound else 0 for w, s in zip([2, 8, 0.5, 1], score, strict=True)]
+        out = weights(action="mask", metric=metric, upper=bound)
+        assert out[:2] + out[3:] == pytest.approx(kept)
+
+
+def test_binary_kl_takes_the_larger_direction():
+    p, q = 0.05, 0.4  # behave and prox of the second token
+
+    def kl(a: float, b: float) -> float:
+        return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+
+    worst = max(kl(p, q), kl(q, p))
+    assert weights(action="mask", metric="binary_kl", upper=worst * 1.01)[1] == pytest.approx(8)
+    assert weights(action="mask", metric="binary_kl", upper=worst * 0.99)[1] == 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_keeps_what_is_on_policy(metric: str):
+    out = reject(
+        BEHAVE, BEHAVE, MASK, SEQ, **TIS | dict(action="mask", metric=metric, level="sequence")
+    )
+    assert torch.equal(out, MASK.float())
+
+
+def test_refusals_name_the_key():
+    with pytest.raises(ValueError, match="rejection_sampling.metric"):
+        weights(metric="kl")
+    with pytest.raises(ValueError, match="set metric=ratio or action=mask"):
+        weights(metric="kl_k1")
+
+
+def test_loglinear_prox_by_hand():
+    behave = torch.zeros(5)
+    current = torch.full((5,), 1.0, requires_grad=True)
+    versions = torch.tensor([7, 6, 5, 3, -1])  # current version 7
+    out = loglinear_prox(current, behave, versions, version=7)
+    assert out.tolist() == pytest.approx([0, 0, 1 / 2, 3 / 4, 0])
+    assert not out.requires_grad

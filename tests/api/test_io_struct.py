@@ -1,0 +1,86 @@
+"""The travelling values: what they derive, and what they refuse to hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from areal.api.io_struct import (
+    FinetuneSpec,
+    ModelRequest,
+    ModelResponse,
+    ParamSpec,
+    StepInfo,
+    WeightUpdateMeta,
+)
+
+TOKENIZER = SimpleNamespace(eos_token_id=2, pad_token_id=0)
+
+
+def response(tokens: list[int], stop_reason: str = "stop", tokenizer=TOKENIZER) -> ModelResponse:
+    logprobs, versions = [-1.0] * len(tokens), [3] * len(tokens)
+    return ModelResponse([5, 6], tokens, logprobs, versions, stop_reason, tokenizer)
+
+
+def test_request_copy_shares_nothing_that_changes() -> None:
+    request = ModelRequest(input_ids=[1, 2], metadata={"a": 1})
+    copy = request.copy()
+    copy.input_ids.append(3)
+    copy.metadata["a"] = 2
+    copy.gconfig.stop_token_ids.append(9)
+    assert request.input_ids == [1, 2]
+    assert request.metadata == {"a": 1}
+    assert request.gconfig.stop_token_ids == []
+    assert copy.rid == request.rid
+    assert ModelRequest(input_ids=[1]).rid != request.rid
+
+
+def test_response_strips_the_stop_tokens_at_its_end_only() -> None:
+    reply = response([7, 2, 8, 2, 0])
+    assert (reply.input_len, reply.output_len, reply.end_with_stop) == (2, 5, True)
+    assert reply.output_tokens_without_stop == [7, 2, 8]
+    assert response([7, 8], "length").output_tokens_without_stop == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (response([7, 8]), "does not end with EOS or PAD"),
+        (response([2, 0]), "nothing but stop tokens"),
+        (response([7], tokenizer=None), "no tokenizer"),
+    ],
+)
+def test_response_refuses_to_guess(reply: ModelResponse, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        _ = reply.output_tokens_without_stop
+
+
+def test_every_output_token_has_logprob_and_version() -> None:
+    with pytest.raises(ValueError, match="one length"):
+        ModelResponse([1], [2, 3], [-1.0], [0, 0], "length")
+
+
+def test_versioned_folder_lies_beside_the_last() -> None:
+    meta = WeightUpdateMeta.from_disk("/run/weights").with_version(3)
+    assert (meta.path, meta.version) == ("/run/weights/weight_update_v3", 3)
+    assert meta.with_version(4).path == "/run/weights/weight_update_v4"
+    assert WeightUpdateMeta(type="direct").with_version(2).path == ""
+
+
+def test_step_info_turns_over_at_the_end_of_an_epoch() -> None:
+    step = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=2).next()
+    assert (step.epoch, step.epoch_step, step.global_step) == (0, 1, 1)
+    step = step.next()
+    assert (step.epoch, step.epoch_step, step.global_step) == (1, 0, 2)
+
+
+def test_finetune_spec_counts_whole_batches() -> None:
+    spec = FinetuneSpec(total_train_epochs=3, dataset_size=10, train_batch_size=4)
+    assert (spec.steps_per_epoch, spec.total_train_steps) == (2, 6)
+    assert FinetuneSpec(3, 10, 4, max_train_steps=5).total_train_steps == 5
+
+
+def test_param_size_is_in_bytes() -> None:
+    assert ParamSpec("w", (2, 3), "bfloat16").size == 12
+    assert ParamSpec("scale", (), "float32").size == 4

@@ -1,0 +1,152 @@
+"""`areal check`: a good config gives one line that begins with ok, a bad one a line and exit 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal.cli.main import main
+
+CONFIG = """
+experiment_name: arithmetic
+trial_name: check
+cluster: {fileroot: runs}
+train_dataset: {path: arithmetic, batch_size: 64}
+gconfig: {n_samples: 8, max_new_tokens: 10}
+rollout: {max_head_offpolicyness: 2}
+actor:
+  path: ./model
+  reward_norm: {mean_level: group, std_level: group}
+  optimizer: {lr: 1e-3}
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a config, a model, a small data set and a reward; the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "grpo.yaml").write_text(CONFIG)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "train.jsonl").write_text("{}\n" * 40)
+    (tmp_path / "my_reward.py").write_text("import torch\ndef score(*args, **data): ...\n")
+    return tmp_path
+
+
+def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
+    """(exit code, the one line that was printed)."""
+    code = main(["check", "grpo.yaml", *overrides])
+    out, err = capsys.readouterr()
+    line = (out or err).removesuffix("\n")
+    assert not (out and err)
+    assert "\n" not in line
+    return code, line
+
+
+def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: Path) -> None:
+    before = sorted(project.rglob("*"))
+    code, line = check(capsys)
+    assert code == 0
+    assert line == (
+        "ok: grpo.yaml: ppo of ./model on arithmetic, 64 prompts x 8 samples a step, "
+        "staleness at most 2, native:d1 + archon:d1, run folder runs/arithmetic/check"
+    )
+    assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer=sft", "~gconfig", "~rollout", "~actor.reward_norm"],
+        ["actor.path=Qwen/Qwen3-0.6B"],  # a hub name: nothing on this machine to look at
+        ["train_dataset.path=./gsm8k", "train_dataset.batch_size=40"],
+        ["train_dataset.path=openai/gsm8k"],
+        ["train_dataset.path=areal.dataset.arithmetic.load_rl"],
+        ["train_dataset.dataset_kwargs.loader=gsm8k", "train_dataset.path=org/renamed"],
+        ["reward_fn=my_reward.score"],
+        ["reward_fn=math_verify", "workflow=areal.workflow.rlvr.RLVRWorkflow"],
+        ["actor.init_from_scratch=true"],
+        ["cluster.fileroot=new/folder"],
+    ],
+)
+def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str]) -> None:
+    code, line = check(capsys, *overrides)
+    assert (code, line[:3]) == (0, "ok:"), line
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("actor.eps_clp=1", "actor.eps_clp: unknown key; did you mean actor.eps_clip?"),
+        ("lr=1", "it belongs at actor.optimizer.lr"),
+        ("seed=x", "seed must be a whole number, got 'x'"),
+        ("actor.path=./nowhere", "actor.path: folder './nowhere' does not exist"),
+        ("actor.path=grpo.yaml", "actor.path: 'grpo.yaml' is a file, expected a folder"),
+        ("actor.path=./gsm8k", "actor.path: './gsm8k' is no model folder: it holds no config.json"),
+        ("tokenizer_path=./gsm8k", "tokenizer_path: './gsm8k' holds no tokenizer"),
+        ("train_dataset.path=./nowhere", "train_dataset.path: './nowhere' does not exist"),
+        ("train_dataset.path=arithmetics", "(did you mean 'arithmetic'?)"),
+        ("train_dataset.path=org/unknown", "set train_dataset.dataset_kwargs.loader"),
+        ("train_dataset.path=./gsm8k", "64 is more than the 40 rows of gsm8k/train.jsonl"),
+        ("reward_fn=gsm8", "reward_fn: unknown name 'gsm8' (did you mean 'gsm8k'?)"),
+        ("reward_fn=my_rewards.score", "reward_fn: there is no module 'my_rewards'"),
+        ("reward_fn=my_reward.scor", "did you mean my_reward.score?"),
+        ("workflow=rlv", "workflow: unknown name 'rlv' (did you mean 'rlvr'?)"),
+        ("eval_workflow=rlhf", "eval_workflow: unknown name 'rlhf'"),
+        ("dynamic_filter_fn=keep", "dynamic_filter_fn: unknown name 'keep'; expected an import"),
+        ("cluster.fileroot=grpo.yaml/runs", "is a file, expected a folder"),
+    ],
+)
+def test_bad_config_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], override: str, says: str
+) -> None:
+    code, line = check(capsys, override)
+    assert code == 2
+    assert line.startswith("areal: error: ")
+    assert says in line
+
+
+def test_model_without_weights(capsys: pytest.CaptureFixture[str], project: Path) -> None:
+    (project / "model" / "model.safetensors").unlink()
+    code, line = check(capsys)
+    assert code == 2
+    assert "set actor.init_from_scratch=true" in line
+    assert check(capsys, "actor.init_from_scratch=true")[0] == 0
+
+
+def test_tokenizer_without_chat_template(capsys: pytest.CaptureFixture[str], project: Path) -> None:
+    (project / "model" / "tokenizer_config.json").write_text("{}")
+    code, line = check(capsys)
+    assert code == 2
+    assert "has no chat template; add chat_template.jinja" in line
+    (project / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert check(capsys)[0] == 0
+
+
+def test_no_heavy_package_is_imported() -> None:
+    program = """
+import sys
+from areal.cli.main import main
+code = main(["check", "--config", "grpo.yaml", "reward_fn=my_reward.score"])
+heavy = ("torch", "transformers", "datasets", "fastapi", "numpy", "math_verify", "my_reward")
+print(code, [name for name in heavy if name in sys.modules])
+"""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr

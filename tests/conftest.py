@@ -1,0 +1,24 @@
+"""What every test process shares: one torch thread, and hypothesis examples that repeat.
+
+Tests run two at a time on small machines. One torch thread per process keeps them from fighting
+for the cores, and makes CPU results a function of the inputs alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Read by torch and its math libraries at import, also in the child processes a test starts.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[name] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# Wall-clock limits per example fail on a busy machine for no fault of the code.
+settings.register_profile(
+    "areal", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("areal")

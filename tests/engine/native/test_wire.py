@@ -1,0 +1,191 @@
+"""The /generate codec: exact round trips, and for garbage a ValueError that names the field."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.wire import (
+    _GCONFIG_KINDS,
+    Refusal,
+    Reply,
+    decode_line,
+    decode_requests,
+    encode_lines,
+    encode_requests,
+)
+
+LINE_FIELDS = ["output_tokens", "output_logprobs", "output_versions", "stop_reason", "latency"]
+LINE_FIELDS += ["ttft", "refused"]
+
+gconfigs = st.builds(
+    GenerationHyperparameters,
+    max_new_tokens=st.integers(10, 10_000),
+    min_new_tokens=st.integers(0, 10),
+    greedy=st.booleans(),
+    top_p=st.floats(0.01, 1),
+    top_k=st.integers(1, 1000),
+    temperature=st.floats(0.01, 10),
+    stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
+    ignore_eos=st.booleans(),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+)
+token_ids = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.builds(GenRequest, st.uuids().map(str), token_ids, gconfigs), min_size=1))
+def test_requests_round_trip(requests):
+    assert decode_requests(encode_requests(requests)) == requests
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**63 - 1),
+            st.floats(max_value=0, allow_infinity=False, allow_nan=False),
+            st.integers(0, 10**6),
+        )
+    ),
+    st.sampled_from(["length", "stop", "abort"]),
+)
+def test_replies_round_trip_exactly(tokens, reason):
+    columns = [list(column) for column in zip(*tokens, strict=True)] or [[], [], []]
+    reply = Reply(Finished("a", *columns, reason), latency=0.5, ttft=0.1)
+    refusal = Refusal("ü\n", "engine", "why\nso")
+    lines = encode_lines([reply, refusal]).split(b"\n")
+    assert lines.pop() == b""
+    assert [decode_line(line) for line in lines] == [reply, refusal]
+
+
+def test_every_sampling_option_travels():
+    assert set(_GCONFIG_KINDS) | {"n_samples"} == {
+        f.name for f in fields(GenerationHyperparameters)
+    }
+
+
+def test_group_size_is_not_sent():
+    gconfig = GenerationHyperparameters(n_samples=8, seed=3)
+    (received,) = decode_requests(encode_requests([GenRequest("a", [1], gconfig)]))
+    assert received.gconfig == GenerationHyperparameters(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"input_ids": None}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [1, True]}, "input_ids"),
+        ({"input_ids": [1, "2"]}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [10**5000]}, "body"),  # Python itself refuses to read so many digits
+        ({"input_ids": [2**63]}, "input_ids"),
+        ({"prompt": "hello"}, "prompt"),
+        ({"gconfig": 3}, "gconfig"),
+        ({"gconfig": {"tempurature": 1}}, "gconfig.tempurature"),
+        ({"gconfig": {"temperature": "hot"}}, "gconfig.temperature"),
+        ({"gconfig": {"temperature": 0}}, "temperature"),
+        ({"gconfig": {"temperature": float("inf")}}, "gconfig.temperature"),
+        ({"gconfig": {"greedy": 1}}, "gconfig.greedy"),
+        ({"gconfig": {"max_new_tokens": 1.5}}, "gconfig.max_new_tokens"),
+        ({"gconfig": {"max_new_tokens": True}}, "gconfig.max_new_tokens"),
+        ({"gconfig": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"gconfig": {"seed": 2**63}}, "gconfig.seed"),
+        ({"gconfig": {"stop_token_ids": [None]}}, "gconfig.stop_token_ids"),
+        ({"gconfig": {"n_samples": 8}}, "gconfig.n_samples"),
+    ],
+)
+def test_a_bad_field_is_named_and_spares_the_others(change, field):
+    good = {"rid": "good", "input_ids": [1, 2]}
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    body = json.dumps({"requests": [good, {**good, "rid": "bad", **change}]}).encode()
+    sys.set_int_max_str_digits(limit)
+    if field == "body":
+        with pytest.raises(ValueError, match="body: not JSON"):
+            decode_requests(body)
+        return
+    first, second = decode_requests(body)
+    assert first == GenRequest("good", [1, 2], GenerationHyperparameters())
+    assert isinstance(second, Refusal) and second.rid == "bad" and second.kind == "request"
+    assert field in second.message
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"", "body"),
+        (b"\xff\xfe", "body"),
+        (b"[" * 100_000, "body"),
+        (b"[]", "body"),
+        (b"{}", "requests"),
+        (b'{"requests": []}', "requests"),
+        (b'{"requests": {"a": 1}}', "requests"),
+        (b'{"requests": [3]}', r"requests\[0\].rid"),
+        (b'{"requests": [{"rid": "a"}, {"rid": ""}]}', r"requests\[1\].rid"),
+        (b'{"requests": [{"rid": "a"}, {"rid": "a"}]}', "given twice"),
+    ],
+)
+def test_requests_that_cannot_be_told_apart(body, field):
+    with pytest.raises(ValueError, match=field):
+        decode_requests(body)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_give_a_value_error_only(body):
+    for decode in (decode_requests, decode_line):
+        with pytest.raises(ValueError, match=r"^(body|line|requests)"):
+            decode(body)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["rid", "input_ids", "gconfig", "x"]),
+        json_values
+        | st.just("rid")
+        | st.just([1])
+        | st.dictionaries(st.sampled_from([*_GCONFIG_KINDS, "n_samples"]), json_values),
+    )
+)
+def test_any_request_is_read_or_refused(entry):
+    try:
+        (result,) = decode_requests(json.dumps({"requests": [entry]}).encode())
+    except ValueError as err:
+        assert str(err).startswith("requests[0].rid")
+    else:
+        assert isinstance(result, GenRequest | Refusal)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"rid": st.just("a")},
+        optional={
+            "output_tokens": json_values | st.just([1, 2]),
+            "output_logprobs": json_values | st.just([-1.0, -2.0]),
+            "output_versions": json_values | st.just([0, 0]),
+            "stop_reason": json_values | st.just("stop"),
+            "latency": json_values,
+            "ttft": json_values,
+            "refused": json_values,
+            "message": json_values,
+        },
+    )
+)
+def test_any_line_is_read_or_refused(content):
+    try:
+        result = decode_line(json.dumps(content).encode())
+    except ValueError as err:
+        assert str(err).split(":")[0].split(",")[0] in LINE_FIELDS
+    else:
+        assert isinstance(result, Reply | Refusal)

@@ -1,0 +1,67 @@
+"""Args from config.json: both spellings of rope, defaults of each family, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import tiny_config
+
+from areal.models import get_model_spec
+from areal.models.common.args import RopeArgs
+
+
+def args_of(family: str, **overrides):
+    config = tiny_config(family, **overrides)
+    return get_model_spec(family).model_args_class.from_hf_config(config)
+
+
+def test_sizes_are_mapped():
+    args = args_of("llama", num_key_value_heads=1, rms_norm_eps=1e-5)
+    assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads) == (32, 2, 4, 1)
+    assert (args.head_dim, args.hidden_dim, args.vocab_size, args.norm_eps) == (8, 48, 64, 1e-5)
+
+
+def test_absent_keys_take_the_family_defaults():
+    assert args_of("llama", head_dim=None, num_key_value_heads=None).head_dim == 8
+    assert args_of("llama", num_key_value_heads=None).n_kv_heads == 4
+    assert args_of("qwen3", head_dim=None).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("family", "qk_norm", "qkv_bias", "out_bias"),
+    [("qwen2", False, True, False), ("qwen3", True, False, False), ("llama", False, False, False)],
+)
+def test_families_differ_by_norm_and_bias(family, qk_norm, qkv_bias, out_bias):
+    args = args_of(family)
+    assert (args.qk_norm, args.qkv_bias, args.attention_out_bias) == (qk_norm, qkv_bias, out_bias)
+
+
+def test_old_and_new_rope_spellings_mean_the_same():
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}}
+    new = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **scaling}}
+    assert RopeArgs.from_hf_config(old) == RopeArgs.from_hf_config(new)
+    assert RopeArgs.from_hf_config(new).theta == 5e5
+
+
+def test_default_rope_ignores_null_scaling():
+    assert RopeArgs.from_hf_config({"rope_scaling": None}) == RopeArgs()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'.*got 'gelu'"),
+        ({"use_sliding_window": True}, "set use_sliding_window to false"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"num_key_value_heads": 3}, r"\(4\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+    ],
+)
+def test_what_cannot_be_computed_exactly_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        args_of("qwen3", **overrides)

@@ -1,0 +1,70 @@
+"""Packed attention: each sequence attends to itself alone, whatever lies beside it in the row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal.models.common.attention_varlen import PackedAttention
+
+
+def bounds(lengths: list[int]) -> torch.Tensor:
+    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0), (1, 0))
+
+
+def plain_causal(q_TNH, k_TKH, v_TKH):
+    """One sequence, written out: softmax over the masked scores of each head."""
+    group = q_TNH.shape[1] // k_TKH.shape[1]
+    k_TNH, v_TNH = (x.repeat_interleave(group, dim=1) for x in (k_TKH, v_TKH))
+    scores = torch.einsum("tnh,snh->nts", q_TNH, k_TNH) * q_TNH.shape[-1] ** -0.5
+    future = torch.ones(len(q_TNH), len(q_TNH), dtype=torch.bool).triu(1)
+    return torch.einsum("nts,snh->tnh", scores.masked_fill(future, -torch.inf).softmax(-1), v_TNH)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 80), min_size=1, max_size=8).filter(any),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+)
+def test_output_and_gradients_equal_plain_attention(lengths, kv_heads, group):
+    torch.manual_seed(0)
+    total = sum(lengths)
+    heads = (kv_heads * group, kv_heads, kv_heads)
+    qkv = [torch.randn(total, n, 4, dtype=torch.float64, requires_grad=True) for n in heads]
+    out = PackedAttention(bounds(lengths), max(lengths))(0, *qkv)
+    parts = zip(*(x.split(lengths) for x in qkv), strict=True)
+    expected = torch.cat([plain_causal(*part) for part in parts if len(part[0])])
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weight).sum(), qkv)
+    expected_grads = torch.autograd.grad((expected * weight).sum(), qkv)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-6, rtol=0)
+
+
+def test_positions_restart_with_each_sequence():
+    attend = PackedAttention(bounds([2, 0, 3]), 3)
+    assert attend.positions_T.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_a_long_sequence_does_not_pad_the_short_ones():
+    attend = PackedAttention(bounds([1000] + [10] * 50), 1000)
+    assert sum(rows * width for _, (rows, width) in attend._rectangles) == 1000 + 50 * 10
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0], [1, 4], [0, 4, 2]])
+def test_bad_bounds_are_refused(cu_seqlens):
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0"):
+        PackedAttention(torch.tensor(cu_seqlens), 8)
+
+
+def test_bounds_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="max_seqlen is 3, but a sequence has 4"):
+        PackedAttention(torch.tensor([0, 4]), 3)
+    x = torch.zeros(5, 1, 4)
+    with pytest.raises(ValueError, match="cu_seqlens ends at 4, got 5 tokens"):
+        PackedAttention(torch.tensor([0, 4]), 4)(0, x, x, x)

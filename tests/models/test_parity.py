@@ -1,0 +1,146 @@
+"""Our decoder against transformers in float32: logits, gradients, and random small configs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config, tiny_model
+
+from areal.models.common.attention_varlen import PackedAttention
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_ALL = {
+    **YARN,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+
+CASES = {
+    "qwen2-tied": ("qwen2", {}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-no-head-dim-key": ("qwen2", {"head_dim": None, "num_key_value_heads": 4}),
+    "qwen2-yarn": ("qwen2", {"rope_scaling": YARN}),
+    "qwen3-tied": ("qwen3", {}),
+    "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3-wide-heads": ("qwen3", {"head_dim": 24, "num_key_value_heads": 1}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True}),
+    "qwen3-yarn-all-keys": ("qwen3", {"rope_scaling": YARN_ALL}),
+    "llama-tied": ("llama", {}),
+    "llama-untied-no-gqa": ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-llama3": ("llama", {"rope_scaling": LLAMA3}),
+    "llama-linear": ("llama", {"rope_scaling": LINEAR}),
+    "llama-linear-old-key": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "llama-theta": ("llama", {"rope_theta": 500000.0}),
+}
+
+
+def twin_models(family: str, **overrides):
+    """Ours and transformers' with equal random weights, biases and norms moved off 0 and 1."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {k: v for k, v in tiny_config(family, **overrides).items() if k != "architectures"}
+    ours = tiny_model(family, **overrides)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    hf_config = AutoConfig.for_model(**{k: v for k, v in config.items() if v is not None})
+    theirs = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+    missing, unexpected = theirs.load_state_dict(dict(ours.named_hf_tensors()), strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if ours.args.tie_word_embeddings else [])
+    return ours, theirs
+
+
+def packed_logits(model, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    lengths = torch.tensor([len(s) for s in sequences])
+    attend = PackedAttention(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.max()))
+    hidden = model(torch.cat(sequences), attend.positions_T, attend)
+    return list(model.logits(hidden).split(lengths.tolist()))
+
+
+def random_sequences(vocab_size: int, lengths: list[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in lengths]
+
+
+def assert_same_logits(ours, theirs, lengths: list[int]) -> None:
+    sequences = random_sequences(ours.args.vocab_size, lengths)
+    with torch.no_grad():
+        for tokens, logits in zip(sequences, packed_logits(ours, sequences), strict=True):
+            expected = theirs(tokens[None]).logits[0]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_packed_sequences_equal_transformers(case):
+    family, overrides = CASES[case]
+    ours, theirs = twin_models(family, **overrides)
+    assert ours.tok_embeddings.weight.std() > 0.1  # else any two models would agree
+    assert_same_logits(ours, theirs, lengths=[1, 5, 90, 33, 12])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_gradients_equal_transformers(family):
+    # No pad token: transformers stops the gradient of its embedding, and ours has no padding.
+    ours, theirs = twin_models(family, pad_token_id=None)
+    sequences = random_sequences(ours.args.vocab_size, [3, 40, 17])
+    sum(logits.logsumexp(-1).sum() for logits in packed_logits(ours, sequences)).backward()
+    sum(theirs(tokens[None]).logits.logsumexp(-1).sum() for tokens in sequences).backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        grad = expected[ours.adapter.to_hf_name(name)]
+        assert torch.allclose(parameter.grad, grad, atol=1e-4, rtol=1e-4), name
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_small_configs_equal_transformers(data):
+    family = data.draw(st.sampled_from(["qwen2", "qwen3", "llama"]))
+    kv_heads = data.draw(st.integers(1, 3))
+    heads = kv_heads * data.draw(st.integers(1, 3))
+    head_dim = data.draw(st.sampled_from([2, 8, 10, 16]))
+    overrides = {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": heads,
+        "head_dim": head_dim,
+        # Only Qwen3 allows heads whose widths do not add up to the model's.
+        "hidden_size": data.draw(st.sampled_from([12, 32]))
+        if family == "qwen3"
+        else heads * head_dim,
+        "intermediate_size": data.draw(st.integers(4, 40)),
+        "num_hidden_layers": data.draw(st.integers(1, 3)),
+        "vocab_size": data.draw(st.integers(5, 80)),
+        "tie_word_embeddings": data.draw(st.booleans()),
+        "attention_bias": data.draw(st.booleans()),
+        "mlp_bias": data.draw(st.booleans()),
+        "rope_theta": data.draw(st.sampled_from([1e4, 1e6])),
+        "rope_scaling": data.draw(st.sampled_from([None, LINEAR, LLAMA3, YARN])),
+    }
+    ours, theirs = twin_models(family, **overrides)
+    lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    assert_same_logits(ours, theirs, lengths)
+
+
+def test_casting_the_model_does_not_round_the_rope_table():
+    model = tiny_model("llama")
+    positions = torch.arange(5000)
+    exact = model.rope(positions, torch.float32)
+    after = model.to(torch.bfloat16).rope(positions, torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(exact, after, strict=True))
+    assert model.norm.weight.dtype == torch.bfloat16

@@ -1,0 +1,115 @@
+"""The gsm8k and math_verify rewards: right, wrong, and when sympy is not even imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from areal.api.reward_api import AsyncRewardWrapper
+from areal.reward import REWARD_FNS
+from areal.reward.gsm8k import gsm8k_reward_fn
+from areal.reward.math_verify import math_verify_reward_fn, same_answer
+from areal.utils.import_path import load_named
+
+GSM8K_SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample" / "train.jsonl"
+
+
+def judge(fn, completion, answer):
+    return fn("question", completion, [1], [2], answer=answer, messages=[])
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        ("83", "83", 1.0),
+        ("38>83", "83", 1.0),
+        ("83>38", "83", 0.0),
+        ("53->-35", "-35", 1.0),
+        ("The total is 72 clips.", "48+24 = <<48+24=72>>72\n#### 72", 1.0),
+        (r"\boxed{1,000} dollars", "#### 1000", 1.0),
+        (r"\boxed{72.00}", "#### 72", 1.0),
+        ("#### 71", "#### 72", 0.0),
+        (r"\boxed{\frac{144}{2}}", "#### 72", 1.0),
+        (r"\boxed{\frac{143}{2}}", "#### 72", 0.0),
+        (r"\boxed{x}", "#### 72", 0.0),
+        ("I do not know", "#### 72", 0.0),
+        ("", "5", 0.0),
+    ],
+)
+def test_gsm8k_reward(completion, answer, reward):
+    assert judge(gsm8k_reward_fn, completion, answer) == reward
+
+
+def test_every_solution_of_the_sample_earns_its_reward():
+    rows = [json.loads(line) for line in GSM8K_SAMPLE.read_text().splitlines()]
+    assert rows
+    for row in rows:
+        assert judge(gsm8k_reward_fn, row["answer"], row["answer"]) == 1.0
+        assert judge(gsm8k_reward_fn, row["answer"] + "1", row["answer"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        (r"thus \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"thus \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x", 0.0),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1.0),
+        ("The answer is $2^{10}$.", "1024", 1.0),
+        (r"\boxed{\frac{}}", "7", 0.0),
+        (r"\boxed{}", "7", 0.0),
+    ],
+)
+def test_math_verify_reward(completion, answer, reward):
+    assert judge(math_verify_reward_fn, completion, answer) == reward
+
+
+def test_an_answer_of_the_row_that_cannot_be_judged_raises():
+    with pytest.raises(ValueError, match="no number in the answer 'unknown'"):
+        judge(gsm8k_reward_fn, "5", "unknown")
+
+
+def test_outside_a_main_thread_sympy_is_refused_not_guessed():
+    errors = []
+
+    def compare():
+        try:
+            same_answer("1/2", r"\frac{2}{4}")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    assert "AsyncRewardWrapper" in errors[0]
+
+
+def test_exact_matches_and_plain_numbers_never_import_sympy():
+    code = r"""
+import sys
+from areal.reward.gsm8k import gsm8k_reward_fn as gsm8k
+from areal.reward.math_verify import math_verify_reward_fn as verify
+row = ("p", r"so \boxed{x^2+1}", [], [])
+assert verify(*row, answer="x^2+1") == 1.0
+assert gsm8k("p", "38>83", [], [], answer="83") == 1.0
+assert gsm8k("p", "82.5", [], [], answer="83") == 0.0
+assert gsm8k("p", "no idea", [], [], answer="83") == 0.0
+assert not {"sympy", "math_verify", "torch"} & set(sys.modules), "heavy import"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("name", sorted(REWARD_FNS))
+async def test_by_name_and_in_a_worker(name):
+    reward = AsyncRewardWrapper(load_named(name, REWARD_FNS, key="reward_fn"), max_workers=1)
+    try:
+        assert await reward("p", r"\boxed{\frac{6}{2}}", [1], [2], answer="3") == 1.0
+        assert await reward("p", r"\boxed{\frac{6}{3}}", [1], [2], answer="3") == 0.0
+    finally:
+        reward.close()

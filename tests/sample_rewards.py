@@ -1,0 +1,71 @@
+"""Reward functions for tests: good ones, and one for each way user code can go wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def exact_match(prompt, completions, prompt_ids, completion_ids, answer, **data):
+    return float(completions == answer)
+
+
+def add(a, b=0):
+    return a + b
+
+
+def slow(seconds, value=1.0):
+    time.sleep(seconds)
+    return value
+
+
+def loop_forever(*args, **data):
+    while True:
+        pass
+
+
+def misbehave(how, value=None, marker=None):
+    """Do `how`. With `marker`, only until that file exists: the next attempt returns 1."""
+    if marker is not None:
+        if Path(marker).exists():
+            return 1.0
+        Path(marker).touch()
+    if how == "pid":
+        return os.getpid()
+    if how == "hang":
+        loop_forever()
+    if how == "exit":
+        os._exit(3)
+    if how == "sys.exit":
+        sys.exit(0)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "raise":
+        raise ZeroDivisionError("the reward divides by zero")
+    if how == "garbage":
+        for fd in range(3, 64):
+            try:
+                os.write(fd, b"not a reply\n")
+            except OSError:
+                continue
+    if how == "orphan":
+        if os.fork() == 0:
+            time.sleep(60)
+        loop_forever()
+    return value
+
+
+def pid():
+    return os.getpid()
+
+
+def has_torch():
+    return float("torch" in sys.modules)
+
+
+def noisy(text):
+    print(text)
+    return 1.0

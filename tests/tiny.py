@@ -1,0 +1,69 @@
+"""Tiny random models for tests of every package: a Hugging Face config, a module, a folder.
+
+    config = tiny_config("qwen3", vocab_size=50)            # dict, as parsed from a config.json
+    model = tiny_model("qwen3", seed=1, vocab_size=50)      # our module, float32, CPU, eval mode
+    folder = write_tiny_model(tmp_path / "m", "llama")      # loads in transformers and in areal
+
+Keyword overrides are keys of config.json. Same family, seed and overrides: same bits, always.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    # Ten times the usual spread: logits of a tiny model are then far from uniform, so that a test
+    # which compares distributions or greedy tokens can fail.
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False},
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+}
+
+
+def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
+    """A config.json as a dict."""
+    return {"model_type": family, **_SHARED, **_FAMILIES[family], **overrides}
+
+
+def tiny_model(family: str = "qwen3", seed: int = 0, **overrides: Any):
+    """Our module on the CPU in float32, with weights drawn from `seed`."""
+    import torch
+
+    from areal.models.hf_io import build_model
+
+    model = build_model(tiny_config(family, **overrides), device="cpu", dtype=torch.float32)
+    model.init_weights(seed)
+    return model.eval()
+
+
+def write_tiny_model(
+    folder: str | Path, family: str = "qwen3", seed: int = 0, **overrides: Any
+) -> Path:
+    """Write config.json and safetensors (no tokenizer) into `folder`, made when absent."""
+    from areal.models.hf_io import save_hf
+
+    folder = Path(folder)
+    model = tiny_model(family, seed, **overrides)
+    save_hf(model.named_hf_tensors(), tiny_config(family, **overrides), folder)
+    return folder

@@ -1,0 +1,128 @@
+"""ChildProcess: readiness, errors that show the cause, and no orphan, not even after kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from areal.utils.child_process import ChildProcess
+
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+
+
+def python(code, **kw):
+    return ChildProcess([sys.executable, "-S", "-c", code], name="toy", **kw)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_ready_line_then_terminate():
+    child = python(SLEEP)
+    assert child.wait_ready(timeout_s=10) == "up"
+    assert child.poll() is None
+    assert os.getpgid(child.pid) == child.pid
+    assert child.terminate() == -signal.SIGTERM
+    assert child.terminate() == -signal.SIGTERM  # again is fine
+    assert not is_running(child.pid)
+
+
+def test_lines_before_the_ready_line_are_passed_over():
+    child = python("print('noise'); print('port 7')")
+    line = child.wait_ready(timeout_s=10, is_ready=lambda line: line.startswith("port"))
+    assert line == "port 7"
+    child.terminate()
+
+
+def test_early_end_shows_code_and_stderr():
+    child = python("import sys; sys.stderr.write('no such model\\n'); sys.exit(3)")
+    with pytest.raises(RuntimeError, match=r"toy .*exit code 3(.|\n)*no such model"):
+        child.wait_ready(timeout_s=10)
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        child.raise_if_ended()
+
+
+def test_not_ready_in_time():
+    child = python("import time; time.sleep(60)")
+    with pytest.raises(RuntimeError, match="not ready within 0.1 s"):
+        child.wait_ready(timeout_s=0.1)
+    child.terminate()
+
+
+def test_only_the_last_lines_are_kept_and_the_log_has_all(tmp_path):
+    log = tmp_path / "logs" / "toy.log"
+    child = python("import sys\nfor i in range(200): print(i, file=sys.stderr)", log_path=log)
+    wait_until(lambda: child.poll() is not None)
+    with pytest.raises(RuntimeError) as caught:
+        child.raise_if_ended()
+    assert str(caught.value).splitlines()[1:] == [str(i) for i in range(150, 200)]
+    assert log.read_text().split() == [str(i) for i in range(200)]
+
+
+def test_stubborn_child_is_killed():
+    child = python("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP)
+    child.wait_ready(timeout_s=10)
+    assert child.terminate(grace_s=0.1) == -signal.SIGKILL
+    assert "SIGKILL" in child.describe_end()
+
+
+def test_environment_is_added():
+    child = python(
+        "import os; print(os.environ['TOY'], os.environ['PATH'] != '')", env={"TOY": "1"}
+    )
+    assert child.wait_ready(timeout_s=10) == "1 True"
+    child.terminate()
+
+
+def test_missing_program_raises_in_the_caller():
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        ChildProcess(["/no-such-program"], name="toy")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the death signal is Linux's")
+def test_child_outlives_the_thread_that_asked_for_it():
+    born = []
+    thread = threading.Thread(target=lambda: born.append(python(SLEEP)))
+    thread.start()
+    thread.join()
+    born[0].wait_ready(timeout_s=10)
+    time.sleep(0.05)
+    assert born[0].poll() is None
+    born[0].terminate()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the death signal is Linux's")
+def test_child_dies_with_a_killed_parent():
+    parent_code = (
+        "import sys, time\n"
+        "from areal.utils.child_process import ChildProcess\n"
+        f"child = ChildProcess([sys.executable, '-S', '-c', {SLEEP!r}], name='toy')\n"
+        "child.wait_ready(timeout_s=10)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE)
+    child_pid = int(parent.stdout.readline())
+    assert is_running(child_pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_running(child_pid))

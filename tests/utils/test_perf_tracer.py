@@ -1,0 +1,130 @@
+"""Spans in threads, tasks and processes; files that survive a kill; one merged Chrome trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from areal.utils import perf_tracer, stats_tracker
+from areal.utils.perf_tracer import instant, merge_traces, phase, read_trace, trace_scope
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "traces" / "controller.jsonl"
+    perf_tracer.start(path, process="controller")
+    yield path
+    perf_tracer.stop()
+    stats_tracker.export()
+
+
+def spans(path, ph="X") -> list[dict]:
+    perf_tracer.save()
+    return [event for event in read_trace(path) if event["ph"] == ph]
+
+
+def test_phase_records_statistic_and_span(trace):
+    with phase("rollout", step=3):
+        time.sleep(0.01)
+    (span,) = spans(trace)
+    assert (span["name"], span["cat"], span["args"]) == ("rollout", "compute", {"step": 3})
+    assert span["dur"] >= 10_000
+    assert abs(span["ts"] / 1e6 - time.time()) < 60  # wall clock, so processes line up
+    assert stats_tracker.export()["timeperf/rollout"] == pytest.approx(span["dur"] / 1e6, abs=5e-3)
+
+
+def test_phase_is_timed_without_tracing():
+    with phase("untraced"), trace_scope("nothing"):
+        instant("nothing")
+    assert stats_tracker.export()["timeperf/untraced__count"] == 1
+
+
+def test_nested_spans_and_exceptions(trace):
+    with pytest.raises(KeyError), trace_scope("outer"), trace_scope("inner", "io"):
+        raise KeyError
+    inner, outer = spans(trace)
+    assert (inner["name"], outer["name"]) == ("inner", "outer")
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+def test_threads_are_told_apart_by_name(trace):
+    def work() -> None:
+        with trace_scope("side"):
+            pass
+
+    with trace_scope("main"):
+        thread = threading.Thread(target=work, name="EngineLoop")
+        thread.start()
+        thread.join()
+    by_name = {event["name"]: event for event in spans(trace)}
+    assert by_name["main"]["tid"] != by_name["side"]["tid"]
+    names = {e["tid"]: e["args"]["name"] for e in spans(trace, "M") if e["name"] == "thread_name"}
+    assert names[by_name["side"]["tid"]] == "EngineLoop"
+
+
+def test_interleaved_tasks_become_async_pairs(trace):
+    async def episode(seconds: float) -> None:
+        with trace_scope("episode"):
+            await asyncio.sleep(seconds)
+
+    async def main() -> None:
+        await asyncio.gather(episode(0.02), episode(0.01))
+
+    asyncio.run(main())
+    begins, ends = spans(trace, "b"), spans(trace, "e")
+    assert not spans(trace)
+    assert {e["id"] for e in begins} == {e["id"] for e in ends} and len(begins) == 2
+    assert max(e["ts"] for e in begins) < min(e["ts"] for e in ends)
+
+
+def test_many_events_are_written_before_save(trace):
+    for _ in range(5000):
+        instant("tick")
+    assert len(read_trace(trace)) >= 4096
+    assert len(spans(trace, "i")) == 5000
+
+
+def test_traces_of_two_processes_merge_in_time_order(trace, tmp_path):
+    with trace_scope("first"):
+        code = (
+            "import sys\nfrom areal.utils import perf_tracer\n"
+            "perf_tracer.start(sys.argv[1], process='server')\n"
+            "with perf_tracer.trace_scope('second'): pass\n"
+            "perf_tracer.stop()\n"
+        )
+        server = trace.with_name("server.jsonl")
+        subprocess.run([sys.executable, "-c", code, str(server)], check=True, timeout=60)
+    perf_tracer.save()
+    with server.open("a") as file:
+        file.write('{"ph": "X", "na')  # a process killed while it wrote
+    count = merge_traces(trace.parent, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(events) == count
+    by_name = {e["name"]: e for e in events if e["ph"] == "X"}
+    assert by_name.keys() == {"first", "second"}
+    assert by_name["first"]["pid"] != by_name["second"]["pid"]
+    first, second = by_name["first"], by_name["second"]
+    assert first["ts"] < second["ts"] < first["ts"] + first["dur"]
+    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {"controller", "server"}
+
+
+def test_merge_without_traces_says_how_to_get_some(tmp_path):
+    with pytest.raises(FileNotFoundError, match="perf_tracer.enabled=true"):
+        merge_traces(tmp_path, tmp_path / "out.json")
+
+
+def test_second_start_appends(tmp_path):
+    path = tmp_path / "controller.jsonl"
+    for name in ("before", "after"):
+        perf_tracer.start(path, process="controller")
+        instant(name)
+        perf_tracer.stop()
+    assert [e["name"] for e in read_trace(path) if e["ph"] == "i"] == ["before", "after"]

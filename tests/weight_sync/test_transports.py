@@ -1,0 +1,114 @@
+"""send_weights over each transport, and roots that never pile up in memory or on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import WeightUpdateMeta
+from areal.weight_sync.publication import open_publication
+from areal.weight_sync.transports import PublicationRoot, remove_old_versions, send_weights
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+class Receiver(InferenceEngine):
+    """An engine as a user might write one: it keeps what it is sent."""
+
+    def __init__(self):
+        self.version, self.weights = 0, {}
+
+    def update_weights(self, meta, named_tensors=None):
+        source = open_publication(meta.path) if named_tensors is None else named_tensors
+        self.weights = {name: tensor.clone() for name, tensor in source}
+        self.version = meta.version
+
+    def initialize(self): ...
+    def destroy(self): ...
+    async def agenerate(self, req): ...
+    def pause_generation(self): ...
+    def continue_generation(self): ...
+    def get_version(self):
+        return self.version
+
+    def stats(self):
+        return {}
+
+    def busy_intervals(self, since):
+        return {}
+
+
+@pytest.mark.parametrize("kind", ["direct", "shm", "disk"])
+def test_each_transport_delivers(tmp_path, kind):
+    engine = Receiver()
+    with PublicationRoot(kind, run_name="a/b c", disk_root=tmp_path / "weights") as root:
+        meta = root.meta(recompute_kv=False)
+        for version in (1, 2, 3):
+            send_weights(engine, meta.with_version(version), iter(WEIGHTS.items()))
+        assert engine.version == 3
+        assert engine.weights.keys() == WEIGHTS.keys()
+        for name, tensor in WEIGHTS.items():
+            assert torch.equal(engine.weights[name], tensor)
+        if kind != "direct":
+            kept = {entry.name for entry in root.path.iterdir() if not entry.name.startswith(".")}
+            assert kept == {"weight_update_v2", "weight_update_v3"}
+    root.close()
+    assert root.path is None or not root.path.exists()
+
+
+def test_a_refused_publication_is_kept_for_inspection(tmp_path):
+    class Refusing(Receiver):
+        def update_weights(self, meta, named_tensors=None):
+            raise RuntimeError("no")
+
+    meta = WeightUpdateMeta.from_disk(tmp_path).with_version(1)
+    with pytest.raises(RuntimeError, match="no"):
+        send_weights(Refusing(), meta, WEIGHTS.items())
+    assert open_publication(meta.path).version == 1
+
+
+def test_remove_old_versions_by_number_not_by_name(tmp_path):
+    for version in (8, 9, 10, 11):
+        (tmp_path / f"weight_update_v{version}").mkdir()
+    (tmp_path / "other").mkdir()
+    remove_old_versions(tmp_path, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["other", "weight_update_v10", "weight_update_v11"]
+    remove_old_versions(tmp_path, keep=0)
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def test_a_root_has_one_live_owner(tmp_path):
+    with (
+        PublicationRoot("disk", run_name="r", disk_root=tmp_path),
+        pytest.raises(RuntimeError, match="still alive"),
+    ):
+        PublicationRoot("disk", run_name="r", disk_root=tmp_path)
+
+
+def test_memory_of_a_killed_owner_is_given_back(tmp_path):
+    script = (
+        "import os, sys\n"
+        "from areal.weight_sync.transports import PublicationRoot\n"
+        "root = PublicationRoot('shm', run_name='killed', disk_root=sys.argv[1])\n"
+        "(root.path / 'weight_update_v1').mkdir()\n"
+        "print(root.path, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
+    orphan = done.stdout.strip()
+    assert done.returncode == -9 and os.path.isdir(orphan)
+    with PublicationRoot("shm", run_name="next", disk_root=tmp_path) as root:
+        assert not os.path.exists(orphan)
+        assert root.path.exists()
+
+
+def test_unknown_transport(tmp_path):
+    with pytest.raises(ValueError, match="unknown weight transport 'carrier'"):
+        PublicationRoot("carrier", run_name="r", disk_root=tmp_path)
