@@ -26,6 +26,8 @@ from pathlib import Path
 
 from report import Row, print_table, write_json
 
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.cli.demo import make_model, recipe_path
 from areal.cli.train import load_config
 from areal.rollout.context import workflow_context
@@ -44,17 +46,26 @@ def _draw() -> random.Random:
     return random.Random(f"{episode.task_id}/{episode.sample}")
 
 
+@dataclass(frozen=True, slots=True)
+class FixedLength:
+    """An engine whose answers have exactly `length` tokens."""
+
+    engine: InferenceEngine
+    length: int
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        request.gconfig = request.gconfig.new(
+            max_new_tokens=self.length, min_new_tokens=self.length, ignore_eos=True
+        )
+        return await self.engine.agenerate(request)
+
+
 class TailWorkflow(RLVRWorkflow):
     """Answers whose length is drawn from a long tail instead of ended by the model."""
 
     async def arun_episode(self, engine, data):
         length = min(4 + int(_draw().paretovariate(1.1) * 6), self.gconfig.max_new_tokens)
-        short = RLVRWorkflow(
-            self.reward_fn,
-            self.gconfig.new(max_new_tokens=length, min_new_tokens=length, ignore_eos=True),
-            self.tokenizer,
-        )
-        return await short.arun_episode(engine, data)
+        return await super().arun_episode(FixedLength(engine, length), data)
 
 
 class EnvironmentWorkflow(RLVRWorkflow):
@@ -131,7 +142,7 @@ def _tokens_per_second(load: Load, eta: int, folder: Path, steps: int) -> float:
         trainer.train(workflow=load.workflow)
     with closing(open_read_only(RunPaths.of(config).database)) as connection:
         rows = connection.execute(
-            "SELECT time, json_extract(stats, '$.\"rollout/tokens\"') AS tokens FROM steps ORDER BY step"
+            "SELECT time, json_extract(stats, '$.tokens') AS tokens FROM steps ORDER BY step"
         ).fetchall()
     measured = rows[WARM_UP_STEPS:]
     seconds = measured[-1]["time"] - rows[WARM_UP_STEPS - 1]["time"]

@@ -66,7 +66,8 @@ class ModelResponse:
         lengths = len(self.output_tokens), len(self.output_logprobs), len(self.output_versions)
         if len(set(lengths)) != 1:
             raise ValueError(
-                f"output_tokens, output_logprobs and output_versions must have one length, got {lengths}"
+                "output_tokens, output_logprobs and output_versions must have one length, "
+                f"got {lengths}"
             )
 
     @property
@@ -138,7 +139,7 @@ class WeightUpdateMeta:
         return cls(type="disk", path=str(root), **kw)
 
     def with_version(self, version: int) -> WeightUpdateMeta:
-        """The same order for `version`; its folder is `weight_update_v{version}` beside the last."""
+        """The same order for `version`, in a folder `weight_update_v{version}` beside the last."""
         if self.type == "direct":
             return replace(self, version=version)
         folder = Path(self.path)

@@ -31,7 +31,7 @@ class RolloutWorkflow(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - most workflows have nothing to end
-        """End what the workflow started (processes, clients). Called once, after the last episode."""
+        """End what the workflow started (processes, clients). Called after the last episode."""
 
 
 # A workflow, its class (then `workflow_kwargs` build it), or the import path of either.

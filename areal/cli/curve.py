@@ -56,7 +56,9 @@ def save_png(
     figure, axes = pyplot.subplots(figsize=(7, 4))
     steps = range(1, len(rewards) + 1)
     axes.plot(steps, rewards, color="tab:blue", alpha=0.25, linewidth=1)
-    axes.plot(steps, smooth(rewards, 20), color="tab:blue", label="sampled reward, mean of 20 steps")
+    axes.plot(
+        steps, smooth(rewards, 20), color="tab:blue", label="sampled reward, mean of 20 steps"
+    )
     if evaluations:
         axes.plot(*zip(*evaluations, strict=True), "o-", color="tab:green", label="greedy accuracy")
     axes.set(xlabel="step", ylabel="reward", title=title, ylim=(-0.02, 1.02))

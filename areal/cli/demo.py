@@ -26,13 +26,19 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="train a small model by asynchronous GRPO on this machine, in minutes",
-        description="Makes a small Qwen3-shaped model, warm-starts it, and trains it by asynchronous "
-        "GRPO on arithmetic. Run it again to resume; key=value overrides reach the GRPO config.",
+        description="Makes a small Qwen3-shaped model, warm-starts it, and trains it by "
+        "asynchronous GRPO on arithmetic. Run it again to resume.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the GRPO config")
-    parser.add_argument("--out", default="runs/demo", help="folder of the demo (default: runs/demo)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override the GRPO config"
+    )
+    parser.add_argument(
+        "--out", default="runs/demo", help="folder of the demo (default: runs/demo)"
+    )
     parser.add_argument("--fresh", action="store_true", help="delete the folder and start over")
-    parser.add_argument("--json", action="store_true", help="print the result as a last line of JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as a last line of JSON"
+    )
     parser.set_defaults(run=run)
 
 
@@ -90,7 +96,7 @@ def _run_stages(out: Path, overrides: list[str], console: Any) -> DemoResult:
     if not RunPaths.of(sft).model.is_dir():
         run_with_progress(sft, console, title="warm start (SFT)", metric="loss")
     grpo = _load(GRPO_RECIPE, [fileroot, *overrides])
-    run_with_progress(grpo, console, title="async GRPO", metric="reward")
+    run_with_progress(grpo, console, title="async GRPO", metric="rollout/reward")
     paths = RunPaths.of(grpo)
     return _read_result(paths.root, paths.database)
 
@@ -169,10 +175,12 @@ def _show(result: DemoResult, seconds: float, console: Any) -> None:
     png = result.run_dir / "reward.png"
     save_png(png, result.rewards, result.evaluations, title="areal demo: asynchronous GRPO")
     console.print(draw_terminal(smooth(result.rewards, 10), title="sampled reward"), markup=False)
+    before, after = f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}"
     console.print(
-        f"\nheld-out greedy accuracy: [bold]{result.accuracy_before:.3f}[/bold] after the warm start"
-        f" -> [bold green]{result.accuracy_after:.3f}[/bold green] after {len(result.rewards)} steps"
-        f" of asynchronous GRPO ({seconds:.0f} s)"
+        f"\nheld-out greedy accuracy: [bold]{before}[/bold] after the warm start -> "
+        f"[bold green]{after}[/bold green] after {len(result.rewards)} steps of asynchronous GRPO "
+        f"({seconds:.0f} s)",
+        soft_wrap=True,
     )
     console.print(f"curve: {png}")
     if sys.stdout.isatty():

@@ -32,7 +32,7 @@ def run_with_progress(config: Any, console: Any, *, title: str, metric: str) -> 
         bar = progress.add_task(title, total=None, value="")
 
         def on_step(step: int, total: int, stats: dict[str, float]) -> None:
-            value = f"{metric} {stats[metric]:.3f}" if metric in stats else ""
+            value = f"{metric.rpartition('/')[2]} {stats[metric]:.3f}"
             progress.update(bar, completed=step, total=total, value=value)
 
         run_experiment(config, on_step=on_step)

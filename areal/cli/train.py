@@ -15,7 +15,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="run the experiment a YAML file describes",
-        description="Runs the experiment of a YAML file. Started again, it resumes (recover.mode=on).",
+        description="Runs the experiment of a YAML file; started again, it goes on "
+        "(recover.mode=on).",
     )
     parser.add_argument("config", help="YAML file, for example examples/math/arithmetic_grpo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")

@@ -27,6 +27,8 @@ from areal.engine.optim import MasterOptimizer
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.decoder import Decoder
 from areal.models.hf_io import build_model, load_hf, read_hf_config, save_hf
+from areal.utils.cpu_matmul import use_plain_blas
+from areal.utils.device import best_device
 from areal.weight_sync.transports import send_weights
 
 
@@ -35,7 +37,7 @@ class ArchonEngine(TrainEngine):
         """`seed` draws the weights when `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(best_device())
         self._seed = seed
         self._version = 0
         self._model: Decoder | None = None
@@ -44,6 +46,8 @@ class ArchonEngine(TrainEngine):
 
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
+        if self.device.type == "cpu":
+            use_plain_blas()
         self._hf_config = read_hf_config(self.config.path)
         self._model = build_model(self._hf_config, device=self.device, dtype=self._dtype())
         if self.config.init_from_scratch:

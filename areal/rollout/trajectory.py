@@ -47,7 +47,9 @@ def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
     if "versions" not in trajectory:
         return None
     versions = trajectory["versions"].numpy(force=True)
-    generated = versions[versions >= 0]  # prompt tokens carry -1
+    # Prompt tokens carry -1. Padding carries 0, which is a version too: the mask tells them apart.
+    real = trajectory["attention_mask"].numpy(force=True).astype(bool)
+    generated = versions[real & (versions >= 0)]
     if generated.size == 0:
         return None
     return int(generated.min()), int(generated.max())

@@ -49,7 +49,8 @@ def build_workflow(
     try:
         return workflow_class(**arguments)
     except TypeError as error:
-        raise ValueError(f"workflow_kwargs do not fit {workflow_class.__name__}: {error}") from error
+        name = workflow_class.__name__
+        raise ValueError(f"workflow_kwargs do not fit {name}: {error}") from error
 
 
 def build_filter(
@@ -62,7 +63,8 @@ def build_filter(
 
 def mean_reward(groups: Sequence[Trajectory | None]) -> float:
     """Mean over all samples; a rejected group has none."""
-    rewards = [reward for group in groups if group is not None for reward in group["rewards"].tolist()]
+    accepted = [group for group in groups if group is not None]
+    rewards = [reward for group in accepted for reward in group["rewards"].tolist()]
     if not rewards:
         raise RuntimeError("evaluation produced no sample: the workflow rejected every row")
     return sum(rewards) / len(rewards)
@@ -83,7 +85,7 @@ def describe_batch(groups: Sequence[Trajectory], version: int) -> dict[str, floa
     return {
         "rollout/reward": mean_reward(groups),
         "rollout/samples": samples,
-        "rollout/tokens": tokens,
+        "tokens": tokens,
         "rollout/output_len": generated / max(samples, 1),
         "rollout/no_eos": cut / max(samples, 1),
         "rollout/staleness": age / max(generated, 1),

@@ -60,11 +60,12 @@ class PPOTrainer:
             stack.callback(self.engine.destroy)
             self.engine.initialize(self.run.ft_spec)
             self.actor = PPOActor(config.actor, self.engine)
+            runner = self._start_runner(stack)
             self.inference, weights = open_inference(config, self.run.paths, stack)
             self.engine.connect_engine(self.inference, weights)
             self.server_trace = ServerTrace(self.inference)
             self.ledger = Ledger(self.run.database)
-            self.rollout = self._open_executor(stack)
+            self.rollout = self._open_executor(runner, stack)
             self._closing = stack.pop_all()
 
     def train(
@@ -120,11 +121,15 @@ class PPOTrainer:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _open_executor(self, stack: ExitStack) -> WorkflowExecutor:
-        config = self.config.rollout
+    def _start_runner(self, stack: ExitStack) -> TaskRunner:
+        """The event loop; started before the engine, which has connections on it to close."""
         runner = TaskRunner()
         runner.start()
         stack.callback(runner.close)
+        return runner
+
+    def _open_executor(self, runner: TaskRunner, stack: ExitStack) -> WorkflowExecutor:
+        config = self.config.rollout
         dump = TrajectoryDump(self.run.paths.logs, self.tokenizer) if config.dump_to_file else None
         executor = WorkflowExecutor(
             runner,

@@ -1,8 +1,8 @@
 """What every trainer has: the durable side of one run, and the steps it goes through.
 
-In: the experiment config. Out: the run's folder, its database (locked for this process), statistics,
-traces, savers and recover points. Trainers differ in what they do inside a step; when a step is
-saved, evaluated, recorded and recovered from is decided here, once.
+In: the experiment config. Out: the run's folder, its database (locked for this process),
+statistics, traces, savers and recover points. Trainers differ in what they do inside a step; when
+a step is saved, evaluated, recorded and recovered from is decided here, once.
 
     with Run(config, dataset_size=len(rows)) as run:
         first = run.resume(engine)               # 0 for a fresh run
@@ -53,7 +53,7 @@ class Run:
         self.paths = RunPaths.of(config)
         self.ft_spec = _finetune_spec(config, dataset_size)
         self._resumes = config.recover.mode == "on"
-        self._step_began = time.perf_counter()
+        self._committed_at = time.perf_counter()
         with ExitStack() as stack:
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
@@ -102,8 +102,8 @@ class Run:
     def steps(self, first: int) -> Iterator[StepInfo]:
         """The steps from number `first` (counted from 0) to the last."""
         per_epoch = self.ft_spec.steps_per_epoch
+        self._committed_at = time.perf_counter()
         for number in range(first, self.total_steps):
-            self._step_began = time.perf_counter()
             yield StepInfo(
                 epoch=number // per_epoch,
                 epoch_step=number % per_epoch,
@@ -121,12 +121,12 @@ class Run:
     ) -> dict[str, float]:
         """Save what is due and record the step's statistics; returns them all.
 
-        The recover point comes last, so that a run resumed from it repeats nothing before it.
+        `stats["tokens"]` is what the step trained on. The recover point comes last, so that a run
+        resumed from it repeats nothing before it.
         """
         with phase("save", "io"):
             self.saver.save_if_due(engine, step, tokenizer)
-        seconds = time.perf_counter() - self._step_began
-        recorded = {**stats_tracker.export_all(), **stats, "timeperf/step": seconds}
+        recorded = {**stats_tracker.export_all(), **stats, **self._speed(stats["tokens"])}
         self.stats_logger.commit(step.global_step, recorded)
         due = self._recover_timer.tick(step) or self._is_last(step)
         if self._resumes and due:
@@ -137,7 +137,7 @@ class Run:
         return recorded
 
     def oldest_recoverable_step(self) -> int | None:
-        """The step of the oldest recover point kept: trajectories trained by then are not needed."""
+        """The step of the oldest recover point: trajectories trained by then are not needed."""
         return self._recover.oldest_step()
 
     def finish(self, engine: TrainEngine, tokenizer: Any) -> Path:
@@ -154,6 +154,12 @@ class Run:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _speed(self, tokens: float) -> dict[str, float]:
+        """From commit to commit, so that no part of the loop goes uncounted."""
+        now = time.perf_counter()
+        seconds, self._committed_at = now - self._committed_at, now
+        return {"timeperf/step": seconds, "tokens_per_second": tokens / seconds}
 
     def _is_last(self, step: StepInfo) -> bool:
         return step.global_step == self.total_steps - 1

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: batches in a seeded order, one optimizer step each.
 
-In: rows with `input_ids` and `loss_mask`. Out: a trained model in the run's folder. The row order is
-a function of the step number, so a resumed run goes on with exactly the rows it would have seen.
+In: rows with `input_ids` and `loss_mask`. Out: a trained model in the run's folder. The row order
+is a function of the step number, so a resumed run goes on with the rows it would have seen.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class SFTTrainer:
             self.run.stats_logger.commit(-1, {"eval/loss": self.evaluate()})
         for step in self.run.steps(first):
             with phase("train"):
-                stats = train_lm(self.engine, self._batch(step.global_step))
+                batch = self._batch(step.global_step)
+                stats = train_lm(self.engine, batch)
                 self.engine.step_lr_scheduler()
+            stats["tokens"] = batch["attention_mask"].sum().item()
             if self.run.evaluation_due(step):
                 with phase("evaluate"):
                     stats["eval/loss"] = self.evaluate()

@@ -43,6 +43,7 @@ HEADLINE = (
     Figure("eval/reward", before="eval "),
     Figure("eval/loss", before="eval loss "),
     Figure("loss", before="loss "),
+    Figure("actor/loss", before="loss "),
     Figure("tokens_per_second", after=" tok/s"),
     Figure("rollout/staleness", before="staleness "),
     Figure("rollout/failed", before="failed "),

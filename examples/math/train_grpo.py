@@ -1,6 +1,6 @@
 """The script form of `areal train`: the place to bring your own data, reward or workflow.
 
-    python examples/math/train_grpo.py examples/math/arithmetic_grpo.yaml total_train_steps=20
+python examples/math/train_grpo.py examples/math/arithmetic_grpo.yaml total_train_steps=20
 """
 
 import sys
