@@ -24,7 +24,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from areal.cli.check import check_world
+
     config = load_config([args.config, *args.overrides])
+    check_world(config)  # a mistake is answered before the seconds torch takes to load
     from areal.trainer.experiment import run_experiment
 
     # A scheduler's SIGTERM ends the run as Ctrl-C does: children stopped, database closed.

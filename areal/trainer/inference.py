@@ -10,13 +10,10 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
-from areal.engine.native.engine import NativeEngine
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
 from areal.utils import perf_tracer
@@ -34,43 +31,40 @@ def open_inference(
     mode = config.actor.weight_update_mode
     name = f"{config.experiment_name}-{config.trial_name}"
     root = stack.enter_context(PublicationRoot(mode, run_name=name, disk_root=paths.weights))
-    engine = _local_engine(config) if mode == "direct" else _remote_engine(config, paths, stack)
+    options = _engine_options(config)
+    if mode == "direct":
+        engine: InferenceEngine = NativeLocalEngine(config.actor.path, **options)
+    else:
+        engine = _remote_engine(config, options, paths, stack)
     stack.callback(engine.destroy)
     engine.initialize()
     return engine, root.meta(recompute_kv=config.rollout.recompute_kv)
 
 
-def _local_engine(config: PPOConfig) -> InferenceEngine:
+def _engine_options(config: PPOConfig) -> dict[str, Any]:
     native = config.native
-    dtype = native.dtype or config.actor.dtype
-    return NativeLocalEngine(
-        lambda: NativeEngine.from_pretrained(
-            config.actor.path,
-            device=best_device(),
-            dtype=getattr(torch, dtype) if dtype else None,
-            page_size=native.page_size,
-            num_pages=native.num_pages,
-            max_running=native.max_running,
-            seed=config.seed,
-        )
-    )
+    return {
+        "device": best_device(),
+        "dtype": native.dtype or config.actor.dtype,
+        "page_size": native.page_size,
+        "num_pages": native.num_pages,
+        "max_running": native.max_running,
+        "seed": config.seed,
+    }
 
 
-def _remote_engine(config: PPOConfig, paths: RunPaths, stack: ExitStack) -> InferenceEngine:
-    native, rollout = config.native, config.rollout
+def _remote_engine(
+    config: PPOConfig, options: dict[str, Any], paths: RunPaths, stack: ExitStack
+) -> InferenceEngine:
+    rollout = config.rollout
     token = secrets.token_urlsafe(32)
     process, address = launch_native_server(
         config.actor.path,
         token=token,
-        threads=native.threads,
-        device=best_device(),
-        dtype=native.dtype or config.actor.dtype,
-        page_size=native.page_size,
-        num_pages=native.num_pages,
-        max_running=native.max_running,
-        seed=config.seed,
+        threads=config.native.threads,
         log_path=paths.logs / "server0.log",
         setup_timeout_s=rollout.setup_timeout,
+        **options,
     )
     stack.callback(process.terminate)
     return NativeRemoteEngine(

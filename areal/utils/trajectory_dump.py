@@ -3,9 +3,10 @@
     {logs}/rollout/{version}/{task_id}.jsonl         training
     {logs}/eval-rollout/{version}/{task_id}.jsonl    evaluation
 
-`version` is that of the newest token of the group. A file has one line per sample: ids and lengths,
-the reward, prompt and completion as text, and `version_rle`, the weights that wrote the completion
-as [[version, number of tokens], ...]. Episodes of several turns also list their `segments`.
+`version` is that of the newest token of a training group, and of the evaluated weights. A file has
+one line per sample: ids and lengths, the reward, prompt and completion as text, and `version_rle`,
+the weights that wrote the completion as [[version, number of tokens], ...]. Episodes of several
+turns also list their `segments`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ class TrajectoryDump:
         self._tokenizer = tokenizer
 
     def write(
-        self, task_id: int, trajectory: Mapping[str, torch.Tensor], *, is_eval: bool = False
+        self, task_id: int, trajectory: Mapping[str, torch.Tensor], version: int, is_eval: bool
     ) -> Path:
         """Write the group of one prompt; an older file of the same task and version is replaced."""
         records = [
             {"task_id": task_id, "sample_idx": i, **self._describe(_row(trajectory, i))}
             for i in range(len(trajectory["input_ids"]))
         ]
-        version = max(record["tail_version"] for record in records)
         kind = "eval-rollout" if is_eval else "rollout"
         path = self._logs / kind / str(version) / f"{task_id}.jsonl"
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -31,7 +31,7 @@ def read(path) -> list[dict]:
 
 
 def test_one_line_per_sample_without_padding(tmp_path):
-    path = TrajectoryDump(tmp_path, Letters()).write(17, group())
+    path = TrajectoryDump(tmp_path, Letters()).write(17, group(), 6, False)
     assert path == tmp_path / "rollout" / "6" / "17.jsonl"
     first, second = read(path)
     assert first == {
@@ -50,7 +50,7 @@ def test_one_line_per_sample_without_padding(tmp_path):
 
 
 def test_evaluation_has_its_own_folder(tmp_path):
-    path = TrajectoryDump(tmp_path, Letters()).write(3, group(), is_eval=True)
+    path = TrajectoryDump(tmp_path, Letters()).write(3, group(), 6, True)
     assert path == tmp_path / "eval-rollout" / "6" / "3.jsonl"
 
 
@@ -58,7 +58,7 @@ def test_turns_become_segments(tmp_path):
     trajectory = {key: value[:1] for key, value in group().items()}
     trajectory["loss_mask"] = torch.tensor([[0, 1, 0, 1, 1]])
     trajectory["turn_ids"] = torch.tensor([[-1, 0, -1, 1, 1]])
-    (record,) = read(TrajectoryDump(tmp_path, Letters()).write(1, trajectory))
+    (record,) = read(TrajectoryDump(tmp_path, Letters()).write(1, trajectory, 6, False))
     assert record["segments"] == [
         {"turn": -1, "text": "a"},
         {"turn": 0, "text": "b"},
@@ -71,5 +71,5 @@ def test_sample_without_generated_tokens_is_all_prompt(tmp_path):
     trajectory = group()
     trajectory["loss_mask"][1] = 0
     trajectory["versions"][1] = -1
-    second = read(TrajectoryDump(tmp_path, Letters()).write(1, trajectory))[1]
+    second = read(TrajectoryDump(tmp_path, Letters()).write(1, trajectory, 6, False))[1]
     assert (second["prompt_len"], second["completion"], second["tail_version"]) == (3, "", -1)

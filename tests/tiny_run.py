@@ -1,0 +1,55 @@
+"""Small real runs of the shipped recipes, for tests: a few prompts, a few steps, one core."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from areal.cli.demo import make_model, recipe_path
+from areal.cli.train import load_config
+
+SMALL = (
+    "train_dataset.batch_size=8",
+    "gconfig.n_samples=4",
+    "gconfig.max_new_tokens=6",
+    "total_train_steps=6",
+    "valid_dataset.dataset_kwargs={num_rows: 16}",
+    "evaluator.freq_steps=null",
+    "evaluator.eval_before_train=false",
+    "recover.freq_steps=2",
+    "reward_fn=sample_rewards.digit_share_reward_fn",
+)
+
+
+def overrides(root: Path, *more: str) -> list[str]:
+    """The GRPO recipe made small, in `root`, on a model with random weights."""
+    model = root / "tiny_model"
+    if not model.is_dir():
+        make_model(model)
+    return [f"cluster.fileroot={root}", f"actor.path={model}", *SMALL, *more]
+
+
+def grpo_config(root: Path, *more: str):
+    return load_config([recipe_path("arithmetic_grpo.yaml"), *overrides(root, *more)])
+
+
+def areal(*argv: str | Path, **popen) -> subprocess.Popen:
+    """The command line in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "areal.cli.main", *map(str, argv)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **popen.pop("env", {})},
+        **popen,
+    )
+
+
+def query(run_dir: Path, sql: str) -> list[tuple]:
+    """Read the run's database as an operator would, also while the run is alive."""
+    with closing(sqlite3.connect(f"file:{run_dir / 'run.db'}?mode=ro", uri=True)) as connection:
+        return connection.execute(sql).fetchall()

@@ -1,0 +1,127 @@
+"""Whole runs of PPOTrainer: real server process, real rewards, real database."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_run import grpo_config, query
+
+from areal.rollout.ledger import Ledger
+from areal.rollout.trajectory import decode
+from areal.trainer.experiment import run_experiment
+from areal.utils.perf_tracer import read_trace
+from areal.utils.run_db import RunDatabase
+from areal.utils.run_paths import RunPaths
+
+STEPS, BATCH = 6, 8
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["on-policy", "staleness-2"])
+def finished_run(request, tmp_path_factory):
+    """(staleness bound, paths) of a run that went to its end."""
+    root = tmp_path_factory.mktemp(f"eta{request.param}")
+    config = grpo_config(
+        root,
+        f"rollout.max_head_offpolicyness={request.param}",
+        "perf_tracer.enabled=true",
+        "rollout.dump_to_file=true",
+        "evaluator.freq_steps=3",
+        "saver.freq_steps=3",
+        "recover.keep=9",
+    )
+    run_experiment(config)
+    return request.param, RunPaths.of(config)
+
+
+def test_every_prompt_is_trained_once(finished_run):
+    _, paths = finished_run
+    with RunDatabase(paths.database) as database:
+        balance = Ledger(database).balance()
+    assert balance["trained"] == balance["total"] == STEPS * BATCH
+    assert query(paths.root, "SELECT step, count(*) FROM tasks GROUP BY step") == [
+        (step, BATCH) for step in range(STEPS)
+    ]
+
+
+def test_no_token_is_older_than_the_bound(finished_run):
+    eta, paths = finished_run
+    rows = query(paths.root, "SELECT step, data FROM tasks JOIN trajectories USING (task_id)")
+    assert rows
+    for step, data in rows:
+        trajectory = decode(data)
+        ages = step - trajectory["versions"][trajectory["loss_mask"].bool()]
+        assert ages.min() >= 0 and ages.max() <= eta
+
+
+def test_the_server_generates_while_the_trainer_trains_only_with_staleness(finished_run):
+    eta, paths = finished_run
+    events = [event for event in read_trace(paths.trace("controller")) if event["ph"] == "X"]
+    train = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "train"]
+    generate = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "generate"]
+    assert len(train) == STEPS and generate
+    overlap = sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in train
+        for other_start, other_end in generate
+    )
+    assert (overlap > 0) == (eta > 0)
+
+
+def test_files_of_a_run(finished_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, paths = finished_run
+    AutoModelForCausalLM.from_pretrained(paths.model)
+    assert AutoTokenizer.from_pretrained(paths.model)("1+2=")["input_ids"]
+    checkpoints = sorted(path.name for path in (paths.checkpoints / "actor").iterdir())
+    assert checkpoints == ["epoch0epochstep2globalstep2", "epoch0epochstep5globalstep5"]
+    assert paths.config.is_file() and (paths.logs / "main.log").stat().st_size
+    assert list((paths.logs / "rollout").rglob("*.jsonl"))
+    assert list((paths.logs / "eval-rollout").rglob("*.jsonl"))
+    evaluated = query(paths.root, "SELECT step FROM steps WHERE stats LIKE '%eval/reward%'")
+    assert evaluated == [(2,), (5,)]
+
+
+@pytest.mark.parametrize("mode", ["disk", "direct"])
+def test_other_weight_transports(mode, tmp_path):
+    config = grpo_config(
+        tmp_path, f"actor.weight_update_mode={mode}", "total_train_steps=3", "recover.mode=off"
+    )
+    run_experiment(config)
+    paths = RunPaths.of(config)
+    assert query(paths.root, "SELECT state, count(*) FROM tasks GROUP BY state") == [
+        ("trained", 3 * BATCH)
+    ]
+    assert not list(paths.weights.glob("weight_update_v*"))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ["actor.recompute_logprob=true"],
+        ["actor.use_decoupled_loss=true", "actor.prox_logp_method=recompute"],
+        ["actor.use_decoupled_loss=true", "actor.prox_logp_method=loglinear"],
+        ["actor.use_decoupled_loss=true", "actor.rejection_sampling={upper: 2.0}"],
+    ],
+    ids=["recompute", "decoupled", "loglinear", "rejection"],
+)
+def test_objectives_run(loss, tmp_path):
+    config = grpo_config(
+        tmp_path,
+        *loss,
+        "actor.weight_update_mode=direct",
+        "total_train_steps=3",
+        "recover.mode=off",
+    )
+    run_experiment(config)
+    losses = query(
+        RunPaths.of(config).root, "SELECT json_extract(stats, '$.\"actor/loss\"') FROM steps"
+    )
+    assert len(losses) == 3 and all(torch.isfinite(torch.tensor(value)) for (value,) in losses)
+
+
+def test_an_earlier_run_is_not_overwritten(finished_run):
+    _, paths = finished_run
+    config = grpo_config(paths.root.parents[1], "recover.mode=off", "recover.keep=9")
+    with pytest.raises(ValueError, match=r"holds an earlier run.*recover\.mode=on.*trial_name"):
+        run_experiment(config)
