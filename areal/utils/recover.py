@@ -16,14 +16,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal.utils import logging
-from areal.utils.fs import atomic_folder, remove_leftovers
+from areal.utils.fs import atomic_folder, checksum, remove_leftovers
 
 logger = logging.getLogger("Recover")
 
@@ -31,7 +30,6 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _POINT_NAME = re.compile(r"step_(\d+)")
-_READ_BYTES = 1 << 22
 
 
 class RecoverError(RuntimeError):
@@ -140,7 +138,7 @@ class RecoverPoint:
             size = file.stat().st_size
             if size != facts["nbytes"]:
                 raise self._error(name, f"{size} bytes, expected {facts['nbytes']}")
-            if _checksum(file) != facts["crc32"]:
+            if checksum(file) != facts["crc32"]:
                 raise self._error(name, "its checksum differs from the manifest")
 
     def _read_json(self, name: str) -> dict[str, Any]:
@@ -167,14 +165,6 @@ def _step_of(path: Path) -> int:
 def _describe_files(folder: Path) -> dict[str, dict[str, int]]:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
-        str(p.relative_to(folder)): {"nbytes": p.stat().st_size, "crc32": _checksum(p)}
+        str(p.relative_to(folder)): {"nbytes": p.stat().st_size, "crc32": checksum(p)}
         for p in files
     }
-
-
-def _checksum(file: Path) -> int:
-    crc = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 
-_CHUNK = 16 << 20  # bytes per checksum call
-
 # The short names of safetensors for what a weight can be.
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -40,15 +38,6 @@ def write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int
             nbytes += len(piece)
             crc = zlib.crc32(piece, crc)
     return nbytes, crc
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of the file's bytes."""
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

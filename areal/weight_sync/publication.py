@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
-from areal.utils.fs import atomic_folder
+from areal.utils.fs import atomic_folder, checksum
 from areal.weight_sync.bucket import (
     DTYPE_NAMES,
     DTYPES,
-    checksum,
     read_bucket,
     read_header,
     write_bucket,

@@ -70,17 +70,7 @@ class NativeLocalEngine(InferenceEngine):
         # Copies of a request share its rid; inside the engine each has its own.
         rid = f"{req.rid}.{next(self._num_sent)}"
         reply = await self._generate(GenRequest(rid, req.input_ids, req.gconfig))
-        finished = reply.finished
-        return ModelResponse(
-            input_tokens=req.input_ids,
-            output_tokens=finished.output_tokens,
-            output_logprobs=finished.output_logprobs,
-            output_versions=finished.output_versions,
-            stop_reason=finished.stop_reason,
-            tokenizer=req.tokenizer,
-            latency=time.perf_counter() - start,
-            ttft=reply.ttft,
-        )
+        return reply.response(req, latency=time.perf_counter() - start)
 
     def pause_generation(self) -> None:
         self._loop.pause()

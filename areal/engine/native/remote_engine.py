@@ -78,17 +78,7 @@ class NativeRemoteEngine(InferenceEngine):
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         start = time.perf_counter()
         reply = await self._client_here().generate(req)
-        finished = reply.finished
-        return ModelResponse(
-            input_tokens=req.input_ids,
-            output_tokens=finished.output_tokens,
-            output_logprobs=finished.output_logprobs,
-            output_versions=finished.output_versions,
-            stop_reason=finished.stop_reason,
-            tokenizer=req.tokenizer,
-            latency=time.perf_counter() - start,
-            ttft=reply.ttft,
-        )
+        return reply.response(req, latency=time.perf_counter() - start)
 
     def pause_generation(self) -> None:
         self._on_all(lambda control: control.post("/pause"))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from areal.api.config.generation import GenerationHyperparameters
-from areal.api.io_struct import StopReason
+from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
 from areal.engine.native.sequence import Finished, GenRequest
 
 _MAX_RID = 256  # characters
@@ -56,6 +56,20 @@ class Reply:
     @property
     def rid(self) -> str:
         return self.finished.rid
+
+    def response(self, request: ModelRequest, *, latency: float) -> ModelResponse:
+        """The answer to `request`, which took its caller `latency` seconds."""
+        finished = self.finished
+        return ModelResponse(
+            input_tokens=request.input_ids,
+            output_tokens=finished.output_tokens,
+            output_logprobs=finished.output_logprobs,
+            output_versions=finished.output_versions,
+            stop_reason=finished.stop_reason,
+            tokenizer=request.tokenizer,
+            latency=latency,
+            ttft=self.ttft,
+        )
 
 
 @dataclass(slots=True)
