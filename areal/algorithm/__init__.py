@@ -1,1 +1,46 @@
-"""The mathematics of training: tensors in, tensors out, no state, no config objects."""
+"""The mathematics of training: tensors in, tensors out, no state, no config objects.
+
+Names of the YAML for what can be chosen, each standing for an import path as a user's own function
+would be given; `areal.utils.import_path.load_named(name, TABLE, key=...)` finds the function. This
+door imports no torch, so that a config can be checked against the tables in no time.
+"""
+
+from __future__ import annotations
+
+# fn(LossInputs, **options) -> (loss, metrics per token)
+POLICY_LOSSES = {
+    "ppo": "areal.algorithm.loss.ppo_clip_loss",  # eps_clip, eps_clip_higher, c_clip
+    "gspo": "areal.algorithm.loss.gspo_loss",  # eps_clip, eps_clip_higher, c_clip
+    "sapo": "areal.algorithm.loss.sapo_loss",  # tau_pos, tau_neg
+    "cispo": "areal.algorithm.loss.cispo_loss",  # eps_clip, eps_clip_higher
+}
+
+# fn(log pi - log pi_ref) -> estimate of the KL, of the same shape
+KL_ESTIMATORS = {
+    "k1": "areal.algorithm.kl.k1",
+    "k2": "areal.algorithm.kl.k2",
+    "k3": "areal.algorithm.kl.k3",
+}
+
+# fn(LambdaContext, **gae_lambda_kwargs) -> [B]
+LAMBDA_FUNCTIONS = {
+    "vapo": "areal.algorithm.lambdas.vapo_lambda",  # alpha
+    "relative_position": "areal.algorithm.lambdas.relative_position_lambda",  # q
+}
+
+# fn(values, returns) -> error per token
+VALUE_ERRORS = {
+    "squared": "areal.algorithm.value.squared_error",
+    "huber": "areal.algorithm.value.huber_error",
+}
+
+# fn(logprobs, ref_logp, mask, cu_seqlens, *, beta) -> (loss, metrics per pair)
+PREFERENCE_LOSSES = {
+    "sigmoid": "areal.algorithm.preference.dpo_loss",
+    "ipo": "areal.algorithm.preference.ipo_loss",
+}
+
+# fn(trajectory) -> keep the group?
+DYNAMIC_FILTERS = {
+    "keep_mixed_groups": "areal.algorithm.filters.keep_mixed_groups",
+}

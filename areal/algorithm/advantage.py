@@ -1,6 +1,12 @@
 """From one outcome reward per sequence to one advantage per token.
 
-    rewards [B] -> overlong_penalty -> shape_rewards -> (normalize) -> place_outcome [B, S] -> gae
+    rewards [B] -> overlong_penalty -> shape_rewards -> (normalize) -> place_outcome [B, S]
+                -> (+ kl_rewards) -> gae or gae_by_turn -> advantages, returns [B, S]
+
+GAE: delta_k = r_k + discount * V_{k+1} - V_k and A_k = delta_k + discount * lambda * A_{k+1} over
+the time steps of a sequence. Positions off the mask (tool output, padding) are no steps: they are
+passed over without discount, and a reward found there belongs to the generated token before it.
+Without a critic the values are 0.
 
 Token tensors here are aligned to predictions: position t belongs to the token at t + 1, which is
 where `shift_left` brings `loss_mask`, `logprobs`, `versions` and `turn_ids`, all of them alike.
@@ -47,14 +53,13 @@ def gae(
     mask_BS: torch.Tensor,
     *,
     discount: float,
-    gae_lambda: float,
+    gae_lambda: float | torch.Tensor,
     bootstrap_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns) `[B, S]`, zero off the mask.
+    """One time step is one generated token; (advantages, returns), zero off the mask.
 
-    One time step is one generated token: positions off the mask (tool output, padding) are
-    stepped over without discount, and a reward found there belongs to the generated token
-    before it. `bootstrap_B` is the value after the end, for sequences cut off by length.
+    lambda is a number, or one for each sequence `[B]` (areal.algorithm.lambdas). `bootstrap_B` is
+    the value after the end of sequences that were cut off by length (`cut_off_values`).
     """
     batch, width = rewards_BS.shape
     rewards_SB, values_SB = rewards_BS.T.contiguous(), values_BS.T.contiguous()
@@ -71,5 +76,68 @@ def gae(
         next_value = torch.where(on, values_SB[t], next_value)
         pending = pending.masked_fill(on, 0.0)
         advantages_SB[t] = running
-    advantages_BS = advantages_SB.T.contiguous() * mask_BS
-    return advantages_BS, advantages_BS + values_BS * mask_BS
+    off_BS = ~mask_BS.bool()
+    advantages_BS = advantages_SB.T.contiguous().masked_fill(off_BS, 0.0)
+    return advantages_BS, advantages_BS + values_BS.masked_fill(off_BS, 0.0)
+
+
+def gae_by_turn(
+    rewards_BS: torch.Tensor,
+    values_BS: torch.Tensor,
+    mask_BS: torch.Tensor,
+    turn_ids_BS: torch.Tensor,
+    *,
+    discount: float,
+    gae_lambda: float | torch.Tensor,
+    bootstrap_B: torch.Tensor | None = None,
+    token_rewards_BS: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One time step is one turn: generated tokens in a row that carry the same turn id.
+
+    A turn's reward is the sum over its tokens, its value the one at its first token, and its
+    advantage and return belong to each of its tokens. `token_rewards_BS` (the KL penalty) is no
+    outcome of a turn: it is added to the advantage of its own token and goes no further.
+    """
+    mask_BS = mask_BS.bool()
+    starts_BS = turn_starts(mask_BS, turn_ids_BS)
+    step_BS = starts_BS.cumsum(1) - 1  # -1 before the first turn
+    num_turns_B = starts_BS.sum(1)
+    most = max(int(num_turns_B.max()), 1)
+    place_BS = step_BS.clamp(min=0)
+
+    def per_turn(x_BS: torch.Tensor, counts_BS: torch.Tensor) -> torch.Tensor:
+        zeros_BK = x_BS.new_zeros(len(x_BS), most)
+        return zeros_BK.scatter_add(1, place_BS, x_BS.masked_fill(~counts_BS, 0.0))
+
+    advantages_BK, returns_BK = gae(
+        per_turn(rewards_BS, step_BS >= 0),
+        per_turn(values_BS, starts_BS),
+        torch.arange(most, device=mask_BS.device) < num_turns_B[:, None],
+        discount=discount,
+        gae_lambda=gae_lambda,
+        bootstrap_B=bootstrap_B,
+    )
+    advantages_BS = advantages_BK.gather(1, place_BS)
+    if token_rewards_BS is not None:
+        advantages_BS = advantages_BS + token_rewards_BS
+    returns_BS = returns_BK.gather(1, place_BS)
+    return advantages_BS.masked_fill(~mask_BS, 0.0), returns_BS.masked_fill(~mask_BS, 0.0)
+
+
+def turn_starts(mask_BS: torch.Tensor, turn_ids_BS: torch.Tensor) -> torch.Tensor:
+    """True at each generated token whose turn id differs from that of the generated one before."""
+    mask_BS = mask_BS.bool()
+    positions = torch.arange(mask_BS.shape[1], device=mask_BS.device).expand(mask_BS.shape)
+    last_BS = torch.where(mask_BS, positions, -1).cummax(1).values  # newest generated, up to t
+    before_BS = last_BS.roll(1, dims=1)
+    before_BS[:, :1] = -1
+    same_turn_BS = turn_ids_BS.gather(1, before_BS.clamp(min=0)) == turn_ids_BS
+    return mask_BS & ((before_BS < 0) | ~same_turn_BS)
+
+
+def cut_off_values(
+    values_BS: torch.Tensor, seqlens: torch.Tensor, no_eos_B: torch.Tensor
+) -> torch.Tensor:
+    """The bootstrap `[B]`: the value after the last token where there was no end, else 0."""
+    last_B = values_BS.gather(1, (seqlens - 1)[:, None]).squeeze(1)
+    return last_B.masked_fill(~no_eos_B.bool(), 0.0)

@@ -1,7 +1,16 @@
 """Policy-gradient losses over packed tokens.
 
 A loss is a function `(LossInputs, options) -> (loss, metrics)`: a scalar to minimise, the mean
-over all tokens of the loss mask, and detached per-token tensors worth recording.
+over all tokens of the loss mask, and detached per-token tensors worth recording. With r =
+pi_theta / pi_prox, A the advantage and w the weight of a token:
+
+    ppo     -w min(r A, clip(r) A)
+    gspo    the same with r and A averaged over the sequence (r geometrically)
+    sapo    -w (4 / tau) sigmoid(tau (r - 1)) A        a soft gate in place of the clip
+    cispo   -w stop_gradient(clip(r)) A log pi_theta   every token keeps its gradient
+
+Every mean divides by the mask's count, whatever the weights are: a token that was rejected (w = 0,
+by rejection sampling or M2PO) counts as a loss of 0, so parts of a batch add up to the whole.
 """
 
 from __future__ import annotations
@@ -9,6 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from areal.algorithm.segments import sequence_mean, spread
+
+Metrics = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,7 @@ class LossInputs:
     advantages_T: torch.Tensor
     mask_T: torch.Tensor  # bool, the tokens to learn from
     weight_T: torch.Tensor | None = None  # pi_prox / pi_behave, 0 where rejected; None is 1
+    cu_seqlens: torch.Tensor | None = None  # [B + 1], where sequences begin; for gspo
 
 
 def ppo_clip_loss(
@@ -28,31 +42,96 @@ def ppo_clip_loss(
     eps_clip: float,
     eps_clip_higher: float | None = None,
     c_clip: float | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-mean of min(r A, clip(r) A), r = pi_theta / pi_prox in [1 - eps_clip, 1 + eps_clip_higher].
+) -> tuple[torch.Tensor, Metrics]:
+    """r is clipped to [1 - eps_clip, 1 + eps_clip_higher], the latter eps_clip by default.
 
     `c_clip` > 1 bounds the loss of a bad token (A < 0) at c_clip |A| (dual clip). With weights
-    this is decoupled PPO. The mean divides by the mask's count: rejected tokens count as 0.
+    this is decoupled PPO.
     """
-    mask_T, advantages_T = inputs.mask_T, inputs.advantages_T
-    # Off the mask the two log-probabilities are unrelated; exp of their difference may overflow
-    # and inf * 0 would poison the sum.
-    log_ratio_T = (inputs.logprobs_T - inputs.prox_logp_T.detach()).masked_fill(~mask_T, 0.0)
-    ratio_T = log_ratio_T.exp()
+    ratio_T = _log_ratio(inputs).exp()
+    return _clipped(inputs, ratio_T, inputs.advantages_T, eps_clip, eps_clip_higher, c_clip)
+
+
+def gspo_loss(
+    inputs: LossInputs,
+    *,
+    eps_clip: float,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """PPO on sequences: all tokens of one share r = exp(mean log r) and A = mean A."""
+    if inputs.cu_seqlens is None:
+        raise ValueError("gspo needs cu_seqlens, the bounds of the packed sequences")
+    mask_T, cu_seqlens = inputs.mask_T, inputs.cu_seqlens
+    ratio_B = sequence_mean(_log_ratio(inputs), mask_T, cu_seqlens).exp()
+    advantage_B = sequence_mean(inputs.advantages_T, mask_T, cu_seqlens)
+    ratio_T, advantages_T = spread(ratio_B, cu_seqlens), spread(advantage_B, cu_seqlens)
+    return _clipped(inputs, ratio_T, advantages_T, eps_clip, eps_clip_higher, c_clip)
+
+
+def sapo_loss(
+    inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> tuple[torch.Tensor, Metrics]:
+    """The gate falls off smoothly on both sides of r = 1, faster for bad tokens (A <= 0)."""
+    ratio_T = _log_ratio(inputs).exp()
+    tau_T = torch.where(inputs.advantages_T > 0, tau_pos, tau_neg)
+    gate_T = torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
+    metrics = {"importance_weight": ratio_T.detach(), "sapo_gate": gate_T.detach()}
+    return _masked_mean(-gate_T * inputs.advantages_T, inputs, metrics)
+
+
+def cispo_loss(
+    inputs: LossInputs, *, eps_clip: float, eps_clip_higher: float
+) -> tuple[torch.Tensor, Metrics]:
+    """A clipped ratio is only a weight here; eps_clip 1 leaves the lower side open."""
+    ratio_T = _log_ratio(inputs).exp().detach()
+    clipped_T = ratio_T.clamp(1.0 - eps_clip, 1.0 + eps_clip_higher)
+    metrics = {
+        "importance_weight": ratio_T,
+        "clip_ratio": (clipped_T != ratio_T) & inputs.mask_T,
+    }
+    # Off the mask log pi may be -inf, and 0 * inf has no gradient.
+    logprobs_T = inputs.logprobs_T.masked_fill(~inputs.mask_T, 0.0)
+    return _masked_mean(-clipped_T * inputs.advantages_T * logprobs_T, inputs, metrics)
+
+
+def _log_ratio(inputs: LossInputs) -> torch.Tensor:
+    """log(pi_theta / pi_prox), 0 off the mask: there the two are unrelated, exp of the difference
+    may overflow, and inf * 0 would poison the sum.
+    """
+    difference_T = inputs.logprobs_T - inputs.prox_logp_T.detach()
+    return difference_T.masked_fill(~inputs.mask_T, 0.0)
+
+
+def _clipped(
+    inputs: LossInputs,
+    ratio_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    eps_clip: float,
+    eps_clip_higher: float | None,
+    c_clip: float | None,
+) -> tuple[torch.Tensor, Metrics]:
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(1.0 - eps_clip, 1.0 + higher)
     loss_T = torch.maximum(plain_T, clipped_T)
     metrics = {
         "importance_weight": ratio_T.detach(),
-        "clip_ratio": (plain_T < clipped_T).detach() & mask_T,
+        "clip_ratio": (plain_T < clipped_T).detach() & inputs.mask_T,
     }
     if c_clip is not None:
-        bound_T = advantages_T.sign() * c_clip * advantages_T
-        metrics["dual_clip_ratio"] = (bound_T < loss_T).detach() & mask_T
+        bound_T = c_clip * advantages_T.abs()
+        metrics["dual_clip_ratio"] = (bound_T < loss_T).detach() & inputs.mask_T
         loss_T = torch.minimum(loss_T, bound_T)
+    return _masked_mean(loss_T, inputs, metrics)
+
+
+def _masked_mean(
+    loss_T: torch.Tensor, inputs: LossInputs, metrics: Metrics
+) -> tuple[torch.Tensor, Metrics]:
+    off_T = ~inputs.mask_T
     if inputs.weight_T is not None:
-        loss_T = loss_T * inputs.weight_T.detach()
-    loss_T = loss_T.masked_fill(~mask_T, 0.0)
+        loss_T = loss_T * inputs.weight_T.detach().masked_fill(off_T, 0.0)
+    loss_T = loss_T.masked_fill(off_T, 0.0)
     metrics["loss"] = loss_T.detach()
-    return loss_T.sum() / mask_T.sum().clamp(min=1), metrics
+    return loss_T.sum() / inputs.mask_T.sum().clamp(min=1), metrics

@@ -1,8 +1,13 @@
 """Correct for the weights that sampled a token being older than those now trained.
 
 `importance_weight` gives each token w = pi_prox / pi_behave; `reject` masks or clamps it where the
-two policies are too far apart (TIS, IcePop, sequence masks, KL filters, KPop are all settings of
-it); `loglinear_prox` guesses log pi_prox without another forward pass.
+two policies are too far apart:
+
+    TIS       level token, action clamp          IcePop   level token, action mask, metric ratio
+    MIS       level sequence, metric ratio       KPop     action mask, metric binary_kl
+    filters   action mask, metric kl_k1, kl_k2 or kl_k3
+
+`m2po_keep` drops the tokens with the largest second moment instead.
 
 Everything is detached float32 over packed tokens `[T]`. Masking a token makes its weight 0; the
 loss still divides by the number of tokens before any masking.
@@ -12,16 +17,21 @@ from __future__ import annotations
 
 import torch
 
+from areal.algorithm.kl import k1, k2, k3
+from areal.algorithm.segments import sequence_max, sequence_mean, sequence_sum, spread
+
 KL_METRICS = ("kl_k1", "kl_k2", "kl_k3", "binary_kl")
 METRICS = ("ratio", *KL_METRICS)
+_AGGREGATES = {"sum": sequence_sum, "mean": sequence_mean, "max": sequence_max}
+_ESTIMATORS = {"kl_k1": k1, "kl_k2": k2, "kl_k3": k3}
 
 
 def log_ratio(
     prox_logp_T: torch.Tensor, behave_logp_T: torch.Tensor, mask_T: torch.Tensor
 ) -> torch.Tensor:
     """log(pi_prox / pi_behave), 0 off the mask and where it is not finite."""
-    ratio = prox_logp_T.detach().float() - behave_logp_T.float()
-    return torch.nan_to_num(ratio, nan=0.0, posinf=0.0, neginf=0.0) * mask_T
+    ratio_T = prox_logp_T.detach().float() - behave_logp_T.float()
+    return ratio_T.masked_fill(~mask_T.bool() | ~ratio_T.isfinite(), 0.0)
 
 
 def importance_weight(
@@ -34,7 +44,7 @@ def reject(
     prox_logp_T: torch.Tensor,
     behave_logp_T: torch.Tensor,
     mask_T: torch.Tensor,
-    seq_ids_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     *,
     level: str,
     action: str,
@@ -51,15 +61,17 @@ def reject(
     _check_choices(level, action, metric, agg)
     mask_T = mask_T.bool()
     ratio_T = log_ratio(prox_logp_T, behave_logp_T, mask_T)
-    weight_T = ratio_T.exp()
     if metric == "ratio":
         score_T = ratio_T
+    elif metric == "binary_kl":
+        score_T = _binary_kl(prox_logp_T, behave_logp_T, mask_T)
     else:
-        score_T = _divergence(metric, prox_logp_T.detach().float(), behave_logp_T.float(), ratio_T)
+        score_T = _ESTIMATORS[metric](-ratio_T)  # KL(behave || prox): behave sampled the tokens
     if level == "sequence":
-        score_T = _aggregate(score_T, mask_T, seq_ids_T, agg)
+        score_T = spread(_AGGREGATES[agg](score_T, mask_T, cu_seqlens), cu_seqlens)
         if metric == "ratio":
-            weight_T = _aggregate(ratio_T, mask_T, seq_ids_T, "mean").exp()
+            ratio_T = spread(sequence_mean(ratio_T, mask_T, cu_seqlens), cu_seqlens)
+    weight_T = ratio_T.exp()
     if action == "clamp":
         return weight_T.clamp(0.0 if lower is None else lower, upper) * mask_T
     if metric == "ratio":  # aggregated as a logarithm, bounded as a ratio
@@ -67,22 +79,32 @@ def reject(
     keep_T = mask_T & (score_T <= upper)
     if lower is not None:
         keep_T &= score_T >= lower
-    return weight_T * keep_T
+    return weight_T.masked_fill(~keep_T, 0.0)  # an infinite weight times 0 would be nan
 
 
-def loglinear_prox(
-    logp_T: torch.Tensor, behave_logp_T: torch.Tensor, versions_T: torch.Tensor, version: int
+def m2po_keep(
+    prox_logp: torch.Tensor,
+    behave_logp: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    threshold: float,
 ) -> torch.Tensor:
-    """log pi of version - 1, interpolated between the sampling weights and the current ones.
+    """Which tokens M2PO learns from: the most whose mean of log(pi_prox / pi_behave)^2 is below
+    `threshold`, dropped from the largest down; at least one stays.
 
-    log pi_prox = log pi_b + a (log pi - log pi_b) with a = (version - 1 - v_b) / (version - v_b):
-    policies are taken to drift evenly per version. Tokens of the last two versions, and text the
-    model did not write (version -1), keep log pi_b.
+    Any shape; call it on a whole minibatch, for the mean is over all of it. The result multiplies
+    the weight of the loss and never narrows the loss mask: the denominator stays.
     """
-    behind = (version - versions_T).float()
-    share = ((behind - 1) / behind.clamp(min=1)).clamp(0.0, 1.0)
-    share = torch.where(versions_T < 0, 0.0, share)
-    return behave_logp_T + share * (logp_T.detach() - behave_logp_T)
+    mask = mask.bool()
+    squares = log_ratio(prox_logp, behave_logp, mask).double().square()[mask]
+    if not len(squares):
+        return mask
+    ascending, order = squares.sort(stable=True)
+    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, device=mask.device)
+    num_kept = (means < threshold).sum().clamp(min=1)  # the means never fall
+    kept = torch.empty_like(order, dtype=torch.bool)
+    kept[order] = torch.arange(len(squares), device=mask.device) < num_kept
+    return torch.zeros_like(mask).masked_scatter(mask, kept)
 
 
 def _check_choices(level: str, action: str, metric: str, agg: str) -> None:
@@ -91,7 +113,7 @@ def _check_choices(level: str, action: str, metric: str, agg: str) -> None:
         "level": ("token", "sequence"),
         "action": ("mask", "clamp"),
         "metric": METRICS,
-        "agg": ("sum", "mean", "max"),
+        "agg": tuple(_AGGREGATES),
     }
     for key, value in found.items():
         if value not in allowed[key]:
@@ -105,35 +127,20 @@ def _check_choices(level: str, action: str, metric: str, agg: str) -> None:
         )
 
 
-def _divergence(
-    metric: str, prox_T: torch.Tensor, behave_T: torch.Tensor, ratio_T: torch.Tensor
+def _binary_kl(
+    prox_logp_T: torch.Tensor, behave_logp_T: torch.Tensor, mask_T: torch.Tensor
 ) -> torch.Tensor:
-    """Per-token estimates of KL(behave || prox) from the sampled token."""
-    if metric == "kl_k1":
-        return -ratio_T
-    if metric == "kl_k2":
-        return ratio_T.square() / 2
-    if metric == "kl_k3":
-        return ratio_T.exp() - 1 - ratio_T
+    """The larger of both KLs between "this token" and "any other" under the two policies.
+
+    In float64: most tokens are nearly certain, and 1 - p of a float32 p = 1 - 1e-8 is 0.
+    """
+    prox_T, behave_T = prox_logp_T.detach().double(), behave_logp_T.double()
+    known_T = mask_T & prox_T.isfinite() & behave_T.isfinite()
     tiny = 1e-8
-    p, q = behave_T.exp().clamp(tiny, 1 - tiny), prox_T.exp().clamp(tiny, 1 - tiny)
-    return torch.maximum(_bernoulli_kl(p, q), _bernoulli_kl(q, p))
+    p_T, q_T = behave_T.exp().clamp(tiny, 1 - tiny), prox_T.exp().clamp(tiny, 1 - tiny)
+    kl_T = torch.maximum(_bernoulli_kl(p_T, q_T), _bernoulli_kl(q_T, p_T))
+    return kl_T.masked_fill(~known_T, 0.0).float()
 
 
 def _bernoulli_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-
-
-def _aggregate(
-    x_T: torch.Tensor, mask_T: torch.Tensor, seq_ids_T: torch.Tensor, agg: str
-) -> torch.Tensor:
-    """Sum, mean or max over each sequence's masked tokens, given back to every token."""
-    num_seqs = int(seq_ids_T[-1]) + 1
-    if agg == "max":
-        out = x_T.new_full((num_seqs,), float("-inf"))
-        out.scatter_reduce_(0, seq_ids_T, x_T.masked_fill(~mask_T, float("-inf")), "amax")
-        return out.masked_fill(out == float("-inf"), 0.0)[seq_ids_T]
-    out = x_T.new_zeros(num_seqs).index_add_(0, seq_ids_T, x_T * mask_T)
-    if agg == "mean":
-        out /= x_T.new_zeros(num_seqs).index_add_(0, seq_ids_T, mask_T.to(x_T.dtype)).clamp(min=1)
-    return out[seq_ids_T]

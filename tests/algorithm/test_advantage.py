@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from areal.algorithm.advantage import (
+    cut_off_values,
     gae,
+    gae_by_turn,
     overlong_penalty,
     place_outcome,
     shape_rewards,
@@ -89,3 +91,73 @@ def test_bootstrap_is_the_value_after_a_sequence_cut_short():
         bootstrap_B=torch.tensor([4.0]),
     )
     assert advantages.tolist() == [[1.0, 2.0]]
+
+
+def test_each_sequence_may_have_its_own_lambda():
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]).repeat(2, 1), torch.rand(2, 3)
+    options = dict(discount=0.9)
+    both, _ = gae(rewards, values, torch.ones(2, 3), gae_lambda=torch.tensor([0.3, 0.8]), **options)
+    for row, gae_lambda in ((0, 0.3), (1, 0.8)):
+        one = slice(row, row + 1)
+        alone, _ = gae(
+            rewards[one], values[one], torch.ones(1, 3), gae_lambda=gae_lambda, **options
+        )
+        torch.testing.assert_close(both[one], alone)
+
+
+def test_values_of_sequences_that_were_cut_off():
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    out = cut_off_values(values, torch.tensor([3, 2]), torch.tensor([False, True]))
+    assert out.tolist() == [0.0, 5.0]
+
+
+# Two turns of two tokens with tool text between them; the value head's opinion of everything but
+# a turn's first token plays no part.
+TURNS = dict(
+    mask_BS=torch.tensor([[0, 1, 1, 0, 1, 1, 0]]),
+    turn_ids_BS=torch.tensor([[-1, 0, 0, 0, 1, 1, -1]]),
+    values_BS=torch.tensor([[9.0, 0.5, 9.0, 9.0, 0.25, 9.0, 9.0]]),
+)
+
+
+def test_gae_by_turn_by_hand():
+    rewards = torch.tensor([[0.0, 0.125, 0.0, 0.0, 0.0, 1.0, 0.0]])
+    advantages, returns = gae_by_turn(rewards, **TURNS, discount=0.5, gae_lambda=0.5)
+    second = 1.0 - 0.25
+    first = 0.125 + 0.5 * 0.25 - 0.5 + 0.25 * second
+    assert advantages.tolist() == [[0, first, first, 0, second, second, 0]]
+    returned = [first + 0.5, second + 0.25]
+    assert returns.tolist() == [[0, returned[0], returned[0], 0, returned[1], returned[1], 0]]
+
+
+def test_a_reward_on_the_tools_text_belongs_to_the_turn_before_it():
+    on_tool = torch.tensor([[0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]])
+    on_turn = torch.tensor([[0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0]])
+    options = dict(discount=0.5, gae_lambda=0.5)
+    torch.testing.assert_close(
+        gae_by_turn(on_tool, **TURNS, **options), gae_by_turn(on_turn, **TURNS, **options)
+    )
+
+
+def test_the_kl_of_a_token_goes_to_that_token_alone():
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]])
+    kl = torch.tensor([[7.0, -0.5, 0.0, 7.0, 0.0, -0.25, 7.0]])
+    options = dict(discount=1.0, gae_lambda=1.0)
+    plain, plain_returns = gae_by_turn(rewards, **TURNS, **options)
+    out, returns = gae_by_turn(rewards, **TURNS, **options, token_rewards_BS=kl)
+    torch.testing.assert_close(out, plain + kl * TURNS["mask_BS"])
+    assert torch.equal(returns, plain_returns)
+
+
+def test_turns_of_one_token_are_the_token_form():
+    gen = torch.Generator().manual_seed(2)
+    rewards, values = torch.randn(2, 3, 6, generator=gen)
+    mask = torch.rand(3, 6, generator=gen) < 0.7
+    mask[0] = False  # a row without anything generated
+    ids = torch.arange(6).expand(3, 6)
+    options = dict(discount=0.9, gae_lambda=torch.tensor([0.1, 0.5, 0.9]))
+    bootstrap = torch.randn(3, generator=gen)
+    torch.testing.assert_close(
+        gae_by_turn(rewards, values, mask, ids, **options, bootstrap_B=bootstrap),
+        gae(rewards, values, mask, **options, bootstrap_B=bootstrap),
+    )

@@ -1,4 +1,4 @@
-"""Importance weights, their masks and clamps, and the interpolated proximal policy."""
+"""Importance weights with their masks and clamps, and the tokens M2PO keeps, by hand."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import math
 import pytest
 import torch
 
-from areal.algorithm.off_policy import METRICS, importance_weight, loglinear_prox, reject
+from areal.algorithm.off_policy import METRICS, importance_weight, m2po_keep, reject
 
 # Two sequences: ratios (2, 8, junk) and (0.5, 1); the third token is off the mask.
 RATIOS = torch.tensor([2.0, 8.0, 1e9, 0.5, 1.0])
 BEHAVE = torch.full((5,), math.log(0.05))
 PROX = BEHAVE + RATIOS.log()
 MASK = torch.tensor([1, 1, 0, 1, 1], dtype=torch.bool)
-SEQ = torch.tensor([0, 0, 0, 1, 1])
+CU = torch.tensor([0, 3, 5])
+BOTH = torch.ones(2, dtype=torch.bool)
 TIS = dict(level="token", action="clamp", metric="ratio", agg="mean", upper=5.0, lower=None)
 
 
 def weights(**changes) -> list[float]:
-    return reject(PROX, BEHAVE, MASK, SEQ, **TIS | changes).tolist()
+    return reject(PROX, BEHAVE, MASK, CU, **TIS | changes).tolist()
 
 
 def test_plain_weight_is_the_ratio_and_zero_off_the_mask():
@@ -27,7 +28,9 @@ def test_plain_weight_is_the_ratio_and_zero_off_the_mask():
 
 
 def test_a_broken_log_probability_weighs_one():
-    out = importance_weight(torch.tensor([float("nan"), -1.0]), torch.tensor([-1.0, -math.inf]), 1)
+    out = importance_weight(
+        torch.tensor([float("nan"), -1.0]), torch.tensor([-1.0, -math.inf]), BOTH
+    )
     assert out.tolist() == [1.0, 1.0]
 
 
@@ -86,7 +89,7 @@ def test_binary_kl_takes_the_larger_direction():
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_metric_keeps_what_is_on_policy(metric: str):
     out = reject(
-        BEHAVE, BEHAVE, MASK, SEQ, **TIS | dict(action="mask", metric=metric, level="sequence")
+        BEHAVE, BEHAVE, MASK, CU, **TIS | dict(action="mask", metric=metric, level="sequence")
     )
     assert torch.equal(out, MASK.float())
 
@@ -98,10 +101,65 @@ def test_refusals_name_the_key():
         weights(metric="kl_k1")
 
 
-def test_loglinear_prox_by_hand():
-    behave = torch.zeros(5)
-    current = torch.full((5,), 1.0, requires_grad=True)
-    versions = torch.tensor([7, 6, 5, 3, -1])  # current version 7
-    out = loglinear_prox(current, behave, versions, version=7)
-    assert out.tolist() == pytest.approx([0, 0, 1 / 2, 3 / 4, 0])
-    assert not out.requires_grad
+def test_binary_kl_keeps_certain_tokens_and_drops_lost_ones():
+    """Probability 1 under both policies is most of any answer; in float32 its 1 - p is 0."""
+    prox, behave = torch.tensor([0.0, -1e-9, -30.0]), torch.tensor([-1e-9, 0.0, -1e-9])
+    out = reject(
+        prox,
+        behave,
+        torch.ones(3, dtype=torch.bool),
+        torch.tensor([0, 3]),
+        **TIS | dict(action="mask", metric="binary_kl", upper=2.0),
+    )
+    assert out.tolist() == pytest.approx([1.0, 1.0, 0.0])
+
+
+def test_binary_kl_of_a_sequence_is_the_mean_of_its_tokens():
+    """0.021 and 0.556 for the first two tokens: the second is far, the sequence is not."""
+    kpop = dict(action="mask", metric="binary_kl")
+    assert weights(**kpop, upper=0.4) == pytest.approx([2, 0, 0, 0.5, 1])
+    assert weights(**kpop, level="sequence", upper=0.4) == pytest.approx([2, 8, 0, 0.5, 1])
+    assert weights(**kpop, level="sequence", upper=0.25) == pytest.approx([0, 0, 0, 0.5, 1])
+
+
+def test_a_masked_token_with_an_infinite_ratio_weighs_zero():
+    out = reject(
+        torch.tensor([100.0, 0.0]),
+        torch.tensor([0.0, 0.0]),
+        BOTH,
+        torch.tensor([0, 2]),
+        **TIS | dict(action="mask"),
+    )
+    assert out.tolist() == [0.0, 1.0]
+
+
+def test_weights_carry_no_gradient():
+    prox = PROX.clone().requires_grad_()
+    assert not importance_weight(prox, BEHAVE, MASK).requires_grad
+    assert not reject(prox, BEHAVE, MASK, CU, **TIS).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("threshold", "kept"),
+    [
+        (1e-9, [1, 0, 0, 0]),  # at least one stays, the nearest
+        (2.6, [1, 1, 0, 0]),  # squares 1, 4, 9, 16: means 1, 2.5, 4.67, 7.5
+        (4.7, [1, 1, 1, 0]),
+        (7.5, [1, 1, 1, 0]),  # below the threshold, not at it
+        (7.6, [1, 1, 1, 1]),
+    ],
+)
+def test_m2po_drops_the_largest_until_the_mean_is_below(threshold: float, kept: list[int]):
+    prox = torch.tensor([1.0, 4.0, 99.0, -2.0, 3.0])
+    mask = torch.tensor([1, 1, 0, 1, 1])
+    out = m2po_keep(prox, torch.zeros(5), mask, threshold=threshold)
+    nearest_first = out[torch.tensor([0, 3, 4, 1])]
+    assert nearest_first.int().tolist() == kept and not out[2]
+
+
+def test_m2po_works_on_any_shape_and_on_nothing():
+    prox = torch.tensor([[0.0, 3.0], [-1.0, 2.0]])
+    out = m2po_keep(prox, torch.zeros(2, 2), torch.ones(2, 2), threshold=0.6)
+    assert out.tolist() == [[True, False], [True, False]]
+    nothing = m2po_keep(prox, torch.zeros(2, 2), torch.zeros(2, 2), threshold=0.6)
+    assert not nothing.any()

@@ -1,0 +1,71 @@
+"""How far the policy has moved from the reference: a penalty in the reward, or a term of the loss.
+
+Every estimator is a function of d = log pi - log pi_ref at tokens sampled from pi, and estimates
+KL(pi || pi_ref) without bias (k1, k3) or nearly so (k2):
+
+    k1 = d          may be negative, high variance
+    k2 = d^2 / 2    its gradient is that of the KL on tokens of the current policy
+    k3 = e^-d - 1 + d   never negative, low variance
+
+As a loss, k1 has a gradient of mean 0 (it teaches nothing) and k3's is that of the reversed KL;
+k2 is the sound choice there. As a reward any of them will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# One estimate says little beyond "far away"; without a bound one odd token would rule a batch.
+MAX_TOKEN_KL = 10.0
+
+
+def k1(d: torch.Tensor) -> torch.Tensor:
+    return d
+
+
+def k2(d: torch.Tensor) -> torch.Tensor:
+    return d.square() / 2
+
+
+def k3(d: torch.Tensor) -> torch.Tensor:
+    return torch.expm1(-d) + d  # expm1: near d = 0 the plain form is rounding noise
+
+
+KlEstimator = Callable[[torch.Tensor], torch.Tensor]
+
+
+def kl_rewards(
+    logp: torch.Tensor,
+    ref_logp: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    kl_ctl: float,
+    estimator: KlEstimator,
+) -> torch.Tensor:
+    """The reward of each token for staying near the reference, 0 off the mask.
+
+    `logp` is of the policy that sampled the tokens. Each estimate is clamped to +-MAX_TOKEN_KL.
+    """
+    kl = estimator(_difference(logp.detach(), ref_logp, mask))
+    return -kl_ctl * kl.clamp(-MAX_TOKEN_KL, MAX_TOKEN_KL)
+
+
+def kl_loss(
+    logprobs_T: torch.Tensor,
+    ref_logp_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    *,
+    estimator: KlEstimator,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean over the mask with gradient, detached estimate per token), to be scaled and added to
+    a policy loss. Not clamped: a clamp would stop the pull exactly where the policy is far away.
+    """
+    kl_T = estimator(_difference(logprobs_T, ref_logp_T, mask_T))
+    return kl_T.sum() / mask_T.sum().clamp(min=1), kl_T.detach()
+
+
+def _difference(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """d, and 0 off the mask, where every estimator is 0 too."""
+    return (logp - ref_logp.detach()).masked_fill(~mask.bool(), 0.0)

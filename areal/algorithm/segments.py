@@ -1,0 +1,49 @@
+"""Sums, means and maxima over the sequences of a packed micro-batch.
+
+Packed tokens `[T]` lie end to end; sequence b is `cu_seqlens[b] : cu_seqlens[b + 1]`. Only tokens
+under the mask count, and what lies off the mask may be anything: it reaches neither the value nor
+the gradient. A sequence without such a token gives 0.
+
+Shapes: T packed tokens, B sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from areal.utils.data import sequence_ids
+
+
+def sequence_sum(x_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    kept_T = x_T.masked_fill(~mask_T.bool(), 0.0)
+    return _zeros(x_T, cu_seqlens).index_add(0, sequence_ids(cu_seqlens), kept_T)
+
+
+def sequence_count(mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Tokens under the mask, as integers `[B]`."""
+    ones_T = mask_T.long()
+    return _zeros(ones_T, cu_seqlens).index_add(0, sequence_ids(cu_seqlens), ones_T)
+
+
+def sequence_mean(
+    x_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    count_B = sequence_count(mask_T, cu_seqlens).clamp(min=1)
+    return sequence_sum(x_T, mask_T, cu_seqlens) / count_B
+
+
+def sequence_max(x_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    lowest = float("-inf")
+    kept_T = x_T.masked_fill(~mask_T.bool(), lowest)
+    out_B = torch.full_like(_zeros(x_T, cu_seqlens), lowest)
+    out_B = out_B.scatter_reduce(0, sequence_ids(cu_seqlens), kept_T, "amax")
+    return out_B.masked_fill(sequence_count(mask_T, cu_seqlens) == 0, 0.0)
+
+
+def spread(x_B: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Each sequence's value at each of its tokens."""
+    return x_B[sequence_ids(cu_seqlens)]
+
+
+def _zeros(like_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    return like_T.new_zeros(len(cu_seqlens) - 1)

@@ -1,0 +1,76 @@
+"""One rank and several give the same: normalisation over real processes with gloo.
+
+Run as a script this file is one rank: it normalises its rows of each case and saves the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from areal.algorithm.normalization import normalize
+
+WORLD = 2
+# Rows of each rank, as groups of samples; the second rank has fewer, odd ones, or none.
+SPLITS = [([2, 3], [4]), ([1], [1]), ([3, 1], [])]
+LEVELS = [("batch", "batch"), ("group", "batch"), ("group", "group"), (None, "batch")]
+
+
+def cases():
+    """(options, groups per rank, x, mask) of every case, the same in every process."""
+    gen = torch.Generator().manual_seed(0)
+    for split, (mean, std), width in itertools.product(SPLITS, LEVELS, [None, 4]):
+        rows = sum(map(sum, split))
+        x = torch.randn(*([rows] if width is None else [rows, width]), generator=gen)
+        for mask in (None, torch.rand(x.shape, generator=gen) < 0.6, _first_rank_only(x, split)):
+            yield dict(mean_level=mean, std_level=std), split, x, mask
+        yield dict(mean_level=mean, std_level=None, mean_leave1out=True), split, x, None
+
+
+def _first_rank_only(x: torch.Tensor, split) -> torch.Tensor:
+    mask = torch.zeros_like(x, dtype=torch.bool)
+    mask[: sum(split[0])] = True
+    return mask
+
+
+def run_rank(rank: int, store: str, out: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    results = []
+    for options, split, x, mask in cases():
+        start = sum(split[0]) if rank else 0
+        rows = slice(start, start + sum(split[rank]))
+        part = None if mask is None else mask[rows]
+        group = dist.group.WORLD
+        results.append(
+            normalize(x[rows], part, group_sizes=split[rank], process_group=group, **options)
+        )
+    torch.save(results, out)
+    dist.destroy_process_group()
+
+
+def test_several_ranks_equal_one(tmp_path):
+    outs = [tmp_path / f"{rank}.pt" for rank in range(WORLD)]
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store"), str(out)])
+        for rank, out in enumerate(outs)
+    ]
+    assert [process.wait(timeout=120) for process in ranks] == [0] * WORLD
+    parts = [torch.load(out, weights_only=True) for out in outs]
+    for (options, split, x, mask), first, second in zip(cases(), *parts, strict=True):
+        whole = normalize(x, mask, group_sizes=[*split[0], *split[1]], **options)
+        torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-6, atol=1e-7)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), *sys.argv[2:])
