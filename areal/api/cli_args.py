@@ -17,7 +17,10 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
 from areal.api.config.loader import dump_yaml, experiment_class, load_expr_config
 from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.ppo import PPOActorConfig, RejectionSamplingConfig
+from areal.api.config.ppo import PPOActorConfig
+from areal.api.config.preference import DPOActorConfig, DPOConfig, RWConfig
+from areal.api.config.rejection import RejectionSamplingConfig
+from areal.api.config.roles import PPOCriticConfig, RefConfig, TeacherConfig
 from areal.api.config.stats import (
     PerfTracerConfig,
     StatsLoggerConfig,
@@ -33,6 +36,8 @@ __all__ = [
     "BaseExperimentConfig",
     "ClusterSpecConfig",
     "ConfigError",
+    "DPOActorConfig",
+    "DPOConfig",
     "DatasetConfig",
     "EvaluatorConfig",
     "GRPOConfig",
@@ -44,14 +49,18 @@ __all__ = [
     "OptimizerConfig",
     "PPOActorConfig",
     "PPOConfig",
+    "PPOCriticConfig",
     "PerfTracerConfig",
+    "RWConfig",
     "RecoverConfig",
+    "RefConfig",
     "RejectionSamplingConfig",
     "SFTConfig",
     "SaverConfig",
     "SchedulerConfig",
     "StatsLoggerConfig",
     "SwanlabConfig",
+    "TeacherConfig",
     "TensorBoardConfig",
     "TimerConfig",
     "TrackioConfig",

@@ -78,6 +78,10 @@ class TrainEngine(ABC):
     `loss_fn(logprobs_T, entropy_T, mb)` sees one packed micro-batch; `logprobs[t]` is
     log p(input_ids[t+1] | ...), so the last position of each sequence is junk and must be masked.
     `loss_weight_fn(mb)` gives the micro-batch's weight (usually its number of loss tokens).
+    Every `rows_per_unit` consecutive rows share a micro-batch and stay neighbours in it.
+
+    A critic's engine has values in place of log-probabilities: `loss_fn(values_T, mb)`, where
+    `values[t]` is the value before the token at t + 1.
     """
 
     @abstractmethod
@@ -92,6 +96,8 @@ class TrainEngine(ABC):
         input_: dict[str, Any],
         loss_fn: Callable[..., torch.Tensor],
         loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor],
+        *,
+        rows_per_unit: int = 1,
     ) -> dict[str, float]:
         """One optimizer step; returns update_successful, grad_norm, lr, loss."""
 
@@ -101,12 +107,14 @@ class TrainEngine(ABC):
         input_: dict[str, Any],
         loss_fn: Callable[..., torch.Tensor],
         loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor],
+        *,
+        rows_per_unit: int = 1,
     ) -> torch.Tensor:
         """The weighted mean loss, without gradients."""
 
     @abstractmethod
     def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities `[B, S]` aligned as in `train_batch`, zero on padding."""
+        """Log-probabilities or values `[B, S]` aligned as in `train_batch`, zero on padding."""
 
     @abstractmethod
     def step_lr_scheduler(self) -> None: ...

@@ -34,6 +34,7 @@ logger = logging.getLogger("areal.RewardApi")
 
 START_TIMEOUT_S = 120.0  # importing the module of a reward function may load torch
 MAX_SENT_AHEAD = 64
+HOPELESS_TIMEOUTS = 8  # without a single call that returned
 SENT_AHEAD_S = 0.01  # keep about this much work in a worker's socket
 
 
@@ -58,7 +59,8 @@ class AsyncRewardWrapper:
 
     `reward_fn` is an import path or anything that pickles (a module-level function, a partial of
     one). `timeout_seconds` counts from when a worker starts the call. A failed call is run up to
-    `max_retries` more times. Workers start with the first calls and stay until `close`.
+    `max_retries` more times, unless no call ever returned in time. Workers start with the first
+    calls and stay until `close`.
     """
 
     def __init__(
@@ -301,9 +303,13 @@ class AsyncRewardWrapper:
 
     def _retry(self, call: _Call, error: RewardError, kind: str) -> None:
         self.counts[kind] += 1
+        # Hundreds of calls may wait, and each would take the whole timeout to learn the same.
+        is_hopeless = self._mean_call_s is None and self.counts["timeout"] >= HOPELESS_TIMEOUTS
+        if is_hopeless:
+            self._fail_all(error)
         if call.future.done():
             return
-        if call.failures >= self.max_retries:
+        if is_hopeless or call.failures >= self.max_retries:
             call.future.set_exception(error)
             return
         call.failures += 1

@@ -91,11 +91,14 @@ def _adopt_main(kind: str, where: str) -> None:
 
 def _next_frame(requests: BinaryIO) -> tuple[int, bytes] | None:
     """(call id, payload), or None when the parent has gone."""
-    header = requests.read(FRAME_HEADER.size)
-    if len(header) < FRAME_HEADER.size:
+    try:
+        header = requests.read(FRAME_HEADER.size)
+        if len(header) < FRAME_HEADER.size:
+            return None
+        size, call_id = FRAME_HEADER.unpack(header)
+        payload = requests.read(size)
+    except ConnectionResetError:  # it went without reading our last reply
         return None
-    size, call_id = FRAME_HEADER.unpack(header)
-    payload = requests.read(size)
     return (call_id, payload) if len(payload) == size else None
 
 

@@ -57,7 +57,9 @@ def complaint(*argv: str) -> str:
         ("saver.fileroot=a", "it is written once, as cluster.fileroot"),
         ("actor.behave_imp_weight_cap=5", "use rejection_sampling"),
         ("actor.reward_norm.group_size=8", "remove it"),
-        ("ref.path=x", "no reference model"),
+        ("rollout.check_trajectory_format=true", "every trajectory is checked; remove it"),
+        ("actor.kl_coef=0.1", "actor.kl_coef: unknown key; did you mean actor.kl_ctl?"),
+        ("ref.optimizer.lr=1", "ref.optimizer: unknown key; it belongs at actor.optimizer"),
         ("gconfig.zzz=1", "keys of gconfig are n_samples, "),
         ("zzz=1", "sections of the file are cluster, "),
     ],
@@ -178,7 +180,7 @@ def test_missing_file_suggests_its_neighbour(grpo: str, tmp_path: Path) -> None:
 
 
 def test_trainer_must_be_known(grpo: str) -> None:
-    with pytest.raises(ConfigError, match="trainer must be one of ppo, sft, got 'grpo'"):
+    with pytest.raises(ConfigError, match="trainer must be one of ppo, sft, rw, dpo, got 'grpo'"):
         experiment_class([grpo, "trainer=grpo"])
 
 

@@ -38,7 +38,8 @@ def test_workflow_context_is_the_one_the_executor_sets() -> None:
 
 
 def test_public_names_are_listed_and_others_are_refused() -> None:
-    assert {"PPOTrainer", "SFTTrainer", "workflow_context", "__version__"} <= set(dir(areal))
+    trainers = {"PPOTrainer", "SFTTrainer", "RWTrainer", "DPOTrainer"}
+    assert trainers | {"workflow_context", "__version__"} <= set(dir(areal))
     assert "RolloutWorkflow" in dir(areal.api)
     for module in (areal, areal.api):
         with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

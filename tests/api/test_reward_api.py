@@ -352,3 +352,13 @@ def test_a_hung_worker_dies_with_its_parent(tmp_path):
     while stat.exists() and ") Z " not in stat.read_text():  # a zombie is dead too
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+async def test_a_function_that_never_returns_fails_all_that_wait():
+    """Sixty calls of 0.1 s each with three retries would take 24 s."""
+    wrapper = AsyncRewardWrapper("sample_rewards.loop_forever", timeout_seconds=0.1, max_workers=1)
+    began = time.monotonic()
+    results = await asyncio.gather(*(wrapper() for _ in range(60)), return_exceptions=True)
+    wrapper.close()
+    assert all(isinstance(result, RewardTimeoutError) for result in results)
+    assert time.monotonic() - began < 12

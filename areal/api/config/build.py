@@ -108,10 +108,12 @@ def _convert(value: Any, hint: Any, source: Source, key: KeyPath) -> Any:
     """`value` as `hint`, or a ConfigError that names key, value and what was expected."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
+        if value is None and type(None) in args:
             return None
-        hint = next(arg for arg in args if arg is not type(None))
-        return _convert(value, hint, source, key)
+        kinds = [arg for arg in args if arg is not type(None)]
+        if len(kinds) > 1:
+            return _convert_one_of(value, kinds, source, key)
+        return _convert(value, kinds[0], source, key)
     if origin is Literal:
         return _convert_choice(value, args, source, key)
     if dataclasses.is_dataclass(hint):
@@ -130,6 +132,16 @@ def _convert(value: Any, hint: Any, source: Source, key: KeyPath) -> Any:
         return _SCALARS[hint](value)
     except (ValueError, TypeError, OverflowError):
         raise _wrong_type(value, _TYPE_NAMES[hint], source, key) from None
+
+
+def _convert_one_of(value: Any, kinds: list[type], source: Source, key: KeyPath) -> Any:
+    """The first of several plain types that can hold `value`: "0.5" is a number before a text."""
+    for kind in kinds:
+        try:
+            return _SCALARS[kind](value)
+        except (ValueError, TypeError, OverflowError):
+            continue
+    raise _wrong_type(value, " or ".join(_TYPE_NAMES[kind] for kind in kinds), source, key)
 
 
 def _convert_choice(value: Any, choices: tuple[Any, ...], source: Source, key: KeyPath) -> str:

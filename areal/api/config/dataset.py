@@ -14,12 +14,13 @@ class DatasetConfig:
 
     path: str
     """Name of a data set, a local file or folder, or an import path `package.module.loader`."""
-    type: Literal["sft", "rl"] | None = None
-    """Shape of a row. Default: what the trainer needs."""
+    type: Literal["sft", "rl", "rw", "dpo"] | None = None
+    """Shape of a row: token ids, a prompt, or a chosen and a rejected answer (`rw`, `dpo`).
+    Default: what the trainer needs."""
     split: str = "train"
     """Which part of the data set."""
     batch_size: int = 1
-    """Prompts per training step."""
+    """Prompts, rows or pairs per training step."""
     shuffle: bool = True
     """A new order in each epoch, fixed by the run's seed."""
     drop_last: bool = True

@@ -8,19 +8,19 @@ sections are here; a section checks itself.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from areal.api.alloc_mode import AllocationMode, ModelAllocation
 from areal.api.config.checks import expand_path, require, require_at_least
 from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
 from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
 from areal.api.config.ppo import PPOActorConfig
+from areal.api.config.roles import FrozenModelConfig, PPOCriticConfig, RefConfig, TeacherConfig
 from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
-from areal.api.config.train_engine import TrainEngineConfig
+from areal.api.config.train_engine import TrainEngineConfig, check_allocation
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
@@ -83,10 +83,29 @@ class BaseExperimentConfig:
                 None,
             )
 
+    def models(self) -> dict[str, TrainEngineConfig | FrozenModelConfig]:
+        """Role -> its section, for every model of the run; the actor comes first."""
+        sections = {field.name: getattr(self, field.name) for field in fields(self)}
+        kinds = (TrainEngineConfig, FrozenModelConfig)
+        return {name: section for name, section in sections.items() if isinstance(section, kinds)}
+
     def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: str) -> None:
         """The parts of the root that follow from the trainer and its model."""
         self.tokenizer_path = self.tokenizer_path or actor.path
         require(actor.optimizer is not None, "actor.optimizer must be set to train (lr: ...)", None)
+        if row_type == "rw":
+            require(
+                actor.is_critic,
+                "actor.is_critic must be true: a reward model gives a score, not tokens",
+                actor.is_critic,
+            )
+        else:
+            require(
+                not actor.is_critic,
+                "actor.is_critic must be false: this trainer needs a model of tokens (a reward "
+                "model is trained with trainer: rw, a critic has its own section)",
+                actor.is_critic,
+            )
         for name, dataset in (
             ("train_dataset", self.train_dataset),
             ("valid_dataset", self.valid_dataset),
@@ -113,7 +132,7 @@ class SFTConfig(BaseExperimentConfig):
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "sft")
         if self.allocation_mode:
-            _check_allocation(self.allocation_mode, {"training": self.actor.backend})
+            check_allocation(self.allocation_mode, {"training": self.actor.backend})
 
 
 @dataclass(kw_only=True)
@@ -132,6 +151,13 @@ class PPOConfig(BaseExperimentConfig):
     """The native inference server."""
     actor: PPOActorConfig
     """The trained policy."""
+    ref: RefConfig | None = None
+    """The reference model; needed by actor.kl_ctl and actor.kl_loss_coef, and only by them.
+    `ref: {}` is the model that training starts from."""
+    critic: PPOCriticConfig | None = None
+    """The value model. Without one the value of every token is 0."""
+    teacher: TeacherConfig | None = None
+    """A model to learn from besides the reward."""
     workflow: str = "rlvr"
     """How one episode runs: a name, or the import path of a RolloutWorkflow class."""
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -141,24 +167,34 @@ class PPOConfig(BaseExperimentConfig):
     reward_fn: str = "gsm8k"
     """A name, or the import path of a reward function."""
     dynamic_bs: bool = False
-    """Train on the accepted prompts of a batch instead of waiting for a full one."""
+    """Train on the accepted prompts of a batch instead of waiting for a full one. Needs
+    dynamic_filter_fn."""
     dynamic_filter_fn: str | None = None
-    """Import path of a function trajectory -> bool; prompts it refuses are not trained on."""
+    """A name, or the import path of a function trajectory -> bool; prompts it refuses are not
+    trained on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "rl")
         self._inherit_sampling()
         self._check_batch()
+        self._check_ref()
+        self._check_critic()
+        self._check_teacher()
         if self.allocation_mode:
             backends = {"inference": self.rollout.backend, "training": self.actor.backend}
-            _check_allocation(self.allocation_mode, backends)
+            check_allocation(self.allocation_mode, backends)
 
     def _inherit_sampling(self) -> None:
         if self.eval_gconfig is None:
             self.eval_gconfig = self.gconfig.new(greedy=True, n_samples=1)
         if self.actor.max_new_tokens is None:
             self.actor.max_new_tokens = self.gconfig.max_new_tokens
+        require(
+            (self.actor.overlong_tokens or 0) <= self.actor.max_new_tokens,
+            f"actor.overlong_tokens must not exceed max_new_tokens ({self.actor.max_new_tokens})",
+            self.actor.overlong_tokens,
+        )
         require(
             self.actor.temperature == self.gconfig.temperature,
             f"actor.temperature must equal gconfig.temperature ({self.gconfig.temperature}; write "
@@ -183,31 +219,65 @@ class PPOConfig(BaseExperimentConfig):
             f"train_dataset.batch_size * gconfig.n_samples = {batch_size * group_size}",
             actor.ppo_n_minibatches,
         )
-        norm = actor.reward_norm
-        if norm is not None and "group" in (norm.mean_level, norm.std_level):
+        for name in ("reward_norm", "adv_norm"):
+            norm = getattr(actor, name)
             require(
-                group_size >= 2,
-                "gconfig.n_samples must be at least 2 when actor.reward_norm compares the samples "
-                "of a group (one sample alone always scores 0)",
+                norm is None or not norm.compares_group or group_size >= 2,
+                f"gconfig.n_samples must be at least 2 when actor.{name} compares the samples of "
+                "a group (one alone has nothing to be compared with)",
                 group_size,
             )
+        require(
+            self.dynamic_filter_fn is not None or not self.dynamic_bs,
+            "dynamic_bs needs dynamic_filter_fn: without a filter every prompt is accepted",
+            self.dynamic_bs,
+        )
+
+    def _check_ref(self) -> None:
+        actor = self.actor
+        if self.ref is None:
+            found = f"actor.kl_ctl={actor.kl_ctl}, actor.kl_loss_coef={actor.kl_loss_coef}"
+            require(
+                not actor.needs_ref,
+                "ref must be set for a KL penalty (`ref: {}` is the model that training starts "
+                f"from); {found}",
+                None,
+            )
+            return
+        require(
+            actor.needs_ref,
+            "ref has no effect: set actor.kl_ctl or actor.kl_loss_coef above 0, or remove it",
+            None,
+        )
+        self.ref.inherit(actor)
+
+    def _check_critic(self) -> None:
+        if self.critic is None:
+            return
+        self.critic.inherit(self.actor)
+        norm = self.actor.reward_norm
+        require(
+            norm is None or not norm.compares_group,
+            "critic and actor.reward_norm by group are two baselines: remove critic (GRPO), or "
+            "reward_norm (PPO)",
+            None,
+        )
+        samples = self.train_dataset.batch_size * self.gconfig.n_samples
+        require(
+            self.critic.ppo_n_minibatches <= samples,
+            "critic.ppo_n_minibatches must not exceed the samples of a step, "
+            f"train_dataset.batch_size * gconfig.n_samples = {samples}",
+            self.critic.ppo_n_minibatches,
+        )
+
+    def _check_teacher(self) -> None:
+        if self.teacher is None:
+            return
+        self.teacher.inherit(self.actor)
+        if self.teacher.rl_loss_weight == 0:
+            reason = "teacher.rl_loss_weight is 0: nothing reads the advantages it changes"
+            require(self.critic is None, f"critic must be left out, {reason}", None)
+            require(self.actor.kl_ctl == 0, f"actor.kl_ctl must be 0, {reason}", self.actor.kl_ctl)
 
 
 GRPOConfig = PPOConfig
-
-
-def _check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:
-    """The one string says the same as the `backend` of each engine, or it is refused."""
-    try:
-        mode = AllocationMode.from_str(allocation_mode)
-    except ValueError as error:
-        raise ValueError(f"allocation_mode: {error}") from None
-    layouts = {(part.backend, part.parallel) for part in mode.allocations}
-    for role, backend in backends.items():
-        engine = ModelAllocation.from_str(backend)
-        require(
-            (engine.backend, engine.parallel) in layouts,
-            f"allocation_mode must hold {backend!r}, the backend of {role}; leave it out and "
-            "write `backend` in each section",
-            allocation_mode,
-        )

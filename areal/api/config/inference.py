@@ -30,8 +30,6 @@ class InferenceEngineConfig:
     """Times a failed episode or request is tried again."""
     setup_timeout: float = 300.0
     """Seconds the server may take to come up."""
-    check_trajectory_format: bool = False
-    """Check keys and shapes of every trajectory a workflow returns."""
     dump_to_file: bool = False
     """Write every trajectory as text under the run's logs."""
     recompute_kv: bool = True

@@ -8,12 +8,18 @@ from typing import Any, TypeVar
 from areal.api.config.build import build, check_keys, with_defaults
 from areal.api.config.errors import ConfigError
 from areal.api.config.experiment import BaseExperimentConfig, PPOConfig, SFTConfig
+from areal.api.config.preference import DPOConfig, RWConfig
 from areal.api.config.source import Source, read_source
 
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 
 # The `trainer` key of a file -> the class of its root.
-EXPERIMENTS: dict[str, type[BaseExperimentConfig]] = {"ppo": PPOConfig, "sft": SFTConfig}
+EXPERIMENTS: dict[str, type[BaseExperimentConfig]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "rw": RWConfig,
+    "dpo": DPOConfig,
+}
 
 
 def load_expr_config(argv: list[str], cls: type[Config]) -> tuple[Config, str]:
@@ -26,7 +32,7 @@ def load_expr_config(argv: list[str], cls: type[Config]) -> tuple[Config, str]:
 
 
 def experiment_class(argv: list[str]) -> type[BaseExperimentConfig]:
-    """The class to load `argv` with: its file says `trainer: ppo` (the default) or `sft`."""
+    """The class to load `argv` with: its file says `trainer: ppo` (the default), `sft`, ..."""
     source = read_source(list(argv))
     kind = source.tree.get("trainer", "ppo")
     if not isinstance(kind, str) or kind not in EXPERIMENTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from areal.api.alloc_mode import ModelAllocation
+from areal.api.alloc_mode import AllocationMode, ModelAllocation
 from areal.api.config.checks import expand_path, require, require_above, require_at_least
 from areal.api.config.optimizer import OptimizerConfig
 
@@ -42,6 +42,21 @@ class NormConfig:
 
     def __post_init__(self) -> None:
         require_at_least(0, eps=self.eps)
+        require(
+            self.mean_level is not None or self.std_level is not None,
+            "mean_level and std_level are both null, which changes nothing: remove the section",
+            None,
+        )
+        require(
+            self.mean_level is not None or not self.mean_leave1out,
+            "mean_leave1out needs a mean: set mean_level",
+            self.mean_leave1out,
+        )
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether a sample is measured against the others of its prompt."""
+        return "group" in (self.mean_level, self.std_level)
 
 
 @dataclass(kw_only=True)
@@ -54,6 +69,8 @@ class TrainEngineConfig:
     """Engine and parallel layout, like `archon:d1`."""
     init_from_scratch: bool = False
     """Random weights: only the model's config is read from `path`."""
+    is_critic: bool = False
+    """One number per token (a value or a score) in place of the LM head's probabilities."""
     temperature: float = 1.0
     """Divides the logits before log-probabilities. For RL it must equal `gconfig.temperature`."""
     logprobs_chunk_size: int = 1024
@@ -68,11 +85,16 @@ class TrainEngineConfig:
     """How weights reach the inference engine: shared memory, a folder, or inside one process."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path must name a model folder", self.path)
-        self.path = expand_path("path", self.path)
+        if self.path is not None:  # a critic takes the actor's
+            require(bool(self.path), "path must name a model folder", self.path)
+            self.path = expand_path("path", self.path)
         require_above(0, temperature=self.temperature)
         require_at_least(1, logprobs_chunk_size=self.logprobs_chunk_size)
-        check_backend(self.backend, role="training", runnable="archon:d1")
+        check_training_backend(self.backend)
+
+
+def check_training_backend(backend: str) -> None:
+    check_backend(backend, role="training", runnable="archon:d1")
 
 
 def check_backend(backend: str, *, role: str, runnable: str) -> None:
@@ -89,3 +111,20 @@ def check_backend(backend: str, *, role: str, runnable: str) -> None:
     engine = runnable.partition(":")[0]
     if allocation.backend != engine or allocation.world_size != 1:
         raise ValueError(f"backend {backend!r} cannot run in this version: use {runnable!r}")
+
+
+def check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:
+    """The one string says the same as the `backend` of each engine, or it is refused."""
+    try:
+        mode = AllocationMode.from_str(allocation_mode)
+    except ValueError as error:
+        raise ValueError(f"allocation_mode: {error}") from None
+    layouts = {(part.backend, part.parallel) for part in mode.allocations}
+    for role, backend in backends.items():
+        engine = ModelAllocation.from_str(backend)
+        require(
+            (engine.backend, engine.parallel) in layouts,
+            f"allocation_mode must hold {backend!r}, the backend of {role}; leave it out and "
+            "write `backend` in each section",
+            allocation_mode,
+        )

@@ -1,0 +1,63 @@
+"""Learning from pairs of a chosen and a rejected answer: reward models and DPO.
+
+`train_dataset.batch_size` counts pairs; a pair is never torn apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal.api.config.checks import require_above
+from areal.api.config.experiment import BaseExperimentConfig
+from areal.api.config.roles import RefConfig
+from areal.api.config.train_engine import TrainEngineConfig, check_allocation
+
+
+@dataclass(kw_only=True)
+class RWConfig(BaseExperimentConfig):
+    """Training of a reward model."""
+
+    trainer: Literal["rw"] = "rw"
+    """Which trainer `areal train` runs."""
+    actor: TrainEngineConfig
+    """The trained model; `is_critic: true` gives it the head that scores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherit_from_trainer(self.actor, "rw")
+        if self.allocation_mode:
+            check_allocation(self.allocation_mode, {"training": self.actor.backend})
+
+
+@dataclass(kw_only=True)
+class DPOActorConfig(TrainEngineConfig):
+    """The policy trained by direct preference optimisation."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the reference model."""
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid` is DPO; `ipo` regresses the margin on 1 / (2 beta)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_above(0, beta=self.beta)
+
+
+@dataclass(kw_only=True)
+class DPOConfig(BaseExperimentConfig):
+    """Direct preference optimisation, or IPO."""
+
+    trainer: Literal["dpo"] = "dpo"
+    """Which trainer `areal train` runs."""
+    actor: DPOActorConfig
+    """The trained policy."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference model. Default: the model that training starts from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherit_from_trainer(self.actor, "dpo")
+        self.ref.inherit(self.actor)
+        if self.allocation_mode:
+            check_allocation(self.allocation_mode, {"training": self.actor.backend})
