@@ -8,6 +8,7 @@ temporary folder of `areal.utils.fs.atomic_folder`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from areal.models.common.decoder import Decoder
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SCORE_HEAD = "score.weight"
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
@@ -44,21 +46,36 @@ def build_model(
     *,
     device: str | torch.device,
     dtype: torch.dtype,
+    is_critic: bool = False,
 ) -> Decoder:
-    """The module with undefined weights: follow with `load_hf` or `model.init_weights(seed)`."""
+    """The module with undefined weights: follow with `load_hf` or `model.init_weights(seed)`.
+
+    A critic has a score per token in place of the LM head.
+    """
     is_config = isinstance(path_or_config, Mapping)
     config = path_or_config if is_config else read_hf_config(path_or_config)
     spec = get_model_spec(config["model_type"])
     args = spec.model_args_class.from_hf_config(config)
+    args = dataclasses.replace(args, is_critic=is_critic)
     with torch.device("meta"):
         model = spec.model_class(args)
     return model.to(dtype).to_empty(device=device)
 
 
-def load_hf(model: Decoder, path: str | Path) -> None:
-    """Fill every weight of `model` from the safetensors of a folder, cast to the model's dtype."""
+def has_score_head(path: str | Path) -> bool:
+    """Whether the folder holds a critic or reward model (else a language model)."""
+    return SCORE_HEAD in _read_shapes(_weight_files(Path(path)))
+
+
+def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) -> None:
+    """Fill `model` from the safetensors of a folder, cast to the model's dtype.
+
+    Every weight must be there but those `without`, which keep the values they have.
+    """
     files = _weight_files(Path(path))
-    check_hf_shapes(model, _read_shapes(files), source=str(path))
+    own = {name: tuple(tensor.shape) for name, tensor in model.named_hf_tensors()}
+    kept = {name: own[name] for name in without}
+    check_hf_shapes(model, {**kept, **_read_shapes(files)}, source=str(path))
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
@@ -110,6 +127,16 @@ def save_hf(
     _name_shards(folder, shards, total_bytes)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     _write_json(folder / CONFIG_FILE, {**config, key: str(dtypes[0]).removeprefix("torch.")})
+
+
+def critic_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a critic: transformers loads it as a classifier with one label."""
+    architectures = [
+        name.replace("ForCausalLM", "ForSequenceClassification")
+        for name in config.get("architectures") or ()
+    ]
+    one_label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**config, "architectures": architectures, **one_label}
 
 
 def _is_derived(model: Decoder, hf_name: str) -> bool:

@@ -96,6 +96,7 @@ class DecoderArgs:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     initializer_range: float = 0.02
+    is_critic: bool = False  # a score per token in place of the LM head
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:

@@ -2,6 +2,7 @@
 
     hidden_TD = model(tokens_T, positions_T, attend)   # after the final norm
     logits_TV = model.logits(hidden_TD)                # or chunks of it, with model.output_weight
+    values_T = model.values(hidden_TD)                 # of a critic, which has no LM head
 
 Tokens are one flat row of T, whatever sequences they belong to: only `attend` and the positions
 know. Weights go in and out under their Hugging Face names through the family's adapter.
@@ -40,6 +41,16 @@ class DecoderBlock(nn.Module):
         return x_TD + self.feed_forward(self.ffn_norm(x_TD))
 
 
+class TokenEmbedding(nn.Embedding):
+    """An embedding that is not filled when it is made: weights are loaded, or drawn later.
+
+    Filling one on the meta device makes torch import its compiler, two seconds of every start.
+    """
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Decoder(nn.Module):
     """Families subclass this to name their adapter; their architecture is in their args."""
 
@@ -49,14 +60,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.adapter = self.adapter_class(args)
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = TokenEmbedding(args.vocab_size, args.dim)
         self.rope = RotaryEmbedding(args.rope, args.head_dim)
         # Keyed by the layer's number: a pipeline stage that drops layers keeps the others' names.
         self.layers = nn.ModuleDict({str(i): DecoderBlock(args, i) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, args.norm_eps)
-        self.output = (
-            None if args.tie_word_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
-        )
+        has_own_head = not (args.tie_word_embeddings or args.is_critic)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if has_own_head else None
+        # Last of the modules: a critic's trunk gets the initial weights of the language model's.
+        self.score = nn.Linear(args.dim, 1, bias=False) if args.is_critic else None
 
     def forward(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend
@@ -69,6 +81,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden_TD, self.output_weight)
+
+    def values(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """One float32 number per token, of a model built with `is_critic`."""
+        return self.score(hidden_TD).float().squeeze(-1)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -83,12 +99,18 @@ class Decoder(nn.Module):
             if isinstance(module, nn.RMSNorm):
                 module.weight.fill_(1.0)
             elif isinstance(module, nn.Linear | nn.Embedding):
-                drawn = torch.empty(module.weight.shape, dtype=torch.float32, device="cpu")
-                module.weight.copy_(
-                    drawn.normal_(0.0, self.args.initializer_range, generator=generator)
-                )
+                self._draw(module.weight, generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
+
+    @torch.no_grad()
+    def init_score(self, seed: int) -> None:
+        """A fresh score head alone: what a critic that starts from a language model lacks."""
+        self._draw(self.score.weight, torch.Generator().manual_seed(seed))
+
+    def _draw(self, weight: torch.Tensor, generator: torch.Generator) -> None:
+        drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+        weight.copy_(drawn.normal_(0.0, self.args.initializer_range, generator=generator))
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight once, detached and not copied; a tied head is the embedding alone."""

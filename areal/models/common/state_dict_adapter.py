@@ -27,6 +27,7 @@ DENSE_FROM_HF: dict[str, str] = {
     "model.layers.{}.mlp.up_proj.weight": "layers.{}.feed_forward.w3.weight",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "output.weight",
+    "score.weight": "score.weight",
 }
 
 # Rows a family adds when its checkpoints can have them.
@@ -52,10 +53,11 @@ class StateDictAdapter:
         self.to_hf_map = {ours: theirs for theirs, ours in self.from_hf_map.items()}
 
     def from_hf_name(self, hf_name: str) -> str | None:
-        """Our name, or None for a tensor that is derived: rope tables, the head of a tied model."""
+        """Our name, or None for a tensor without a place here: rope tables, the head of a tied
+        model, the LM head when a critic is made from a language model."""
         if hf_name.endswith("rotary_emb.inv_freq"):
             return None
-        if hf_name == "lm_head.weight" and self.args.tie_word_embeddings:
+        if hf_name == "lm_head.weight" and (self.args.tie_word_embeddings or self.args.is_critic):
             return None
         return _rename(hf_name, self.from_hf_map)
 
