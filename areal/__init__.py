@@ -11,11 +11,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DPOTrainer": "areal.trainer.dpo_trainer",
     "PPOTrainer": "areal.trainer.rl_trainer",
+    "RWTrainer": "areal.trainer.rw_trainer",
     "SFTTrainer": "areal.trainer.sft_trainer",
     "workflow_context": "areal.rollout.context",
 }
-__all__ = ["PPOTrainer", "SFTTrainer", "__version__", "workflow_context"]  # noqa: F822
+__all__ = [  # noqa: F822
+    "DPOTrainer",
+    "PPOTrainer",
+    "RWTrainer",
+    "SFTTrainer",
+    "__version__",
+    "workflow_context",
+]
 
 
 def __getattr__(name: str) -> Any:

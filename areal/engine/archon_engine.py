@@ -7,6 +7,9 @@ equal runs, or a run resumed from `save(dcp)`, end with the same bits.
     engine = ArchonEngine(config)
     engine.initialize(ft_spec)
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
+
+With `config.is_critic` the model has a score head in place of the LM head, and values take the
+place of log-probabilities; one that starts from a language model draws that head from the seed.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from areal.engine.logprobs import next_token_logprobs
 from areal.engine.optim import MasterOptimizer
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.decoder import Decoder
-from areal.models.hf_io import build_model, load_hf, read_hf_config, save_hf
+from areal.models.hf_io import (
+    SCORE_HEAD,
+    build_model,
+    critic_config,
+    has_score_head,
+    load_hf,
+    read_hf_config,
+    save_hf,
+)
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 from areal.weight_sync.transports import send_weights
@@ -34,7 +45,8 @@ from areal.weight_sync.transports import send_weights
 
 class ArchonEngine(TrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
-        """`seed` draws the weights when `config.init_from_scratch`."""
+        """`seed` draws what `config.path` does not hold: the score head of a new critic, or every
+        weight with `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
         self.device = torch.device(best_device())
@@ -49,15 +61,27 @@ class ArchonEngine(TrainEngine):
         if self.device.type == "cpu":
             use_plain_blas()
         self._hf_config = read_hf_config(self.config.path)
-        self._model = build_model(self._hf_config, device=self.device, dtype=self._dtype())
-        if self.config.init_from_scratch:
-            self._model.init_weights(self._seed)
-        else:
-            load_hf(self._model, self.config.path)
+        self._model = build_model(
+            self._hf_config,
+            device=self.device,
+            dtype=self._dtype(),
+            is_critic=self.config.is_critic,
+        )
+        self._fill_model(self._model)
         if self.config.optimizer is not None and ft_spec is not None:
             self._optimizer = MasterOptimizer(
                 self._model, self.config.optimizer, ft_spec.total_train_steps
             )
+
+    def _fill_model(self, model: Decoder) -> None:
+        path = self.config.path
+        if self.config.init_from_scratch:
+            model.init_weights(self._seed)
+        elif self.config.is_critic and not has_score_head(path):
+            model.init_score(self._seed)
+            load_hf(model, path, without=[SCORE_HEAD])
+        else:
+            load_hf(model, path)
 
     def destroy(self) -> None:
         self._model = self._optimizer = self._receiver = None
@@ -79,12 +103,12 @@ class ArchonEngine(TrainEngine):
             )
         return self._optimizer
 
-    def train_batch(self, input_, loss_fn, loss_weight_fn) -> dict[str, float]:
+    def train_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> dict[str, float]:
         _ = self.optimizer  # refuse before the work, not after it
-        return base.train_batch(self, input_, loss_fn, loss_weight_fn)
+        return base.train_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
 
-    def eval_batch(self, input_, loss_fn, loss_weight_fn) -> torch.Tensor:
-        return base.eval_batch(self, input_, loss_fn, loss_weight_fn)
+    def eval_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> torch.Tensor:
+        return base.eval_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
 
     def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
         return base.forward_batch(self, input_)
@@ -95,22 +119,28 @@ class ArchonEngine(TrainEngine):
         outputs = []
         with torch.set_grad_enabled(not forward_only):
             for index, mb in enumerate(mbs):
-                output = output_fn(index, *self._logprobs(mb.data))
+                output = output_fn(index, *self._outputs(mb.data))
                 if not forward_only:
                     output.backward()
                     self.optimizer.collect_gradients()
                 outputs.append(output.detach())
         return outputs
 
-    def _logprobs(self, mb: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """log p of the next token and entropy, `[T]`. At a sequence's last token they are junk."""
+    def _outputs(self, mb: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
+
+        At a sequence's last token, log p and entropy are junk.
+        """
         tokens_T = mb["input_ids"].long()
+        attend = PackedAttention(mb["cu_seqlens"], mb["max_seqlen"])
+        hidden_TD = self.model(tokens_T, attend.positions_T, attend)
+        if self.config.is_critic:
+            return (self.model.values(hidden_TD),)
         labels_T = tokens_T.roll(-1)
         # Junk that does not depend on which sequence happens to come next.
         labels_T[mb["cu_seqlens"][1:].long() - 1] = 0
-        attend = PackedAttention(mb["cu_seqlens"], mb["max_seqlen"])
         return next_token_logprobs(
-            self.model(tokens_T, attend.positions_T, attend),
+            hidden_TD,
             self.model.output_weight,
             labels_T,
             temperature=self.config.temperature,
@@ -131,7 +161,8 @@ class ArchonEngine(TrainEngine):
             )
             return
         _refuse_optimizer(meta)
-        save_hf(self.hf_weights(), self._hf_config, meta.path)
+        config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
+        save_hf(self.hf_weights(), config, meta.path)
         generation_config = Path(self.config.path) / "generation_config.json"
         if generation_config.is_file():
             shutil.copy(generation_config, meta.path)

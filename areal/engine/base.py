@@ -21,11 +21,13 @@ from areal.api.config.train_engine import MicroBatchSpec
 from areal.utils.data import pack, sequence_lengths, unpack
 from areal.utils.seqpack import pack_sequences
 
-LossFn = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
+# (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
+LossFn = Callable[..., torch.Tensor]
 LossWeightFn = Callable[[dict[str, Any]], torch.Tensor]
 
-# (micro-batch number, logprobs_T, entropy_T) -> a tensor; a scalar when it is differentiated.
-OutputFn = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+# (micro-batch number, *what the model says of each token) -> a tensor; a scalar when it is
+# differentiated. A language model says logprobs_T and entropy_T, a critic values_T.
+OutputFn = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +54,77 @@ class Backend(Protocol):
 
 
 def train_batch(
-    backend: Backend, input_: Mapping[str, Any], loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    backend: Backend,
+    input_: Mapping[str, Any],
+    loss_fn: LossFn,
+    loss_weight_fn: LossWeightFn,
+    rows_per_unit: int,
 ) -> dict[str, float]:
     """One optimizer step on the weighted mean of the loss."""
-    losses = _weighted_losses(backend, input_, loss_fn, loss_weight_fn, forward_only=False)
+    mbs = split_micro_batches(input_, backend.mb_spec, backend.device, rows_per_unit)
+    losses = _weighted_losses(backend, mbs, loss_fn, loss_weight_fn, forward_only=False)
     return {**backend.optimizer_step(), "loss": losses.sum().item()}
 
 
 def eval_batch(
-    backend: Backend, input_: Mapping[str, Any], loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    backend: Backend,
+    input_: Mapping[str, Any],
+    loss_fn: LossFn,
+    loss_weight_fn: LossWeightFn,
+    rows_per_unit: int,
 ) -> torch.Tensor:
     """The weighted mean of the loss."""
-    return _weighted_losses(backend, input_, loss_fn, loss_weight_fn, forward_only=True).sum()
+    mbs = split_micro_batches(input_, backend.mb_spec, backend.device, rows_per_unit)
+    return _weighted_losses(backend, mbs, loss_fn, loss_weight_fn, forward_only=True).sum()
 
 
 def forward_batch(backend: Backend, input_: Mapping[str, Any]) -> torch.Tensor:
-    """Log-probabilities `[B, S]` on the input's device, zero on padding."""
+    """Log-probabilities or values `[B, S]` on the input's device, zero on padding."""
     mask = input_["attention_mask"]
     mbs = split_micro_batches(input_, backend.mb_spec, backend.device)
     out_BS = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    packed = backend.forward_backward_batch(mbs, lambda _, logprobs_T, __: logprobs_T, True)
-    for mb, logprobs_T in zip(mbs, packed, strict=True):
-        rows_BS = unpack(logprobs_T, mb.data["cu_seqlens"], mask.shape[1])
+    packed = backend.forward_backward_batch(mbs, lambda _, output_T, *rest: output_T, True)
+    for mb, output_T in zip(mbs, packed, strict=True):
+        rows_BS = unpack(output_T, mb.data["cu_seqlens"], mask.shape[1])
         out_BS[mb.rows] = rows_BS.to(mask.device)
     return out_BS
 
 
 def split_micro_batches(
-    input_: Mapping[str, Any], spec: MicroBatchSpec, device: torch.device
+    input_: Mapping[str, Any], spec: MicroBatchSpec, device: torch.device, rows_per_unit: int = 1
 ) -> list[MicroBatch]:
-    """Packed micro-batches on `device` within the token budget of `spec`."""
+    """Packed micro-batches on `device` within the token budget of `spec`.
+
+    Every `rows_per_unit` consecutive rows (a chosen and a rejected answer) are packed as one, so
+    they share a micro-batch and stay neighbours in it.
+    """
+    lengths = sequence_lengths(input_["attention_mask"])
+    if len(lengths) % rows_per_unit:
+        raise ValueError(
+            f"the batch has {len(lengths)} rows, which do not make units of {rows_per_unit} rows"
+        )
     bins = pack_sequences(
-        sequence_lengths(input_["attention_mask"]).tolist(),
+        lengths.view(-1, rows_per_unit).sum(dim=1).tolist(),
         max_tokens=spec.max_tokens_per_mb,
         min_bins=spec.n_mbs,
         algorithm=spec.packing_algorithm,
     )
-    return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in bins]
+    row_bins = [
+        [unit * rows_per_unit + row for unit in bin_ for row in range(rows_per_unit)]
+        for bin_ in bins
+    ]
+    return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in row_bins]
 
 
 def _weighted_losses(
     backend: Backend,
-    input_: Mapping[str, Any],
+    mbs: list[MicroBatch],
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
     *,
     forward_only: bool,
 ) -> torch.Tensor:
     """The loss of each micro-batch times its share of the weight, detached."""
-    mbs = split_micro_batches(input_, backend.mb_spec, backend.device)
     weights = torch.stack([loss_weight_fn(mb.data).double() for mb in mbs])
     total = weights.sum()
     if not total > 0:
@@ -110,8 +134,8 @@ def _weighted_losses(
         )
     shares = (weights / total).float()
 
-    def output_fn(index: int, logprobs_T: torch.Tensor, entropy_T: torch.Tensor) -> torch.Tensor:
-        return loss_fn(logprobs_T, entropy_T, mbs[index].data) * shares[index]
+    def output_fn(index: int, *outputs: torch.Tensor) -> torch.Tensor:
+        return loss_fn(*outputs, mbs[index].data) * shares[index]
 
     return torch.stack(backend.forward_backward_batch(mbs, output_fn, forward_only))
 

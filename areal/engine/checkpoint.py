@@ -25,8 +25,14 @@ def save(
 ) -> None:
     """Write into the folder `path`; without `optimizer` weights and version alone."""
     state, _ = _state(model, optimizer, version)
-    with _in_one_process():
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+    try:
+        with _in_one_process():
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+    except CheckpointException as error:  # no Exception in torch: nobody else would catch it
+        cause = _cause(error)
+        if isinstance(cause, OSError):
+            raise cause from error
+        raise RuntimeError(f"cannot write {path}: {cause}") from error
 
 
 def load(path: str | Path, model: nn.Module, optimizer: MasterOptimizer | None) -> int:
@@ -36,9 +42,8 @@ def load(path: str | Path, model: nn.Module, optimizer: MasterOptimizer | None) 
         with _in_one_process():
             dcp.load(state, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
         raise RuntimeError(
-            f"{path} is not a checkpoint of this model and optimizer: {cause}"
+            f"{path} is not a checkpoint of this model and optimizer: {_cause(error)}"
         ) from error
     version, lr_step, num_skipped_steps = counters.tolist()
     if optimizer is not None:
@@ -46,6 +51,17 @@ def load(path: str | Path, model: nn.Module, optimizer: MasterOptimizer | None) 
         optimizer.set_lr_step(lr_step)
         optimizer.num_skipped_steps = num_skipped_steps
     return version
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What went wrong on the first of the failed ranks.
+
+    A full disk makes torch's file writer fail again while it closes: the OSError below is it.
+    """
+    first = cause = next(iter(error.failures.values()))[0]
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or first
 
 
 @contextmanager

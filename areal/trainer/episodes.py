@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal.algorithm import DYNAMIC_FILTERS
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal.reward import get_reward_fn
-from areal.utils.import_path import load
+from areal.utils.import_path import load_named
 from areal.workflow import get_workflow_class
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def build_filter(
 ) -> Callable[[Trajectory], bool] | None:
     """The dynamic filter as a function; None accepts every group."""
     chosen = given or config.dynamic_filter_fn
-    return load(chosen, key="dynamic_filter_fn") if isinstance(chosen, str) else chosen
+    if not isinstance(chosen, str):
+        return chosen
+    return load_named(chosen, DYNAMIC_FILTERS, key="dynamic_filter_fn")
 
 
 def mean_reward(groups: Sequence[Trajectory | None]) -> float:

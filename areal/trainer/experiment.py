@@ -11,14 +11,16 @@ from typing import Any
 
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.dataset import get_custom_dataset
+from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.run import StepObserver
+from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
 from areal.utils.tokenizer import load_hf_tokenizer
 
 Rows = Sequence[dict[str, Any]]
 
-TRAINERS = {"ppo": PPOTrainer, "sft": SFTTrainer}
+TRAINERS = {"ppo": PPOTrainer, "sft": SFTTrainer, "rw": RWTrainer, "dpo": DPOTrainer}
 
 
 def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = None) -> None:

@@ -14,17 +14,30 @@ import torch
 from areal.algorithm.advantage import shift_left
 from areal.algorithm.sft import sft_loss
 from areal.api.engine_api import TrainEngine
+from areal.trainer.batches import Rows, text_batch
 
 
-def train_lm(engine: TrainEngine, batch: dict[str, Any]) -> dict[str, float]:
-    """One optimizer step; the engine's report and the perplexity. The caller steps the schedule."""
-    stats = engine.train_batch(_aligned(batch), _loss, _loss_tokens)
-    return {**stats, "ppl": math.exp(min(stats["loss"], 700.0))}  # beyond 709 exp overflows
+class LMLearner:
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    def collate(self, rows: Rows) -> dict[str, torch.Tensor]:
+        return text_batch(rows)
+
+    def train(self, batch: dict[str, Any]) -> dict[str, float]:
+        """The engine's report and the perplexity."""
+        stats = self.engine.train_batch(_aligned(batch), _loss, _loss_tokens)
+        self.engine.step_lr_scheduler()
+        return {**stats, "ppl": _perplexity(stats["loss"])}
+
+    def evaluate(self, batch: dict[str, Any]) -> dict[str, float]:
+        """Mean cross-entropy of the learned tokens, in nats, and its exponential."""
+        loss = self.engine.eval_batch(_aligned(batch), _loss, _loss_tokens).item()
+        return {"loss": loss, "ppl": _perplexity(loss)}
 
 
-def eval_lm(engine: TrainEngine, batch: dict[str, Any]) -> float:
-    """Mean cross-entropy of the learned tokens, in nats; its exponential is the perplexity."""
-    return engine.eval_batch(_aligned(batch), _loss, _loss_tokens).item()
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # beyond 709 exp overflows
 
 
 def _aligned(batch: dict[str, Any]) -> dict[str, Any]:

@@ -11,62 +11,47 @@ on-policy. What survives a kill is in `Run`: see trainer/run.py and rollout/ledg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
-from areal.engine.archon_engine import ArchonEngine
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
-from areal.rollout.source import PromptSource
 from areal.rollout.staleness import StalenessManager
 from areal.rollout.task_runner import TaskRunner
+from areal.trainer.base import Trainer
 from areal.trainer.episodes import build_filter, build_workflow, describe_batch, mean_reward
 from areal.trainer.inference import ServerTrace, open_inference
 from areal.trainer.ppo.actor import PPOActor
-from areal.trainer.run import Run, StepObserver
+from areal.trainer.ppo.batch import collect, token_outputs
+from areal.trainer.ppo.critic import PPOCritic
+from areal.trainer.run import StepObserver
 from areal.utils.perf_tracer import phase
-from areal.utils.tokenizer import load_hf_tokenizer
 from areal.utils.trajectory_dump import TrajectoryDump
 
 if TYPE_CHECKING:
-    from areal.api.config.experiment import PPOConfig
+    from areal.api.engine_api import TrainEngine
     from areal.api.io_struct import StepInfo
     from areal.rollout.executor import Batch
 
-Rows = Sequence[dict[str, Any]]
 
-
-class PPOTrainer:
+class PPOTrainer(Trainer):
     """Trains a policy with PPO or GRPO on episodes that run while it trains.
 
     with PPOTrainer(config, train_rows, valid_rows) as trainer:
         trainer.train(workflow="rlvr", workflow_kwargs={"reward_fn": my_reward})
     """
 
-    def __init__(
-        self, config: PPOConfig, train_dataset: Rows, valid_dataset: Rows | None = None
-    ) -> None:
-        self.config = config
-        self.valid_dataset = list(valid_dataset or ())
-        # What was opened is closed in reverse order, also when a later part fails to open.
-        with ExitStack() as stack:
-            self.run = stack.enter_context(Run(config, dataset_size=len(train_dataset)))
-            self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
-            self.source = _prompt_source(config, train_dataset)
-            self.engine = ArchonEngine(config.actor)
-            stack.callback(self.engine.destroy)
-            self.engine.initialize(self.run.ft_spec)
-            self.actor = PPOActor(config.actor, self.engine)
-            runner = self._start_runner(stack)
-            self.inference, weights = open_inference(config, self.run.paths, stack)
-            self.engine.connect_engine(self.inference, weights)
-            self.server_trace = ServerTrace(self.inference)
-            self.ledger = Ledger(self.run.database)
-            self.rollout = self._open_executor(runner, stack)
-            self._closing = stack.pop_all()
+    def _open(self, stack: ExitStack) -> None:
+        self._open_models(stack)
+        runner = self._start_runner(stack)
+        self.inference, weights = open_inference(self.config, self.run.paths, stack)
+        self.engine.connect_engine(self.inference, weights)
+        self.server_trace = ServerTrace(self.inference)
+        self.ledger = Ledger(self.run.database)
+        self.rollout = self._open_executor(runner, stack)
 
     def train(
         self,
@@ -89,20 +74,24 @@ class PPOTrainer:
         for step in self.run.steps(first):
             with phase("rollout", "sync"):
                 batch = self.rollout.prepare_batch()
+            with phase("forward"):
+                data = self._ask_models(batch)
             with phase("advantages"):
-                data = self.actor.compute_advantages(batch.trajectories)
+                data |= self.actor.compute_advantages(data)
             with phase("train"):
                 self.actor.ppo_update(data)
+                if self.critic is not None:
+                    self.critic.ppo_update(data)
             with phase("update_weights", "comm"):
                 self._publish(step.global_step + 1)
             stats = self._close_batch(batch, step)
             if self.run.evaluation_due(step):
                 with phase("evaluate", "sync"):
                     stats["eval/reward"] = self.evaluate(evaluation)
-            recorded = self.run.finish_step(step, self.engine, self.tokenizer, stats)
+            recorded = self.run.finish_step(step, self.tokenizer, stats)
             if on_step is not None:
                 on_step(step.global_step + 1, self.run.total_steps, recorded)
-        self.run.finish(self.engine, self.tokenizer)
+        self.run.finish(self.tokenizer)
 
     def evaluate(self, workflow: RolloutWorkflow) -> float:
         """Mean reward on the validation set; training episodes go on meanwhile."""
@@ -111,15 +100,34 @@ class PPOTrainer:
             self.rollout.rollout_batch(self.valid_dataset, workflow, group_size=group_size)
         )
 
-    def close(self) -> None:
-        """End the episodes, the server and the run. Calling it twice is fine."""
-        self._closing.close()
+    def _open_models(self, stack: ExitStack) -> None:
+        """The actor, and those of critic, reference model and teacher that the config has."""
+        config = self.config
+        self.engine = self._open_engine("actor", config.actor, stack)
+        self.actor = PPOActor(config.actor, self.engine, config.teacher)
+        if self.actor.kl_control is not None:
+            self.run.remember("kl_control", self.actor.kl_control)
+        self.critic: PPOCritic | None = None
+        if config.critic is not None:
+            engine = self._open_engine("critic", config.critic, stack)
+            self.critic = PPOCritic(config.critic, engine)
+        # What a model that is only asked says of each token, by the name it has in the batch.
+        self.advisers: dict[str, TrainEngine] = {}
+        for role, section in (("ref", config.ref), ("teacher", config.teacher)):
+            if section is not None:
+                frozen = section.engine_config(config.actor)
+                engine = self._open_engine(role, frozen, stack, trained=False)
+                self.advisers[f"{role}_logp"] = engine
 
-    def __enter__(self) -> PPOTrainer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def _ask_models(self, batch: Batch) -> dict[str, Any]:
+        """All samples as one batch, with what each model says of their tokens."""
+        data = collect(batch.trajectories)
+        data |= self.actor.compute_policies(data)
+        for key, engine in self.advisers.items():
+            data[key] = token_outputs(engine, data)
+        if self.critic is not None:
+            data["values"] = self.critic.compute_values(data)
+        return data
 
     def _start_runner(self, stack: ExitStack) -> TaskRunner:
         """The event loop; started before the engine, which has connections on it to close."""
@@ -159,7 +167,7 @@ class PPOTrainer:
 
     def _start(self, episodes: RolloutWorkflow, accept: Callable[[dict], bool] | None) -> int:
         """Load the recover point if there is one and let episodes run; the first step to do."""
-        first = self.run.resume(self.engine)
+        first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)
         if first > 0:
             self.engine.update_weights(first)
@@ -190,14 +198,3 @@ class PPOTrainer:
         stats |= {f"server/{name}": value for name, value in self.inference.stats().items()}
         self.server_trace.update()
         return stats
-
-
-def _prompt_source(config: PPOConfig, rows: Rows) -> PromptSource:
-    dataset = config.train_dataset
-    return PromptSource(
-        rows,
-        batch_size=dataset.batch_size,
-        seed=config.seed,
-        shuffle=dataset.shuffle,
-        drop_last=dataset.drop_last,
-    )

@@ -5,11 +5,13 @@ statistics, traces, savers and recover points. Trainers differ in what they do i
 a step is saved, evaluated, recorded and recovered from is decided here, once.
 
     with Run(config, dataset_size=len(rows)) as run:
-        first = run.resume(engine)               # 0 for a fresh run
+        run.roles.add("actor", engine)           # every model that is trained
+        run.remember("kl_controller", control)   # other state that training on depends on
+        first = run.resume()                     # 0 for a fresh run
         for step in run.steps(first):
             ...                                  # train
-            run.finish_step(step, engine, tokenizer, stats)
-        run.finish(engine, tokenizer)
+            run.finish_step(step, tokenizer, stats)
+        run.finish(tokenizer)
 """
 
 from __future__ import annotations
@@ -17,33 +19,44 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
-from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, StepInfo
+from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.trainer.roles import Roles
 from areal.utils import logging, perf_tracer, stats_tracker
 from areal.utils.fs import atomic_write_text
 from areal.utils.perf_tracer import phase
-from areal.utils.recover import RecoverStore
+from areal.utils.recover import RecoverPoint, RecoverStore
 from areal.utils.run_db import RunDatabase
 from areal.utils.run_paths import RunPaths
-from areal.utils.saver import Saver, save_checkpoint
+from areal.utils.saver import save_checkpoint
 from areal.utils.stats_logger import StatsLogger
 from areal.utils.timers import FrequencyTimer
 from areal.utils.trackers import open_trackers
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
-    from areal.api.engine_api import TrainEngine
 
 logger = logging.getLogger("Run")
 
+# Sections that name a model; a trainer's config has some of them.
+_ROLES = ("actor", "critic", "ref", "teacher")
+
 # Called after every step with (steps done, steps in all, its statistics).
 StepObserver = Callable[[int, int, Mapping[str, float]], None]
+
+
+class Stateful(Protocol):
+    """Something with a small state, of JSON values, that must survive a kill."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Run:
@@ -54,10 +67,17 @@ class Run:
         self.ft_spec = _finetune_spec(config, dataset_size)
         self._resumes = config.recover.mode == "on"
         self._committed_at = time.perf_counter()
+        self._config_text = dump_yaml(config)
+        self._recover = RecoverStore(
+            self.paths.recover, identity=_identity(config), keep=config.recover.keep
+        )
+        self._has_begun = False
         with ExitStack() as stack:
+            stack.enter_context(self._no_folder_for_a_mistake())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
-            atomic_write_text(self.paths.config, dump_yaml(config))
+            if (point := self._newest_point()) is not None:
+                point.check_identity()
             trackers = open_trackers(
                 config.stats_logger,
                 experiment_name=config.experiment_name,
@@ -72,28 +92,37 @@ class Run:
                 stack.callback(perf_tracer.stop)
             self._closing = stack.pop_all()
         self._trace_interval = config.perf_tracer.save_interval
-        self.saver = Saver(self.paths.checkpoints, "actor", _timer(config.saver))
+        self.roles = Roles(self.paths.checkpoints, lambda: _timer(config.saver))
+        self._remembered: dict[str, Stateful] = {}
         self._evaluation_timer = _timer(config.evaluator)
         self._evaluates = config.evaluator.ever_fires or config.evaluator.eval_before_train
         self._recover_timer = _timer(config.recover)
-        self._recover = RecoverStore(
-            self.paths.recover, identity=_identity(config), keep=config.recover.keep
-        )
 
     @property
     def total_steps(self) -> int:
         return self.ft_spec.total_train_steps
 
-    def resume(self, engine: TrainEngine) -> int:
-        """Load the newest recover point into `engine`; the first step still to do, 0 if none."""
-        point = self._recover.latest() if self._resumes else None
+    def remember(self, name: str, holder: Stateful) -> None:
+        """Keep `holder`'s state in recover points, beside the roles and the timers."""
+        assert name not in self._remembered, f"{name} is remembered already"
+        self._remembered[name] = holder
+
+    def resume(self) -> int:
+        """Load the newest recover point into every role; the first step still to do, 0 if none.
+
+        From here on the folder is that of a run: it gets its config.yaml.
+        """
+        point = self._newest_point()
+        state = None if point is None else point.load()
+        atomic_write_text(self.paths.config, self._config_text)
+        self._has_begun = True
         if point is None:
             self.database.record_event("started", "step 0")
             return 0
-        state = point.load()
-        engine.load(SaveLoadMeta(path=str(point.path), weight_format="dcp", with_optim=True))
-        for name, timer in self._timers().items():
-            timer.load_state_dict(state["timers"][name])
+        self.roles.read(point.path)
+        for name, holder in self._states().items():
+            if name in state:  # what the killed run did not have starts afresh
+                holder.load_state_dict(state[name])
         first = point.global_step + 1
         self.database.record_event("resumed", f"step {first}")
         logger.info("resumed after step %d of %d", first, self.total_steps)
@@ -117,7 +146,7 @@ class Run:
         return due or (self._evaluates and self._is_last(step))
 
     def finish_step(
-        self, step: StepInfo, engine: TrainEngine, tokenizer: Any, stats: Mapping[str, float]
+        self, step: StepInfo, tokenizer: Any, stats: Mapping[str, float]
     ) -> dict[str, float]:
         """Save what is due and record the step's statistics; returns them all.
 
@@ -125,13 +154,13 @@ class Run:
         resumed from it repeats nothing before it.
         """
         with phase("save", "io"):
-            self.saver.save_if_due(engine, step, tokenizer)
+            self.roles.save_if_due(step, tokenizer)
         recorded = {**stats_tracker.export_all(), **stats, **self._speed(stats["tokens"])}
         self.stats_logger.commit(step.global_step, recorded)
         due = self._recover_timer.tick(step) or self._is_last(step)
         if self._resumes and due:
             with phase("recover", "io"):
-                self._write_recover_point(step, engine)
+                self._write_recover_point(step)
         if (step.global_step + 1) % self._trace_interval == 0:
             perf_tracer.save()
         return recorded
@@ -140,9 +169,9 @@ class Run:
         """The step of the oldest recover point: trajectories trained by then are not needed."""
         return self._recover.oldest_step()
 
-    def finish(self, engine: TrainEngine, tokenizer: Any) -> Path:
-        """Export the trained model to the run's `model/` folder."""
-        save_checkpoint(engine, self.paths.model, tokenizer)
+    def finish(self, tokenizer: Any) -> Path:
+        """Export the trained actor to the run's `model/` folder."""
+        save_checkpoint(self.roles.engine("actor"), self.paths.model, tokenizer)
         self.database.record_event("finished", f"step {self.total_steps}")
         return self.paths.model
 
@@ -152,8 +181,26 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, *exc_info: Any) -> None:
+        self._closing.__exit__(*exc_info)
+
+    @contextmanager
+    def _no_folder_for_a_mistake(self) -> Iterator[None]:
+        """A user's mistake found before the first step leaves no folder that was not there."""
+        root = self.paths.root
+        made = [folder for folder in (root, *root.parents) if not folder.exists()]
+        try:
+            yield
+        except (ValueError, FileNotFoundError):
+            if made and not self._has_begun:
+                shutil.rmtree(root, ignore_errors=True)
+                with suppress(OSError):  # of another run that was started meanwhile
+                    for folder in made[1:]:
+                        folder.rmdir()
+            raise
+
+    def _newest_point(self) -> RecoverPoint | None:
+        return self._recover.latest() if self._resumes else None
 
     def _speed(self, tokens: float) -> dict[str, float]:
         """From commit to commit, so that no part of the loop goes uncounted."""
@@ -164,19 +211,13 @@ class Run:
     def _is_last(self, step: StepInfo) -> bool:
         return step.global_step == self.total_steps - 1
 
-    def _write_recover_point(self, step: StepInfo, engine: TrainEngine) -> None:
-        def write(folder: Path) -> None:
-            engine.save(SaveLoadMeta(path=str(folder), weight_format="dcp", with_optim=True))
+    def _write_recover_point(self, step: StepInfo) -> None:
+        state = {name: holder.state_dict() for name, holder in self._states().items()}
+        self._recover.save(step.global_step, self.roles.write, state)
 
-        timers = {name: timer.state_dict() for name, timer in self._timers().items()}
-        self._recover.save(step.global_step, write, {"timers": timers})
-
-    def _timers(self) -> dict[str, FrequencyTimer]:
-        return {
-            "saver": self.saver.timer,
-            "evaluator": self._evaluation_timer,
-            "recover": self._recover_timer,
-        }
+    def _states(self) -> dict[str, Stateful]:
+        timers = {"evaluator": self._evaluation_timer, "recover": self._recover_timer}
+        return {**timers, **self.roles.timers(), **self._remembered}
 
 
 def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneSpec:
@@ -198,7 +239,7 @@ def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneS
 
 def _open_database(paths: RunPaths, resumes: bool) -> RunDatabase:
     """The run's database; refuses to write into an earlier run that is not to be resumed."""
-    if paths.database.exists() and not resumes:
+    if paths.config.exists() and not resumes:
         raise ValueError(
             f"{paths.root} holds an earlier run: set recover.mode=on to go on with it, "
             "or choose another trial_name"
@@ -219,10 +260,12 @@ def _timer(config: TimerConfig) -> FrequencyTimer:
 
 def _identity(config: BaseExperimentConfig) -> dict[str, Any]:
     """What must not change between a recover point and the run that goes on from it."""
+    sections = {f.name: getattr(config, f.name) for f in fields(config) if f.name in _ROLES}
+    models = {f"{role}.path": section.path for role, section in sections.items() if section}
     return {
         "trainer": config.trainer,
         "seed": config.seed,
-        "actor.path": config.actor.path,
+        **models,
         "train_dataset.path": config.train_dataset.path,
         "train_dataset.batch_size": config.train_dataset.batch_size,
         "train_dataset.dataset_kwargs": config.train_dataset.dataset_kwargs,

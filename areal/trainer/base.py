@@ -1,0 +1,89 @@
+"""What every trainer is made of: a run, a tokenizer, a stream of rows, and models by role.
+
+    class MyTrainer(Trainer):
+        def _open(self, stack):                              # called once, by the constructor
+            self.engine = self._open_engine("actor", self.config.actor, stack)
+
+        def train(self, on_step=None): ...
+
+What was opened is closed in reverse order, by `close`, by leaving the `with` block, and when a
+later part of the constructor fails. The first error is the one the caller sees: a fault in closing
+after it is logged and hides nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+from areal.api.config.train_engine import TrainEngineConfig
+from areal.engine.archon_engine import ArchonEngine
+from areal.rollout.source import PromptSource
+from areal.trainer.run import Run
+from areal.utils import logging
+from areal.utils.tokenizer import load_hf_tokenizer
+
+logger = logging.getLogger("Trainer")
+
+Rows = Sequence[dict[str, Any]]
+
+
+class Trainer(ABC):
+    def __init__(self, config: Any, train_dataset: Rows, valid_dataset: Rows | None = None) -> None:
+        """`config` is the experiment config of the trainer's own kind."""
+        self.config = config
+        self.valid_dataset = list(valid_dataset or ())
+        self._closing = ExitStack()
+        try:
+            self.run = self._closing.enter_context(Run(config, dataset_size=len(train_dataset)))
+            self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
+            self.source = _row_source(config, train_dataset)
+            self._open(self._closing)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    @abstractmethod
+    def _open(self, stack: ExitStack) -> None:
+        """Open the models and whatever else `train` needs; `stack` closes them."""
+
+    def close(self) -> None:
+        """Close what is open. Calling it twice is fine."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        try:
+            self._closing.__exit__(*exc_info)
+        except Exception:
+            if exc_info[1] is None:
+                raise
+            # The error on its way to the caller is the one that matters.
+            logger.exception("closing failed too")
+
+    def _open_engine(
+        self, role: str, config: TrainEngineConfig, stack: ExitStack, *, trained: bool = True
+    ) -> ArchonEngine:
+        """The model of one role; a trained one has an optimizer and is saved and recovered."""
+        engine = ArchonEngine(config, seed=self.config.seed)
+        stack.callback(engine.destroy)
+        engine.initialize(self.run.ft_spec if trained else None)
+        if trained:
+            self.run.roles.add(role, engine)
+        return engine
+
+
+def _row_source(config: Any, rows: Rows) -> PromptSource:
+    dataset = config.train_dataset
+    return PromptSource(
+        rows,
+        batch_size=dataset.batch_size,
+        seed=config.seed,
+        shuffle=dataset.shuffle,
+        drop_last=dataset.drop_last,
+    )

@@ -1,0 +1,72 @@
+"""Training on given rows: the loop that SFT, reward modelling and DPO have in common.
+
+In: a trainer and a learner, which knows what one batch means. Out: a trained model in the run's
+folder. The row order is a function of the step number, so a resumed run goes on with the rows it
+would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from areal.utils import stats_tracker
+from areal.utils.perf_tracer import phase
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.rollout.source import PromptSource
+    from areal.trainer.base import Rows, Trainer
+    from areal.trainer.run import StepObserver
+
+    Batch = dict[str, torch.Tensor]
+
+
+class Learner(Protocol):
+    """One way to learn from rows."""
+
+    def collate(self, rows: Sequence[dict[str, Any]]) -> Batch:
+        """Rows of the data set as one right-padded batch."""
+        ...
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step and one of the schedule; its statistics, with `loss`."""
+        ...
+
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        """How good the model is on `batch`; more may go to `stats_tracker`."""
+        ...
+
+
+def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | None) -> None:
+    """From the first step still to do to the last one."""
+    run = trainer.run
+    first = run.resume()
+    if first == 0 and trainer.config.evaluator.eval_before_train:
+        stats = evaluate_on_rows(learner, trainer.valid_dataset)
+        run.stats_logger.commit(-1, {**stats_tracker.export_all(), **stats})
+    for step in run.steps(first):
+        with phase("train"):
+            batch = learner.collate(_rows(trainer.source, step.global_step))
+            stats = learner.train(batch)
+        stats["tokens"] = batch["attention_mask"].sum().item()
+        if run.evaluation_due(step):
+            with phase("evaluate"):
+                stats |= evaluate_on_rows(learner, trainer.valid_dataset)
+        recorded = run.finish_step(step, trainer.tokenizer, stats)
+        if on_step is not None:
+            on_step(step.global_step + 1, run.total_steps, recorded)
+    run.finish(trainer.tokenizer)
+
+
+def evaluate_on_rows(learner: Learner, rows: Rows) -> dict[str, float]:
+    with stats_tracker.scope("eval"):
+        stats = learner.evaluate(learner.collate(rows))
+    return {f"eval/{name}": value for name, value in stats.items()}
+
+
+def _rows(source: PromptSource, number: int) -> list[dict[str, Any]]:
+    """The rows of step `number`."""
+    size = source.batch_size
+    return [source.prompt(number * size + i).data for i in range(size)]

@@ -1,0 +1,73 @@
+"""The batch that the models of PPO pass around: a padded dict `[B, S]` of all samples of a step.
+
+    data = collect(trajectories)          # one trajectory = the samples of one prompt
+    for minibatch in minibatches(data, keys, 4): ...
+
+Position t of every token tensor speaks of the token at t + 1, as an engine's log-probabilities and
+values do: loss_mask, logprobs, versions and turn_ids are shifted together. Nothing here depends on
+how many groups or samples there are: any number makes a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from areal.algorithm.advantage import shift_left
+from areal.api.engine_api import TrainEngine
+from areal.utils.data import concat_batch, select_rows, sequence_lengths
+from areal.utils.seqpack import pack_sequences
+
+
+def collect(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All samples as one batch; `group_ids` `[B]` says which belong to the same prompt."""
+    batch, meta = concat_batch(trajectories)
+    sizes = torch.tensor(meta.traj_group_sizes)
+    group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    return {**batch, **_aligned(batch), "group_ids": group_ids}
+
+
+def group_sizes(data: Mapping[str, Any]) -> list[int]:
+    return torch.bincount(data["group_ids"]).tolist()
+
+
+def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
+    """`data[key]`, which a workflow need not give unless `option` of the config is used."""
+    if key not in data:
+        raise ValueError(
+            f"{option} needs the key {key!r} in every trajectory (found {sorted(data)}): "
+            "let the workflow give it"
+        )
+    return data[key]
+
+
+def token_outputs(engine: TrainEngine, data: Mapping[str, Any]) -> torch.Tensor:
+    """What a model says of every token `[B, S]`: log-probabilities, or values of a critic."""
+    return engine.forward_batch({key: data[key] for key in ("input_ids", "attention_mask")})
+
+
+def minibatches(
+    data: Mapping[str, Any], keys: Sequence[str], count: int
+) -> Iterator[dict[str, Any]]:
+    """At most `count` parts of nearly equal length, of the `keys` that `data` has.
+
+    Which sample goes where depends on the lengths alone.
+    """
+    part = {key: data[key] for key in ("input_ids", "attention_mask", *keys) if key in data}
+    lengths = sequence_lengths(part["attention_mask"]).tolist()
+    for rows in pack_sequences(lengths, min_bins=count):
+        yield select_rows(part, rows)
+
+
+def _aligned(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Everything known of a token, moved to where that token is predicted."""
+    shifted = {
+        "loss_mask": shift_left(batch["loss_mask"]).bool(),
+        "logprobs": shift_left(batch["logprobs"].float()),
+        "versions": shift_left(batch["versions"], fill=-1),
+    }
+    if "turn_ids" in batch:
+        shifted["turn_ids"] = shift_left(batch["turn_ids"], fill=-1)
+    return shifted

@@ -1,0 +1,114 @@
+"""Advantages with a critic, a reference model and turns, by hand; the adaptive KL coefficient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import write_tiny_model
+from tiny_ppo import advantages, group, open_actor
+
+from areal.api.config.train_engine import NormConfig
+from areal.utils import stats_tracker
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def fresh_stats():
+    stats_tracker.export()
+
+
+def one_answer(reward: float = 1.0) -> dict:
+    """Prompt of 2 and 3 generated tokens: predicted at positions 1, 2 and 3 of 5."""
+    return group(2, [3], [reward])
+
+
+def test_values_make_the_advantages(folder):
+    values = torch.tensor([[9.0, 0.5, 0.25, 0.75, 0.1]])
+    actor = open_actor(folder, discount=0.9, gae_lambda=0.8)
+    data = advantages(actor, [one_answer()], values=values)
+    last = 1 - 0.75
+    middle = 0.9 * 0.75 - 0.25 + 0.72 * last
+    first = 0.9 * 0.25 - 0.5 + 0.72 * middle
+    assert data["advantages"][0].tolist() == pytest.approx([0, first, middle, last, 0])
+    returns = data["advantages"] + values * data["loss_mask"]
+    torch.testing.assert_close(data["returns"], returns)
+
+
+def test_an_answer_cut_off_by_length_goes_on_with_the_value_after_it(folder):
+    values = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.4]])
+    whole = one_answer()
+    cut = one_answer() | {"seq_no_eos": torch.tensor([True])}
+    actor = open_actor(folder)
+    assert advantages(actor, [whole], values=values)["returns"][0, 3] == pytest.approx(1.0)
+    assert advantages(actor, [cut], values=values)["returns"][0, 3] == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_as_a_reward(folder, estimator: str):
+    actor = open_actor(folder, kl_ctl=0.1, kl_estimator=estimator)
+    traj = one_answer()
+    logp = advantages(open_actor(folder), [traj])["logprobs"]
+    d = torch.tensor([[5.0, 0.5, -0.25, 1.0, 5.0]])  # the ends are off the mask
+    data = advantages(actor, [traj], ref_logp=logp - d)
+    kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[estimator][0, 1:4]
+    assert data["kl_rewards"][0].tolist() == pytest.approx([0, *(-0.1 * kl).tolist(), 0], abs=1e-6)
+    expected = 1 - 0.1 * kl.flip(0).cumsum(0).flip(0)  # outcome and all KL from here on
+    assert data["advantages"][0, 1:4].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    stats = stats_tracker.export()
+    assert stats["actor/kl_ref/avg"] == pytest.approx(kl.sum().item(), abs=1e-6)
+    assert stats["actor/kl_ctl"] == pytest.approx(0.1)
+
+
+def test_the_adaptive_coefficient_acts_one_step_later(folder):
+    actor = open_actor(folder, kl_ctl=0.1, kl_target=0.5, kl_horizon=10)
+    traj = one_answer()
+    logp = advantages(open_actor(folder), [traj])["logprobs"]
+    far = logp - 1.0  # 3 nats in the answer, six times the target
+    first = advantages(actor, [traj], ref_logp=far)["kl_rewards"]
+    second = advantages(actor, [traj], ref_logp=far)["kl_rewards"]
+    assert first.sum().item() == pytest.approx(-0.3)
+    assert second.sum().item() == pytest.approx(-0.3 * (1 + 0.2 / 10))
+    assert actor.kl_control.state_dict()["value"] == pytest.approx(0.1 * 1.02**2)
+    assert open_actor(folder, kl_ctl=0.1).kl_control is None
+
+
+def test_turns_are_the_steps_of_gae(folder):
+    traj = group(1, [5], [1.0])
+    traj["turn_ids"] = torch.tensor([[-1, 0, 0, -1, 1, 1]], dtype=torch.int32)
+    traj["loss_mask"] = torch.tensor([[0, 1, 1, 0, 1, 1]], dtype=torch.int32)
+    values = torch.tensor([[0.5, 9.0, 9.0, 0.2, 9.0, 9.0]])
+    actor = open_actor(folder, gae_timestep_unit="turn", gae_lambda=0.5, discount=0.9)
+    data = advantages(actor, [traj], values=values)
+    second = 1 - 0.2
+    first = 0.9 * 0.2 - 0.5 + 0.45 * second
+    expected = [first, first, 0, second, second, 0]
+    assert data["advantages"][0].tolist() == pytest.approx(expected)
+    del traj["turn_ids"]
+    with pytest.raises(ValueError, match=r"gae_timestep_unit=turn needs the key 'turn_ids'"):
+        advantages(actor, [traj], values=values)
+
+
+def test_lambda_as_a_function_of_the_answer(folder):
+    values = torch.zeros(2, 7)
+    values[:, 1:4] = 0.5
+    trajs = [group(2, [2, 5], [1.0, 1.0])]
+    named = open_actor(folder, gae_lambda="vapo", gae_lambda_kwargs={"alpha": 0.5})
+    got = advantages(named, trajs, values=values)["advantages"]
+    for row, num_tokens in enumerate((2, 5)):
+        fixed = open_actor(folder, gae_lambda=max(0.0, 1 - 1 / (0.5 * num_tokens)))
+        expected = advantages(fixed, trajs, values=values)["advantages"]
+        torch.testing.assert_close(got[row], expected[row])
+    with pytest.raises(ValueError, match=r"actor\.gae_lambda: unknown name 'vap'.*'vapo'"):
+        open_actor(folder, gae_lambda="vap")
+
+
+def test_group_norm_of_advantages_uses_real_group_sizes(folder):
+    actor = open_actor(folder, adv_norm=NormConfig(mean_level="group", std_level=None))
+    trajs = [group(2, [1, 1, 1], [1.0, 0.0, 0.5]), group(2, [2], [7.0])]
+    data = advantages(actor, trajs)
+    rows = [data["advantages"][i][data["loss_mask"][i]].tolist() for i in range(4)]
+    assert rows == [[0.5], [-0.5], [0.0], [0.0, 0.0]]
