@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
     from areal.api.config.dataset import DatasetConfig
     from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,70 +50,27 @@ def run(args: argparse.Namespace) -> int:
 
 def check_world(config: BaseExperimentConfig) -> None:
     """ValueError that names the key of the first thing this machine lacks."""
-    _check_model(config.actor.path, needs_weights=not config.actor.init_from_scratch)
-    _check_tokenizer(config.tokenizer_path)
+    from areal.cli.model_folders import check_chat_template, check_context, check_models
+    from areal.workflow import WORKFLOWS
+
+    check_models(config)
+    check_names(config)
+    if config.trainer == "ppo":
+        check_context(config)
+        if config.workflow in WORKFLOWS:
+            check_chat_template(config.tokenizer_path)
+    check_fileroot("cluster.fileroot", config.cluster.fileroot)
+
+
+def check_names(config: BaseExperimentConfig) -> None:
+    """The part of `check_world` that needs no model: data sets, import paths, trackers."""
     _check_dataset("train_dataset", config.train_dataset)
     _check_rows(config.train_dataset)
     if config.valid_dataset is not None:
         _check_dataset("valid_dataset", config.valid_dataset)
     if config.trainer == "ppo":
-        _check_names(config)
-        if config.workflow == "rlvr":
-            _check_chat_template(config.tokenizer_path)
+        _check_import_paths(config)
     _check_trackers(config)
-    _check_fileroot(config.cluster.fileroot)
-
-
-def _check_model(path: str, *, needs_weights: bool) -> None:
-    if not _is_local("actor.path", path):
-        return
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"actor.path: {path!r} is no model folder: it holds no config.json")
-    if needs_weights and not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"actor.path: {path!r} holds no *.safetensors weights; set "
-            "actor.init_from_scratch=true to begin with random ones"
-        )
-
-
-def _check_tokenizer(path: str) -> None:
-    if not _is_local("tokenizer_path", path):
-        return
-    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"tokenizer_path: {path!r} holds no tokenizer ({_TOKENIZER_FILES[0]}); "
-            "by default it is actor.path"
-        )
-
-
-def _check_chat_template(path: str) -> None:
-    """`rlvr` writes prompts with the tokenizer's chat template, so a local one must have it."""
-    folder = Path(path)
-    config = folder / "tokenizer_config.json"
-    if not config.is_file() or (folder / "chat_template.jinja").is_file():
-        return
-    if "chat_template" not in json.loads(config.read_text(encoding="utf-8")):
-        raise ValueError(
-            f"tokenizer_path: the tokenizer in {path!r} has no chat template; add "
-            "chat_template.jinja there, or use the tokenizer of an instruct model"
-        )
-
-
-def _is_local(key: str, path: str) -> bool:
-    """Whether `path` is a folder here. A hub name (`org/name`) is not, and cannot be checked."""
-    if Path(path).is_dir():
-        return True
-    if Path(path).exists():
-        raise ValueError(f"{key}: {path!r} is a file, expected a folder")
-    if _looks_like_path(path):
-        raise ValueError(f"{key}: folder {path!r} does not exist")
-    return False
-
-
-def _looks_like_path(path: str) -> bool:
-    """Absolute, relative with a dot, or deeper than the `org/name` of a hub."""
-    return path.startswith((os.sep, ".")) or path.count("/") > 1
 
 
 def _check_dataset(section: str, dataset: DatasetConfig) -> None:
@@ -150,7 +104,8 @@ def _check_rows(dataset: DatasetConfig) -> None:
         )
 
 
-def _check_names(config: PPOConfig) -> None:
+def _check_import_paths(config: PPOConfig) -> None:
+    from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS
     from areal.reward import REWARD_FNS
     from areal.workflow import WORKFLOWS
 
@@ -159,7 +114,9 @@ def _check_names(config: PPOConfig) -> None:
         _check_name("eval_workflow", config.eval_workflow, WORKFLOWS)
     _check_name("reward_fn", config.reward_fn, REWARD_FNS)
     if config.dynamic_filter_fn is not None:
-        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, ())
+        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS)
+    if isinstance(config.actor.gae_lambda, str):
+        _check_name("actor.gae_lambda", config.actor.gae_lambda, LAMBDA_FUNCTIONS)
 
 
 def _check_name(key: str, name: str, known: Iterable[str]) -> None:
@@ -200,15 +157,15 @@ def _check_trackers(config: BaseExperimentConfig) -> None:
             )
 
 
-def _check_fileroot(fileroot: str) -> None:
+def check_fileroot(key: str, fileroot: str) -> None:
     """The run's folder can be made: the nearest folder that exists may be written to."""
     folder = Path(fileroot).absolute()
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise ValueError(f"cluster.fileroot: {str(folder)!r} is a file, expected a folder")
+        raise ValueError(f"{key}: {str(folder)!r} is a file, expected a folder")
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"cluster.fileroot: no permission to write in {str(folder)!r}")
+        raise ValueError(f"{key}: no permission to write in {str(folder)!r}")
 
 
 def _summary(config: BaseExperimentConfig) -> str:
@@ -220,7 +177,10 @@ def _summary(config: BaseExperimentConfig) -> str:
         parts.append(f"staleness at most {config.rollout.max_head_offpolicyness}")
         parts.append(f"{config.rollout.backend} + {actor.backend}")
     else:
-        parts.append(f"{data.batch_size} rows a step")
+        things = "pairs" if config.trainer in ("rw", "dpo") else "rows"
+        parts.append(f"{data.batch_size} {things} a step")
         parts.append(actor.backend)
+    others = [f"{role} {section.path}" for role, section in config.models().items()][1:]
+    parts += [f"with {' and '.join(others)}"] if others else []
     parts.append(f"run folder {run}")
     return ", ".join(parts)

@@ -87,18 +87,32 @@ def _run_stages(out: Path, overrides: list[str], console: Any) -> DemoResult:
     from areal.cli.progress import run_with_progress
     from areal.utils.run_paths import RunPaths
 
-    console.print(f"[bold]areal demo[/bold]  folder: {out}")
     fileroot = f"cluster.fileroot={out}"
+    grpo = _load(GRPO_RECIPE, [fileroot, *overrides])
+    _check(grpo, out)  # a mistake is answered before the minutes of a warm start
+    console.print(f"[bold]areal demo[/bold]  folder: {out}")
     if not (out / "tiny_model").is_dir():
         make_model(out / "tiny_model")
         console.print(f"made a small Qwen3-shaped model: {out / 'tiny_model'}")
     sft = _load(SFT_RECIPE, [fileroot])
     if not RunPaths.of(sft).model.is_dir():
         run_with_progress(sft, console, title="warm start (SFT)", metric="loss")
-    grpo = _load(GRPO_RECIPE, [fileroot, *overrides])
     run_with_progress(grpo, console, title="async GRPO", metric="rollout/reward")
     paths = RunPaths.of(grpo)
     return _read_result(paths.root, paths.database)
+
+
+def _check(grpo: Any, out: Path) -> None:
+    """Everything of `areal check` but the model, which the first stages make."""
+    from areal.cli.check import check_fileroot, check_names
+
+    check_fileroot("--out", str(out))
+    check_names(grpo)
+    if not grpo.evaluator.eval_before_train:
+        raise ValueError(
+            "evaluator.eval_before_train must stay true: the demo compares the accuracy before "
+            "and after"
+        )
 
 
 def make_model(folder: Path) -> None:

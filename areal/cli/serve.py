@@ -95,6 +95,7 @@ def _start_engine(args: argparse.Namespace):
     from areal.engine.native.engine import NativeEngine
     from areal.engine.native.loop import EngineLoop
 
+    _check_device(args.device)
     torch.set_num_threads(args.threads)
     engine = NativeEngine.from_pretrained(
         args.model,
@@ -106,3 +107,13 @@ def _start_engine(args: argparse.Namespace):
         seed=args.seed,
     )
     return EngineLoop(engine)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {name} is not usable here: {reason}") from error

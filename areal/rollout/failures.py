@@ -7,7 +7,6 @@ groups failed. A failure never becomes a reward or a rejection.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ class FailureMeter:
         kind = type(error).__name__
         self.attempts[kind] += 1
         if self.attempts[kind] == 1:
-            logger.warning("first %s of an episode:\n%s", kind, _traceback(error))
+            logger.warning("first %s of an episode", kind, exc_info=error)
 
     def on_group_succeeded(self) -> None:
         self._recent.append(None)
@@ -88,7 +87,7 @@ class FailureMeter:
         causes = Counter(describe(error) for error in errors)
         cause, count = causes.most_common(1)[0]
         example = next(error for error in errors if describe(error) == cause)
-        logger.error("the most frequent failure:\n%s", _traceback(example))
+        logger.error("the most frequent failure", exc_info=example)
         self.error = RolloutFailedError(
             f"{failed} of the last {len(self._recent)} groups failed, more than "
             f"rollout.max_failure_ratio={self._max_ratio} allows; most frequent cause "
@@ -103,7 +102,3 @@ def describe(error: BaseException) -> str:
     if len(text) > 300:
         text = text[:297] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _traceback(error: Exception) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()

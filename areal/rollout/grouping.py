@@ -4,7 +4,8 @@ In: a row of data. Out: the samples concatenated to `[G, S]`, or None when every
 the workflow (fewer samples than `group_size` are fine: algorithms use real group sizes).
 
 An episode that raises is run again with the same seeds, up to `limits.max_retries` times; then the
-whole group fails. Training on those that happened not to fail would bias towards easy answers.
+whole group fails. Training on those that happened not to fail would bias towards easy answers. A
+RewardError is final: the reward was tried again already, and the same tokens would come back to it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.api.reward_api import RewardError
 from areal.rollout.context import episode
 from areal.rollout.trajectory import check_trajectory
 from areal.utils.data import concat_padded_tensors
@@ -77,7 +79,7 @@ class GroupRunner:
                 return result
             except Exception as error:
                 self.on_attempt_failed(error)
-                if attempt == self.limits.max_retries:
+                if attempt == self.limits.max_retries or isinstance(error, RewardError):
                     raise
             await asyncio.sleep(min(self.limits.retry_delay_s * 2**attempt, MAX_RETRY_DELAY_S))
 

@@ -139,8 +139,9 @@ class ChildProcess:
     def _keep_stderr(self, line: str) -> None:
         self._stderr_tail.append(line)
         if self._log:
-            self._log.write(line + "\n")
-            self._log.flush()
+            with contextlib.suppress(OSError):  # a full disk must not stop the reading
+                self._log.write(line + "\n")
+                self._log.flush()
 
     def _finish_reading(self) -> None:
         """Lets the readers see the last lines; not for long, a grandchild may hold the pipes."""
@@ -149,7 +150,8 @@ class ChildProcess:
         for reader in self._readers:
             reader.join(1.0)
         if self._log and not any(reader.is_alive() for reader in self._readers):
-            self._log.close()
+            with contextlib.suppress(OSError):
+                self._log.close()
 
     def _shown_stderr(self) -> str:
         lines = list(self._stderr_tail)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _READ_BYTES = 16 << 20
+_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LEFTOVER = re.compile(r"^\..+\.tmp-(\d+)-[0-9a-f]{8}$")
 
 
@@ -95,18 +96,25 @@ def _leaving_nothing_behind(target: Path) -> Iterator[Path]:
     scratch = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         yield scratch
-    except OSError as err:
-        if err.errno is None or not _is_about(err, scratch):
+    except Exception as err:
+        code = _write_fault(err, scratch)
+        if code is None:
             raise
-        reason = f"{os.strerror(err.errno)}: could not write {target} (it was left as it was)"
-        raise OSError(err.errno, reason) from err
+        reason = f"{os.strerror(code)}: could not write {target} (it was left as it was)"
+        raise OSError(code, reason) from err
     finally:
         _remove(scratch)
 
 
-def _is_about(err: OSError, scratch: Path) -> bool:
-    """Whether the fault lies in the writing; a failed write of an open file names no file."""
-    return err.filename is None or str(scratch) in str(err.filename)
+def _write_fault(err: Exception, scratch: Path) -> int | None:
+    """The error number if the fault lies in the writing, else None."""
+    if isinstance(err, OSError) and err.errno is not None:
+        # A failed write of an open file names no file.
+        is_about = err.filename is None or str(scratch) in str(err.filename)
+        return err.errno if is_about else None
+    # safetensors and tokenizers write in Rust, and a full disk is no OSError there.
+    match = _RUST_OS_ERROR.search(str(err))
+    return int(match[1]) if match else None
 
 
 def _remove(path: Path) -> None:

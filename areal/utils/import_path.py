@@ -1,4 +1,5 @@
-"""Objects by name: `load("package.module.name")`, and `load_named` for the table of a package door.
+"""Functions and classes by name: `load("package.module.name")`, and `load_named` for the table of a
+package door.
 
 A user writes a short name or an import path in the YAML; every mistake comes back as one ValueError
 that starts with the config key, so it can be shown as it is.
@@ -40,7 +41,10 @@ def load(path: str, *, key: str) -> Any:
     if not hasattr(module, name):
         suggestion = _suggestion(name, [n for n in vars(module) if not n.startswith("_")])
         raise ValueError(f"{key}: module {module_name!r} has no {name!r}{suggestion}")
-    return getattr(module, name)
+    found = getattr(module, name)
+    if not callable(found):
+        raise ValueError(f"{key}: {path!r} is {found!r:.200}, expected a function or a class")
+    return found
 
 
 def _suggestion(name: str, known: Any) -> str:

@@ -5,6 +5,9 @@ the rank where one is known, the level unless it is INFO, and the text. Lines go
 in colour when that is a terminal. All loggers live below the standard logger `areal`, so levels and
 handlers of the standard library apply; `AREAL_LOG_LEVEL` sets the level of a whole process tree.
 
+The traceback of a logged exception goes to the run's log file where one is open, and only its last
+line to the console; AREAL_DEBUG=1 shows it there too.
+
 An application that configures the root logger takes over: our own handler then stays silent, and
 no line appears twice.
 """
@@ -16,10 +19,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 __all__ = [
     "CRITICAL",
@@ -108,7 +111,7 @@ def log_to_file(path: str | Path) -> Iterator[None]:
     """Append every line, uncoloured and dated, to `path` while the block runs."""
     _install_handler()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    handler = std_logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_LineFormatter("%Y-%m-%d %H:%M:%S", colored=False))
     root = std_logging.getLogger(_ROOT)
     root.addHandler(handler)
@@ -116,13 +119,24 @@ def log_to_file(path: str | Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # the last lines of a full disk
+            handler.close()
+
+
+class _LogFile(std_logging.FileHandler):
+    """Lines that a full disk does not take are lost, and nobody is told: whoever writes what the
+    run needs meets the same disk and stops with the cause."""
+
+    def handleError(self, record: std_logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class _LineFormatter(std_logging.Formatter):
     def __init__(self, time_format: str, *, colored: bool) -> None:
         super().__init__(datefmt=time_format)
         self.colored = colored
+        self.shows_traceback = True
 
     def format(self, record: std_logging.LogRecord) -> str:
         component = record.name.removeprefix(f"{_ROOT}.")
@@ -131,11 +145,17 @@ class _LineFormatter(std_logging.Formatter):
         # The traceback belongs to the message: formatting it here keeps it behind the prefix.
         text = record.getMessage()
         if record.exc_info:
-            text = f"{text}\n{self.formatException(record.exc_info)}"
+            text = f"{text}{self._exception(record.exc_info)}"
         if self.colored:
             prefix = _paint(prefix, _component_colors.get(component, "white"))
             level = _paint(level, "red" if record.levelno >= ERROR else "yellow")
         return f"{self.formatTime(record, self.datefmt)} {prefix} {level}{text}"
+
+    def _exception(self, exc_info: Any) -> str:
+        if self.shows_traceback:
+            return f"\n{self.formatException(exc_info)}"
+        kind, error, _ = exc_info
+        return f": {kind.__name__}: {' '.join(str(error).split())}"
 
 
 class _ConsoleHandler(std_logging.StreamHandler):
@@ -152,11 +172,17 @@ class _ConsoleHandler(std_logging.StreamHandler):
 
     def format(self, record: std_logging.LogRecord) -> str:
         terminal = self.stream.isatty() and "NO_COLOR" not in os.environ
-        return (self._colored if terminal else self._plain).format(record)
+        formatter = self._colored if terminal else self._plain
+        formatter.shows_traceback = os.environ.get("AREAL_DEBUG") == "1" or not _has_log_file()
+        return formatter.format(record)
 
     def emit(self, record: std_logging.LogRecord) -> None:
         if not std_logging.getLogger().handlers:
             super().emit(record)
+
+
+def _has_log_file() -> bool:
+    return any(isinstance(h, _LogFile) for h in std_logging.getLogger(_ROOT).handlers)
 
 
 def _install_handler() -> std_logging.Handler:

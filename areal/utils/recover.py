@@ -110,25 +110,30 @@ class RecoverPoint:
 
     def load(self) -> dict[str, Any]:
         """Verify every byte of the point and return the run's state."""
-        manifest = self._read_json(_MANIFEST)
-        if manifest.get("format") != _FORMAT:
-            raise self._error(_MANIFEST, f"format {manifest.get('format')}, expected {_FORMAT}")
-        self._check_identity(manifest["identity"])
-        self._check_files(manifest["files"])
+        self.check_identity()
+        self._check_files(self._manifest()["files"])
         logger.info("going on from %s", self.path)
         return self._read_json(_STATE)
 
-    def _check_identity(self, saved: dict[str, Any]) -> None:
+    def check_identity(self) -> None:
+        """ValueError when the run that wants to go on is another one than was saved."""
+        saved = self._manifest()["identity"]
         changed = [
             f"{key} was {saved.get(key)!r}, now {self.identity.get(key)!r}"
             for key in sorted(saved.keys() | self.identity.keys())
             if saved.get(key) != self.identity.get(key)
         ]
         if changed:
-            raise RecoverError(
+            raise ValueError(
                 f"{self.path} was written under another config: {'; '.join(changed)}. "
                 "Put the old values back, or choose a new trial_name"
             )
+
+    def _manifest(self) -> dict[str, Any]:
+        manifest = self._read_json(_MANIFEST)
+        if manifest.get("format") != _FORMAT:
+            raise self._error(_MANIFEST, f"format {manifest.get('format')}, expected {_FORMAT}")
+        return manifest
 
     def _check_files(self, expected: dict[str, dict[str, int]]) -> None:
         for name, facts in expected.items():

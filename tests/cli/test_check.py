@@ -35,7 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (model / "tokenizer.json").write_text("{}")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     (tmp_path / "gsm8k").mkdir()
@@ -104,7 +104,7 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ("reward_fn=my_reward.scor", "did you mean my_reward.score?"),
         ("workflow=rlv", "workflow: unknown name 'rlv' (did you mean 'rlvr'?)"),
         ("eval_workflow=rlhf", "eval_workflow: unknown name 'rlhf'"),
-        ("dynamic_filter_fn=keep", "dynamic_filter_fn: unknown name 'keep'; expected an import"),
+        ("dynamic_filter_fn=keep", "dynamic_filter_fn: unknown name 'keep'; expected one of keep_"),
         ("cluster.fileroot=grpo.yaml/runs", "is a file, expected a folder"),
     ],
 )

@@ -117,3 +117,13 @@ def test_killed_writer_leaves_only_a_leftover_that_can_be_removed(tmp_path):
         removed = fs.remove_leftovers(tmp_path)  # spares the scratch folder of this live process
     assert len(removed) == 1
     assert os.listdir(tmp_path) == ["other"]
+
+
+def test_a_full_disk_met_by_a_library_in_rust_is_an_os_error_too(tmp_path):
+    with (
+        pytest.raises(OSError, match="could not write .*model") as error,
+        fs.atomic_folder(tmp_path / "model"),
+    ):
+        raise Exception("No space left on device (os error 28)")
+    assert error.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())

@@ -115,3 +115,15 @@ def test_bad_names_are_refused():
         logging.getLogger("areal.utils.saver")
     with pytest.raises(ValueError, match="unknown colour 'pink'"):
         logging.register_color("PartOne", "pink")
+
+
+def test_with_a_log_file_the_traceback_goes_there_and_the_console_keeps_one_line(tmp_path):
+    code = (
+        "log = logging.getLogger('PartOne')\n"
+        f"with logging.log_to_file({str(tmp_path / 'main.log')!r}):\n"
+        "  try: 1/0\n  except ZeroDivisionError: log.exception('bad')"
+    )
+    (line,) = run_python(code, AREAL_DEBUG="").splitlines()
+    assert line.endswith("[PartOne] ERROR: bad: ZeroDivisionError: division by zero")
+    assert "ERROR: bad\nTraceback" in (tmp_path / "main.log").read_text()
+    assert "Traceback" in run_python(code, AREAL_DEBUG="1")

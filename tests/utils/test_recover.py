@@ -96,7 +96,7 @@ def test_any_flipped_bit_is_found(tmp_path_factory, position, bit):
 def test_changed_config_is_refused_with_the_values(tmp_path):
     store(tmp_path).save(1, write_weights, {})
     other = store(tmp_path, identity={"actor.path": "big", "seed": 1})
-    with pytest.raises(RecoverError, match="actor.path was 'tiny', now 'big'") as error:
+    with pytest.raises(ValueError, match="actor.path was 'tiny', now 'big'") as error:
         other.latest().load()
     assert "seed" not in str(error.value)
 

@@ -1,0 +1,61 @@
+"""What a user may name in a config and get wrong: workflows, filters, loaders, rewards."""
+
+from __future__ import annotations
+
+import time
+
+from areal.api.workflow_api import RolloutWorkflow
+
+NUMBER = 7
+
+
+def raising_reward(*args, **data):
+    raise ZeroDivisionError("the judge is out of order")
+
+
+def hanging_reward(*args, **data):
+    time.sleep(60)
+
+
+def text_reward(*args, **data):
+    return "good"
+
+
+def raising_filter(trajectory):
+    raise KeyError("difficulty")
+
+
+def raising_loader(path, *, split, tokenizer, max_length):
+    raise ValueError(f"the rows of {path} lie elsewhere")
+
+
+def messageless_rows(path, *, split, tokenizer, max_length):
+    return [{"question": "1+1=", "answer": "2"}] * 64
+
+
+def not_a_workflow(engine, data):
+    return None
+
+
+class NeedsMore(RolloutWorkflow):
+    def __init__(self, gconfig, tokenizer, reward_fn, judge_url):
+        self.judge_url = judge_url
+
+    async def arun_episode(self, engine, data):
+        return None
+
+
+class NoArguments(RolloutWorkflow):
+    def __init__(self):
+        pass
+
+    async def arun_episode(self, engine, data):
+        return None
+
+
+class ReturnsText(RolloutWorkflow):
+    def __init__(self, gconfig, tokenizer, reward_fn):
+        pass
+
+    async def arun_episode(self, engine, data):
+        return "an answer"
