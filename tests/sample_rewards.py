@@ -74,3 +74,10 @@ def noisy(text):
 def digit_share_reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float:
     """Share of digits in the answer: differs between samples of even a random model."""
     return sum(character.isdigit() for character in completions) / max(len(completion_ids), 1)
+
+
+def right_after_feedback(
+    prompt, completions, prompt_ids, completion_ids, feedback, num_wrong, **data
+):
+    """Judges the first `num_wrong` replies of an episode wrong, and the next one right."""
+    return float(prompt.count(feedback) >= num_wrong)

@@ -1,7 +1,8 @@
 """Data sets: `get_custom_dataset` turns a config section into a list of rows.
 
 A row for RL is {"messages": chat, "answer": str, ...}, and reaches the reward function as keywords;
-a supervised row is {"input_ids", "loss_mask"}.
+a supervised row is {"input_ids", "loss_mask"}; a row for reward models and DPO is {"chosen_ids",
+"rejected_ids", "prompt_len"}, two texts that share their first `prompt_len` tokens.
 
 A loader is `loader(path, *, split, tokenizer, max_length, **dataset_kwargs) -> list[dict]`. Which
 one is used: `dataset_kwargs.loader` (a name or an import path), else the last part of `path`
@@ -20,10 +21,20 @@ if TYPE_CHECKING:
     from areal.api.config.dataset import DatasetConfig
 
 LOADERS = {
+    ("arithmetic", "dpo"): "areal.dataset.arithmetic.load_pairs",
     ("arithmetic", "rl"): "areal.dataset.arithmetic.load_rl",
+    ("arithmetic", "rw"): "areal.dataset.arithmetic.load_pairs",
     ("arithmetic", "sft"): "areal.dataset.arithmetic.load_sft",
+    ("clevr_count_70k", "rl"): "areal.dataset.clevr_count.load_rl",
+    ("countdown", "rl"): "areal.dataset.countdown.load_rl",
+    ("countdown", "sft"): "areal.dataset.countdown.load_sft",
+    ("Countdown-Tasks-3to4", "rl"): "areal.dataset.countdown.load_rl",
+    ("geometry3k", "rl"): "areal.dataset.geometry3k.load_rl",
     ("gsm8k", "rl"): "areal.dataset.gsm8k.load_rl",
     ("gsm8k", "sft"): "areal.dataset.gsm8k.load_sft",
+    ("hh-rlhf", "dpo"): "areal.dataset.hh_rlhf.load_pairs",
+    ("hh-rlhf", "rw"): "areal.dataset.hh_rlhf.load_pairs",
+    ("torl_data", "rl"): "areal.dataset.torl.load_rl",
 }
 
 

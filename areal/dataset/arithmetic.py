@@ -1,7 +1,7 @@
 """Arithmetic problems made on the spot: `47+36=` with answer `83`. Needs no download.
 
-A problem belongs to the test split when a hash of it says so, whatever the seed and the number of
-rows, so no run can train on a problem that another one holds out. `36+47` and `47+36` count as one.
+A problem belongs to the test split when a hash of it says so (`held_out`); `36+47` and `47+36`
+count as one. Pairs for reward models and DPO prefer the right answer to a near miss.
 
 `dataset_kwargs` set the difficulty: operators, the digits of each operand, and how the supervised
 target is written: `plain` (`83`), or `reversed` (`38>83`: digits in the order in which they are
@@ -10,8 +10,6 @@ carried, then the answer, so that the last number is the answer in both).
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import random
 import string
 from collections.abc import Sequence
@@ -19,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.dataset.chat_rows import drop_long_prompts, sft_rows, user_says
+from areal.dataset.chat_rows import drop_long_prompts, pair_rows, sft_rows, user_says
+from areal.dataset.held_out import ONE_IN, is_held_out, wants_held_out
+from areal.dataset.options import known_options
 
 Digits = int | Sequence[int]
-HELD_OUT = 10  # one problem in so many
-TEST_SPLITS = ("test", "valid", "validation")
+MISSES = (1, -1, 2, -2, 10, -10)  # how far a rejected answer is off
 MAX_ALL_ROWS = 1_000_000
 
 
@@ -48,12 +47,16 @@ class Problem:
                 return str(self.first * self.second)
 
     @property
+    def near_miss(self) -> str:
+        """A wrong answer, always the same one for this problem."""
+        return str(int(self.answer) + MISSES[(self.first + 7 * self.second) % len(MISSES)])
+
+    @property
     def held_out(self) -> bool:
         operands = [self.first, self.second]
         if self.operator in "+*":
             operands.sort()
-        key = f"{operands[0]}{self.operator}{operands[1]}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) % HELD_OUT == 0
+        return is_held_out(f"{operands[0]}{self.operator}{operands[1]}")
 
 
 def load_rl(
@@ -61,7 +64,9 @@ def load_rl(
 ) -> list[dict[str, Any]]:
     """{"messages", "answer"}. `options` are those of `make_problems`."""
     options.pop("style", None)  # how a target is written matters to supervised rows only
-    problems = make_problems(split=split, **_known(options))
+    problems = make_problems(
+        split=split, **known_options(options, make_problems, besides=("style",))
+    )
     rows = [{"messages": user_says(p.text), "answer": p.answer} for p in problems]
     return drop_long_prompts(rows, tokenizer, max_length)
 
@@ -76,9 +81,30 @@ def load_sft(
     **options: Any,
 ) -> list[dict[str, Any]]:
     """{"input_ids", "loss_mask"}. `options` are those of `make_problems`."""
-    problems = make_problems(split=split, **_known(options))
+    problems = make_problems(
+        split=split, **known_options(options, make_problems, besides=("style",))
+    )
     chats = [(user_says(p.text), target(p.answer, style)) for p in problems]
     return sft_rows(chats, tokenizer, max_length)
+
+
+def load_pairs(
+    path: str,
+    *,
+    split: str,
+    tokenizer: Any,
+    max_length: int | None = None,
+    style: Literal["plain", "reversed"] = "plain",
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """{"chosen_ids", "rejected_ids", "prompt_len"}. `options` are those of `make_problems`."""
+    problems = make_problems(
+        split=split, **known_options(options, make_problems, besides=("style",))
+    )
+    pairs = [
+        (user_says(p.text), target(p.answer, style), target(p.near_miss, style)) for p in problems
+    ]
+    return pair_rows(pairs, tokenizer, max_length)
 
 
 def target(answer: str, style: str) -> str:
@@ -100,14 +126,15 @@ def make_problems(
 
     Digits are a number or a range [least, most]; 1 digit means 0 to 9, 2 digits 10 to 99.
     """
-    if split != "train" and split not in TEST_SPLITS:
-        raise ValueError(f"dataset.split must be train or one of {TEST_SPLITS}, got {split!r}")
+    held_out = wants_held_out(split)
+    if num_rows is not None and not (isinstance(num_rows, int) and num_rows >= 0):
+        raise ValueError(f"dataset_kwargs.num_rows must be a whole number, got {num_rows!r}")
     space = _ProblemSpace(
-        tuple(_check_operator(operator) for operator in operators),
+        tuple(_check_operators(operators)),
         _operand_range(first_digits, "first_digits"),
         _operand_range(second_digits, "second_digits"),
     )
-    problems = _draw(space, split in TEST_SPLITS, num_rows, random.Random(seed))
+    problems = _draw(space, held_out, num_rows, random.Random(seed))
     if num_rows is not None and len(problems) < num_rows:
         raise ValueError(
             f"dataset_kwargs.num_rows: only {len(problems)} distinct problems are in split "
@@ -141,7 +168,7 @@ def _draw(
             f"dataset_kwargs.num_rows: set it, these options describe {len(space)} problems"
         )
     # A bit more than the split's share needs; the whole space if that was too little.
-    share = 1 / HELD_OUT if held_out else 1 - 1 / HELD_OUT
+    share = 1 / ONE_IN if held_out else 1 - 1 / ONE_IN
     enough = len(space) if num_rows is None else int(1.2 * num_rows / share) + 100
     for size in (min(enough, len(space)), min(4 * enough, len(space)), len(space)):
         indices = rng.sample(range(len(space)), size)
@@ -151,18 +178,14 @@ def _draw(
     return problems[:num_rows]
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    known = {*inspect.signature(make_problems).parameters} - {"split"}
-    for name in options:
-        if name not in known:
-            raise ValueError(
-                f"dataset_kwargs.{name}: unknown; expected style, {', '.join(sorted(known))}"
-            )
-    return options
-
-
 def _operand_range(digits: Digits, name: str) -> range:
-    least, most = (digits, digits) if isinstance(digits, int) else tuple(digits)
+    match digits:
+        case int():
+            least = most = digits
+        case [int() as least, int() as most]:
+            pass
+        case _:
+            least = most = 0
     if not 1 <= least <= most:
         raise ValueError(
             f"dataset_kwargs.{name} must be a number of digits or [least, most], got {digits}"
@@ -170,10 +193,11 @@ def _operand_range(digits: Digits, name: str) -> range:
     return range(0 if least == 1 else 10 ** (least - 1), 10**most)
 
 
-def _check_operator(operator: str) -> str:
-    if operator not in ("+", "-", "*"):
-        raise ValueError(f"dataset_kwargs.operators may hold + - *, got {operator!r}")
-    return operator
+def _check_operators(operators: Sequence[str]) -> Sequence[str]:
+    known = isinstance(operators, Sequence) and all(o in ("+", "-", "*") for o in operators)
+    if not known:
+        raise ValueError(f"dataset_kwargs.operators may hold + - *, got {operators!r}")
+    return operators
 
 
 def build_char_tokenizer(folder: str | Path) -> Any:

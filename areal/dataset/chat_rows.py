@@ -1,6 +1,6 @@
-"""Rows from chats: what RL and supervised training need, made the same way for every data set.
+"""Rows from chats: what each kind of training needs, made the same way for every data set.
 
-In: pairs of chat messages and the reply. Out: lists of rows no longer than `max_length` tokens.
+In: chat messages and replies to them. Out: lists of rows no longer than `max_length` tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,38 @@ def sft_rows(
     ]
     if max_length is None:
         return rows
-    return _report(rows, [row for row in rows if len(row["input_ids"]) <= max_length], max_length)
+    kept = [row for row in rows if len(row["input_ids"]) <= max_length]
+    report_dropped(len(rows), len(kept), max_length)
+    return kept
+
+
+def pair_rows(
+    pairs: list[tuple[Messages, str, str]], tokenizer: Any, max_length: int | None
+) -> list[dict[str, Any]]:
+    """{"chosen_ids", "rejected_ids", "prompt_len"} of (prompt, better reply, worse reply).
+
+    Both begin with the same `prompt_len` tokens and end with the end token.
+    """
+    if not pairs:
+        return []
+    prompts = chat_prompts_ids([messages for messages, _, _ in pairs], tokenizer)
+    chosen = replies_ids([better for _, better, _ in pairs], tokenizer)
+    rejected = replies_ids([worse for _, _, worse in pairs], tokenizer)
+    rows = [
+        {
+            "chosen_ids": prompt + better,
+            "rejected_ids": prompt + worse,
+            "prompt_len": len(prompt),
+        }
+        for prompt, better, worse in zip(prompts, chosen, rejected, strict=True)
+    ]
+    if max_length is None:
+        return rows
+    kept = [
+        row for row in rows if max(len(row["chosen_ids"]), len(row["rejected_ids"])) <= max_length
+    ]
+    report_dropped(len(rows), len(kept), max_length)
+    return kept
 
 
 def drop_long_prompts(
@@ -44,11 +75,11 @@ def drop_long_prompts(
     prompts = chat_prompts_ids([row["messages"] for row in rows], tokenizer)
     pairs = zip(rows, prompts, strict=True)
     kept = [row for row, prompt in pairs if len(prompt) <= max_length]
-    return _report(rows, kept, max_length)
-
-
-def _report(rows: list, kept: list, max_length: int) -> list:
-    if len(kept) < len(rows):
-        dropped = len(rows) - len(kept)
-        logger.warning("left out %d of %d rows over %d tokens", dropped, len(rows), max_length)
+    report_dropped(len(rows), len(kept), max_length)
     return kept
+
+
+def report_dropped(num_rows: int, num_kept: int, max_length: int) -> None:
+    if num_kept < num_rows:
+        dropped = num_rows - num_kept
+        logger.warning("left out %d of %d rows over %d tokens", dropped, num_rows, max_length)

@@ -1,23 +1,37 @@
-"""Read the rows of one split from a JSON-lines file, a local folder or the Hugging Face hub.
+"""Read the rows of one split from a JSON-lines or Parquet file, a local folder or the hub.
 
 JSON-lines is read with the standard library, so that the `datasets` package is needed only for
 other formats and for the hub. Errors name the path, what was looked for and what is there.
+Images stay encoded: a row holds {"bytes", "path"} for each, whatever the source.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import datasets
 
 Row = dict[str, Any]
 
 
-def read_rows(path: str, *, split: str, columns: tuple[str, ...], config: str | None) -> list[Row]:
+def read_rows(
+    path: str, *, split: str, columns: tuple[str, ...], config: str | None = None
+) -> list[Row]:
     """Rows of `split`, each with at least `columns`. `config` is the hub's configuration name."""
+    return list(open_rows(path, split=split, columns=columns, config=config))
+
+
+def open_rows(
+    path: str, *, split: str, columns: tuple[str, ...], config: str | None = None
+) -> Sequence[Row]:
+    """`read_rows` one by one when asked for: for data sets whose rows are large."""
     local = Path(path).expanduser()
     if local.is_file():
-        rows = _read_jsonl(local)
+        rows = _read_file(local)
     elif local.is_dir():
         rows = _read_folder(local, split)
     elif path.startswith((".", "/", "~")):
@@ -28,20 +42,25 @@ def read_rows(path: str, *, split: str, columns: tuple[str, ...], config: str | 
     return rows
 
 
-def _read_folder(folder: Path, split: str) -> list[Row]:
-    """`{split}.jsonl`, a folder of `save_to_disk`, or whatever `load_dataset` makes of it."""
-    jsonl = folder / f"{split}.jsonl"
-    if jsonl.is_file():
-        return _read_jsonl(jsonl)
+def _read_file(file: Path) -> Sequence[Row]:
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file)
+
+
+def _read_folder(folder: Path, split: str) -> Sequence[Row]:
+    """`{split}.jsonl` or `.parquet`, a `save_to_disk`, or what `load_dataset` makes of it."""
+    for suffix in (".jsonl", ".parquet"):
+        file = folder / f"{split}{suffix}"
+        if file.is_file():
+            return _read_file(file)
     found = sorted(entry.name for entry in folder.iterdir())
     import datasets
 
     try:
         if (folder / "dataset_dict.json").is_file():
-            return list(datasets.load_from_disk(str(folder))[split])
+            return TableRows(datasets.load_from_disk(str(folder))[split])
         if (folder / "state.json").is_file():
-            return list(datasets.load_from_disk(str(folder)))
-        return list(datasets.load_dataset(str(folder), split=split))
+            return TableRows(datasets.load_from_disk(str(folder)))
+        return TableRows(datasets.load_dataset(str(folder), split=split))
     except Exception as error:  # the package raises a dozen kinds for a folder it cannot read
         raise ValueError(
             f"dataset.path: no split {split!r} in {folder} (found: {', '.join(found) or 'nothing'};"
@@ -49,11 +68,11 @@ def _read_folder(folder: Path, split: str) -> list[Row]:
         ) from error
 
 
-def _read_hub(name: str, config: str | None, split: str) -> list[Row]:
+def _read_hub(name: str, config: str | None, split: str) -> Sequence[Row]:
     import datasets
 
     try:
-        return list(datasets.load_dataset(name, config, split=split))
+        return TableRows(datasets.load_dataset(name, config, split=split))
     except (ConnectionError, OSError) as error:
         raise RuntimeError(
             f"dataset.path: {name!r} is not a local file or folder, and the hub did not give it: "
@@ -64,15 +83,55 @@ def _read_hub(name: str, config: str | None, split: str) -> list[Row]:
         raise ValueError(f"dataset.path: {name!r}, split {split!r}: {cause}") from error
 
 
+def _read_parquet(file: Path) -> Sequence[Row]:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # Mapped, not copied: rows are decoded when they are asked for.
+        table = pyarrow.parquet.read_table(file, memory_map=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: not a Parquet file ({_first_line(error)})") from error
+    return TableRows(datasets.Dataset(datasets.table.InMemoryTable(table)))
+
+
+class TableRows(Sequence):
+    """The rows of a table, taken out of it when asked for.
+
+    Images stay encoded: decoded, those of a large data set would fill memory.
+    """
+
+    def __init__(self, table: datasets.Dataset) -> None:
+        self._table = table.with_format("arrow")
+
+    @property
+    def column_names(self) -> list[str]:
+        return self._table.column_names
+
+    def column(self, name: str) -> list[Any]:
+        return self._table.select_columns([name])[:][name].to_pylist()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._table[index].to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for part in self._table.iter(1000):
+            yield from part.to_pylist()
+
+
 def _read_jsonl(file: Path) -> list[Row]:
     rows = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except ValueError as error:  # bad JSON or bad UTF-8
                 raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{file}, line {number}: expected a JSON object")
@@ -80,7 +139,10 @@ def _read_jsonl(file: Path) -> list[Row]:
     return rows
 
 
-def _check_columns(rows: list[Row], columns: tuple[str, ...], path: str) -> None:
+def _check_columns(rows: Sequence[Row], columns: tuple[str, ...], path: str) -> None:
+    # A table has the same columns in every row; rows of JSON may each differ.
+    if isinstance(rows, TableRows):
+        rows = [dict.fromkeys(rows.column_names)]
     for number, row in enumerate(rows):
         missing = [column for column in columns if column not in row]
         if missing:

@@ -13,6 +13,9 @@ from areal.utils import import_path
 
 # Names for `reward_fn` in the YAML. Any other function is given by its import path.
 REWARD_FNS = {
+    "clevr_count": "areal.reward.clevr_count.clevr_count_reward_fn",
+    "countdown": "areal.reward.countdown.countdown_reward_fn",
+    "geometry3k": "areal.reward.geometry3k.geometry3k_reward_fn",
     "gsm8k": "areal.reward.gsm8k.gsm8k_reward_fn",
     "math_verify": "areal.reward.math_verify.math_verify_reward_fn",
 }

@@ -43,6 +43,12 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def last_bracketed(text: str) -> str | None:
+    """Content of the last `[...]` that holds no other brackets."""
+    contents = re.findall(r"\[([^\[\]]*)\]", text)
+    return contents[-1].strip() if contents else None
+
+
 def last_number(text: str) -> str | None:
     numbers = _LAST_NUMBER.findall(text)
     return numbers[-1] if numbers else None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # Names for `workflow` in the YAML. Any other class is given by its import path.
 WORKFLOWS = {
+    "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
     "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
 }
 

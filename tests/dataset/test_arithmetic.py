@@ -122,7 +122,9 @@ def test_impossible_options_are_refused(kwargs, message):
 def test_unknown_options_and_styles_are_refused(tokenizer):
     with pytest.raises(ValueError, match="style must be plain or reversed, got 'upside_down'"):
         load(tokenizer, "sft", style="upside_down", num_rows=5)
-    with pytest.raises(ValueError, match="dataset_kwargs.digits: unknown; expected style, f"):
+    with pytest.raises(
+        ValueError, match="dataset_kwargs.digits: unknown; expected one of first_digits"
+    ):
         load(tokenizer, "rl", digits=5)
 
 

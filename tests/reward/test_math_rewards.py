@@ -105,7 +105,7 @@ assert not {"sympy", "math_verify", "torch"} & set(sys.modules), "heavy import"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
-@pytest.mark.parametrize("name", sorted(REWARD_FNS))
+@pytest.mark.parametrize("name", ["geometry3k", "gsm8k", "math_verify"])
 async def test_by_name_and_in_a_worker(name):
     reward = AsyncRewardWrapper(load_named(name, REWARD_FNS, key="reward_fn"), max_workers=1)
     try:

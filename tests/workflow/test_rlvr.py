@@ -16,7 +16,8 @@ from areal.dataset.arithmetic import build_char_tokenizer
 from areal.rollout.context import episode
 from areal.utils import stats_tracker
 from areal.workflow import get_workflow_class
-from areal.workflow.rlvr import RLVRWorkflow, to_trajectory
+from areal.workflow.rlvr import RLVRWorkflow
+from areal.workflow.transcript import Transcript
 
 ROW = {"messages": [{"role": "user", "content": "47+36="}], "answer": "83"}
 
@@ -185,9 +186,10 @@ def test_tokenizer_by_path_and_errors_of_names(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="workflow: unknown name 'rlrv'"):
         get_workflow_class("rlrv")
     with pytest.raises(ValueError, match="is not a RolloutWorkflow class"):
-        get_workflow_class("areal.workflow.rlvr.to_trajectory")
+        get_workflow_class("areal.workflow.chat_turn.messages_of")
 
 
 def test_an_empty_output_is_still_a_trajectory():
-    response = ModelResponse([1, 2], [], [], [], "length")
-    assert to_trajectory(response, 0.0)["loss_mask"].tolist() == [[0, 0]]
+    transcript = Transcript([1, 2])
+    transcript.add_reply(ModelResponse([1, 2], [], [], [], "length"))
+    assert transcript.trajectory(0.0)["loss_mask"].tolist() == [[0, 0]]

@@ -1,0 +1,28 @@
+"""CLEVR count: how many things are in a rendered picture; the answer is a whole number.
+
+`path` is the bare name `clevr_count_70k` (then the hub's BUAADreamer/clevr_count_70k), another hub
+name, a local folder or a Parquet file. Columns: images, problem, answer. The clevr_count reward
+reads the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal.dataset.image_rows import ImageRows, load_image_rows
+
+HUB_NAME = "BUAADreamer/clevr_count_70k"
+INSTRUCTION = "\nCount them, then give the number alone in square brackets, like [3]."
+
+
+def load_rl(
+    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
+) -> ImageRows:
+    """{"messages", "images", "answer"}, as `image_rows` says."""
+    return load_image_rows(
+        HUB_NAME if path == "clevr_count_70k" else path,
+        split=split,
+        instruction=INSTRUCTION,
+        tokenizer=tokenizer if processor is None else processor.tokenizer,
+        max_length=max_length,
+    )

@@ -1,0 +1,27 @@
+"""Geometry3K: a geometry problem and its drawing; the answer is a number or an expression.
+
+`path` is the bare name `geometry3k` (then the hub's hiyouga/geometry3k), another hub name, a local
+folder or a Parquet file. Columns: images, problem, answer. The geometry3k reward reads the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal.dataset.image_rows import ImageRows, load_image_rows
+
+HUB_NAME = "hiyouga/geometry3k"
+INSTRUCTION = "\nEnd with your final answer in square brackets, like [42]."
+
+
+def load_rl(
+    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
+) -> ImageRows:
+    """{"messages", "images", "answer"}, as `image_rows` says."""
+    return load_image_rows(
+        HUB_NAME if path == "geometry3k" else path,
+        split=split,
+        instruction=INSTRUCTION,
+        tokenizer=tokenizer if processor is None else processor.tokenizer,
+        max_length=max_length,
+    )

@@ -1,0 +1,60 @@
+"""HH-RLHF: two replies of an assistant to the same dialogue, of which people preferred one.
+
+`path` is the bare name `hh-rlhf` (then the hub's Anthropic/hh-rlhf), another hub name, a folder
+with `{split}.jsonl` files, or one such file. Columns: chosen, rejected; each a whole dialogue in
+one text, whose turns begin with a blank line and `Human:` or `Assistant:`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from areal.dataset.chat_rows import pair_rows
+from areal.dataset.source_files import read_rows
+from areal.utils import logging
+from areal.utils.tokenizer import Messages
+
+logger = logging.getLogger("Dataset")
+
+HUB_NAME = "Anthropic/hh-rlhf"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def load_pairs(
+    path: str, *, split: str, tokenizer: Any, max_length: int | None = None
+) -> list[dict[str, Any]]:
+    """{"chosen_ids", "rejected_ids", "prompt_len"}, for reward models and for DPO."""
+    source = HUB_NAME if path == "hh-rlhf" else path
+    rows = read_rows(source, split=split, columns=("chosen", "rejected"))
+    pairs = [pair for row in rows if (pair := read_pair(row["chosen"], row["rejected"]))]
+    if len(pairs) < len(rows):
+        unpaired = len(rows) - len(pairs)
+        logger.warning(
+            "left out %d of %d rows: not two replies to one dialogue", unpaired, len(rows)
+        )
+    return pair_rows(pairs, tokenizer, max_length)
+
+
+def read_pair(chosen: str, rejected: str) -> tuple[Messages, str, str] | None:
+    """(dialogue, preferred reply, other reply); None when the texts are not such a pair.
+
+    A few rows of the data set end with a turn of the human, or differ before the last reply.
+    """
+    better, worse = read_dialogue(chosen), read_dialogue(rejected)
+    for dialogue in (better, worse):
+        if len(dialogue) < 2 or dialogue[-1]["role"] != "assistant":
+            return None
+    if better[:-1] != worse[:-1] or better[-1] == worse[-1]:
+        return None
+    return better[:-1], better[-1]["content"], worse[-1]["content"]
+
+
+def read_dialogue(text: str) -> Messages:
+    """The turns of a dialogue; what stands before the first one belongs to none."""
+    _, *parts = _TURN.split("\n\n" + text.lstrip("\n"))
+    return [
+        {"role": _ROLES[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
+    ]

@@ -1,0 +1,130 @@
+"""MultiTurnWorkflow: the same question until the answer is right or the turns are used up.
+
+    question -> reply -> reward != 0: done
+                      -> reward == 0: "your answer is wrong" -> reply -> ...
+
+One call makes one trajectory of all its turns; the reward of the last reply, discounted by the
+number of retries, is that of the whole. What the model wrote stays as it was sampled: a later turn
+puts tokens after it, and never tokenises the past again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from areal.api.workflow_api import RolloutWorkflow
+from areal.rollout.context import workflow_context
+from areal.utils import stats_tracker
+from areal.workflow.chat_turn import ChatTurn, Prompt, chat_input_ids, messages_of
+from areal.workflow.transcript import Transcript
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.api.config.generation import GenerationHyperparameters
+    from areal.api.engine_api import InferenceEngine
+
+FEEDBACK = (
+    "Your answer is wrong, or it could not be read. Read the question again, look for the mistake "
+    "in what you wrote, and answer once more."
+)
+_REPLY_PLACE = "@reply@"
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """Episodes of up to `max_turns` replies; reward * turn_discount ** retries.
+
+    `feedback` is the user's turn after a wrong reply. An episode also ends when the next turn
+    would not fit in `gconfig.max_tokens`; `gconfig.max_new_tokens` holds for each reply. The other
+    arguments are those of `RLVRWorkflow`.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float] | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        max_turns: int = 2,
+        turn_discount: float = 1.0,
+        feedback: str = FEEDBACK,
+        enable_thinking: bool = False,
+        get_input_ids_fn: Callable[..., list[int]] | str = chat_input_ids,
+        data_extract_prompt_fn: Callable[[dict[str, Any]], Any] | str = messages_of,
+        reward_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"workflow_kwargs.max_turns must be at least 1, got {max_turns}")
+        if not 0 <= turn_discount <= 1:
+            raise ValueError(
+                f"workflow_kwargs.turn_discount must lie between 0 and 1, got {turn_discount}"
+            )
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self._turn = ChatTurn(
+            reward_fn,
+            gconfig,
+            tokenizer,
+            enable_thinking=enable_thinking,
+            get_input_ids_fn=get_input_ids_fn,
+            data_extract_prompt_fn=data_extract_prompt_fn,
+            reward_kwargs=reward_kwargs,
+        )
+        self._feedback_ids = feedback_ids(feedback, self._turn.tokenizer, enable_thinking)
+
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        prompt = self._turn.prompt(data)
+        transcript = Transcript(prompt.ids)
+        while True:
+            response = await self._turn.generate(engine, transcript.ids)
+            transcript.add_reply(response)
+            reward = await self._turn.judge(prompt, response, data)
+            feedback = self._text_after(transcript.ids)
+            if reward != 0 or not self._may_retry(transcript, feedback):
+                break
+            transcript.add_text(feedback)
+            ids = list(transcript.ids)
+            prompt = Prompt(ids=ids, text=self._turn.tokenizer.decode(ids))
+        reward *= self.turn_discount ** (transcript.num_turns - 1)
+        stats_tracker.get(workflow_context.stat_scope()).scalar(
+            reward=reward, num_turns=transcript.num_turns
+        )
+        return transcript.trajectory(reward)
+
+    def close(self) -> None:
+        """End the reward processes."""
+        self._turn.close()
+
+    def _may_retry(self, transcript: Transcript, feedback: list[int]) -> bool:
+        fits = len(transcript.ids) + len(feedback) < self._turn.gconfig.max_tokens
+        return transcript.num_turns < self.max_turns and fits
+
+    def _text_after(self, ids: list[int]) -> list[int]:
+        """The feedback, less the end-of-turn token when the model has written it itself."""
+        ended = ids[-1] in self._turn.stop_ids and self._feedback_ids[:1] == ids[-1:]
+        return self._feedback_ids[1:] if ended else self._feedback_ids
+
+
+def feedback_ids(feedback: str, tokenizer: Any, enable_thinking: bool) -> list[int]:
+    """Tokens from the end of an assistant's turn through `feedback` to the next turn's header.
+
+    Taken from the chat template as text, after the place of the reply: a template may rewrite
+    earlier turns (drop their thoughts), and what stands before that place is not used.
+    """
+    chat = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": _REPLY_PLACE},
+        {"role": "user", "content": feedback},
+    ]
+    text = tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+    )
+    _, found, after = text.rpartition(_REPLY_PLACE)
+    if not found or feedback not in after:
+        raise ValueError(
+            "the tokenizer's chat template leaves out earlier turns, so a chat cannot go on; "
+            f"from a reply {_REPLY_PLACE!r} and the feedback it made {text!r:.300}"
+        )
+    return tokenizer(after, add_special_tokens=False)["input_ids"]
