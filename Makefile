@@ -1,5 +1,6 @@
 # make demo     train a small model by asynchronous GRPO on this machine and show the reward rise
-# make test     lint, architecture test and the whole CPU suite
+# make test     lint, documentation, architecture test and the whole CPU suite
+# make docs     build the documentation into site/, without a network
 # make lint     ruff and mdformat, without changing anything
 # make format   let them change what they can
 #
@@ -14,14 +15,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MARKDOWN := $(wildcard *.md docs examples benchmark)
 
-.PHONY: demo test lint format
+.PHONY: demo test docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/areal demo $(ARGS)
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not multi_gpu"
+
+# The variable keeps a notice about MkDocs' own future out of the output.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

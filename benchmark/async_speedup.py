@@ -102,33 +102,41 @@ LOADS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="measured steps per arm")
+    parser.add_argument("--model", help="model folder; default: the demo's, warm-started first")
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = _measure(Path(folder), args.steps)
+        model = args.model or _warm_start(folder)
+        rows = _measure(Path(folder), model, args.steps)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
     return 0
 
 
-def _measure(folder: Path, steps: int) -> list[Row]:
-    make_model(folder / "tiny_model")
-    run_experiment(load_config([recipe_path("arithmetic_sft.yaml"), f"cluster.fileroot={folder}"]))
+def _warm_start(folder: str) -> str:
+    make_model(Path(folder) / "tiny_model")
+    config = load_config([recipe_path("arithmetic_sft.yaml"), f"cluster.fileroot={folder}"])
+    run_experiment(config)
+    return str(RunPaths.of(config).model)
+
+
+def _measure(folder: Path, model: str, steps: int) -> list[Row]:
     rows = []
     for load in LOADS:
-        speeds = {eta: _tokens_per_second(load, eta, folder, steps) for eta in (0, 2)}
+        speeds = {eta: _tokens_per_second(load, eta, folder, model, steps) for eta in (0, 2)}
         for eta, speed in speeds.items():
             rows.append(Row(f"{load.name}_staleness_{eta}", speed, "tokens trained/s"))
         rows.append(Row(f"speedup_{load.name}", speeds[2] / speeds[0], "x"))
     return rows
 
 
-def _tokens_per_second(load: Load, eta: int, folder: Path, steps: int) -> float:
+def _tokens_per_second(load: Load, eta: int, folder: Path, model: str, steps: int) -> float:
     config = load_config(
         [
             recipe_path("arithmetic_grpo.yaml"),
             f"cluster.fileroot={folder}",
+            f"actor.path={model}",
             f"trial_name={load.name}-{eta}",
             f"total_train_steps={WARM_UP_STEPS + steps}",
             f"rollout.max_head_offpolicyness={eta}",

@@ -1,0 +1,243 @@
+"""Runs documentation: the blocks of a page, in order, in a folder that looks like a checkout.
+
+    world = World(tmp_path)            # examples/, a tiny model; `areal`, `python`, `make` on PATH
+    for block in read_blocks(page):
+        world.run(block)               # writes titled files, runs bash, executes Python
+
+A block with `title="name"` is written to that file. Training is real but small: the `areal` and
+`python` of that folder are this file, which adds overrides (few steps, few short samples) to any
+command that trains from a YAML file. `make` is a dry run: the target must exist. Only these are not
+run: `git clone`, `pip install`, and a block under a comment `not run: REASON`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECK_ONLY = "AREAL_DOCS_CHECK_ONLY"  # set: `areal train` becomes `areal check`
+FENCE = re.compile(r"^```(\w*)[^\S\n]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z")
+SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)  # MkDocs puts the file there
+TITLE = re.compile(r'title="([^"]+)"')
+DOCUMENTED_PORT = "8600"  # pages serve there; the test on a port that is free
+NEEDS_A_NETWORK = ("git clone", "pip install")
+BLOCK_TIMEOUT_S = 180
+DONE = "@@ block"  # a line of the shell that ends a block, followed by its exit code
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    line: int  # of its first line of content
+    language: str
+    title: str | None
+    text: str
+    not_run: str | None  # why
+    is_script: bool  # a later command of the page runs it, so it is not imported
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def trains(self) -> bool:
+        return self.language == "bash" and bool(
+            re.search(r"^(areal (train|demo|serve)|python )", self.text, re.MULTILINE)
+        )
+
+
+def read_blocks(page: Path) -> list[Block]:
+    source = page.read_text(encoding="utf-8")
+    blocks = []
+    for match in FENCE.finditer(source):
+        language, info, text = match.groups()
+        text = SNIPPET.sub(lambda m: (ROOT / m[1]).read_text(encoding="utf-8").rstrip(), text)
+        title = TITLE.search(info)
+        why = NOT_RUN.search(source[: match.start()])
+        blocks.append(
+            Block(
+                page=page,
+                line=source.count("\n", 0, match.start()) + 2,
+                language=language,
+                title=title and title[1],
+                text=text,
+                not_run=why[1] if why else _skip_rule(language, text),
+                is_script=title is not None and f"python {title[1]}" in source,
+            )
+        )
+    return blocks
+
+
+def _skip_rule(language: str, text: str) -> str | None:
+    if language != "bash":
+        return None
+    return next((f"`{words}` needs a network" for words in NEEDS_A_NETWORK if words in text), None)
+
+
+class World:
+    """A folder to run a page in, with one shell that lives from its first block to its last."""
+
+    def __init__(self, folder: Path, *, check_only: bool = False) -> None:
+        self.folder = folder
+        self._module = types.ModuleType("docs_page")
+        sys.modules["docs_page"] = self._module
+        self._env = {**os.environ, **({CHECK_ONLY: "1"} if check_only else {})}
+        self._shell: subprocess.Popen[str] | None = None
+        self._port = str(_free_port())
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        _make_models(folder / "runs" / "demo")
+        _make_programs(folder / ".venv" / "bin")
+        self._env["PATH"] = f"{folder / '.venv' / 'bin'}{os.pathsep}{self._env['PATH']}"
+
+    def run(self, block: Block) -> str:
+        """The output of a bash block; raises AssertionError with place and output on failure."""
+        if block.title is not None:
+            file = self.folder / block.title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+        if block.not_run is not None:
+            return ""
+        if block.language == "python":
+            self._run_python(block)
+        elif block.language == "bash":
+            return self._run_bash(block)
+        return ""
+
+    def _run_python(self, block: Block) -> None:
+        code = compile(block.text, block.place, "exec")
+        if block.title is None:
+            exec(code, self._module.__dict__)
+        elif not block.is_script:
+            importlib.invalidate_caches()
+            module = block.title.removesuffix(".py").replace("/", ".")
+            sys.modules.pop(module, None)
+            importlib.import_module(module)
+
+    def _run_bash(self, block: Block) -> str:
+        if self._shell is None:
+            self._shell = subprocess.Popen(
+                ["bash"],
+                cwd=self.folder,
+                env=self._env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            self._say(f"set -eo pipefail\ntrap 'echo \"{DONE} $?\"' EXIT\n")
+        self._say(f"{block.text.replace(DOCUMENTED_PORT, self._port)}\necho '{DONE} 0'\n")
+        output, code = self._listen(self._shell)
+        assert code == "0", f"{block.place} failed with exit code {code}:\n{block.text}\n{output}"
+        return output
+
+    def _say(self, text: str) -> None:
+        self._shell.stdin.write(text)
+        self._shell.stdin.flush()
+
+    def _listen(self, shell: subprocess.Popen[str]) -> tuple[str, str]:
+        deadline = threading.Timer(BLOCK_TIMEOUT_S, self._kill)
+        deadline.start()
+        lines = []
+        try:
+            for line in shell.stdout:
+                if line.startswith(DONE):
+                    return "".join(lines), line.removeprefix(DONE).strip()
+                lines.append(line)
+        finally:
+            deadline.cancel()
+        return "".join(lines), f"none: no end within {BLOCK_TIMEOUT_S} s"
+
+    def close(self) -> None:
+        sys.modules.pop("docs_page", None)
+        if self._shell is not None:
+            self._kill()
+            self._shell.stdin.close()
+            self._shell.stdout.close()
+            self._shell.wait(timeout=10)
+
+    def _kill(self) -> None:
+        """The shell and what it left in the background: they are one process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._shell.pid, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _make_models(demo: Path) -> None:
+    """The models `areal demo` leaves behind; untrained ones are as good here."""
+    from areal.cli.demo import make_model
+
+    make_model(demo / "tiny_model")
+    for trial in ("sft", "grpo"):
+        shutil.copytree(demo / "tiny_model", demo / "arithmetic" / trial / "model")
+
+
+def _make_programs(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "activate").write_text("# the world is active already\n")
+    for name in ("areal", "python", "make"):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n')
+        program.chmod(0o755)
+
+
+def small_overrides(tree: dict) -> list[str]:
+    """Two steps of a few short samples, for any shipped recipe."""
+    overrides = ["total_train_steps=2", "train_dataset.batch_size=4"]
+    if tree.get("trainer", "ppo") == "ppo":
+        overrides += ["gconfig.n_samples=2", "gconfig.max_new_tokens=4"]
+        overrides += ["actor.ppo_n_minibatches=1"]
+    if (tree.get("valid_dataset") or {}).get("path") == "arithmetic":
+        overrides += ["valid_dataset.dataset_kwargs.num_rows=4"]
+    if "recover" in tree:
+        overrides += ["recover.freq_steps=1"]
+    return overrides
+
+
+def _main(argv: list[str]) -> int:
+    program, *args = argv
+    if program == "make":
+        return subprocess.run(["make", "--dry-run", *args], cwd=ROOT).returncode
+    trains = program == "python" or args[:1] in (["train"], ["demo"])
+    recipe = next((arg for arg in args if arg.endswith(".yaml")), None)
+    if args[:1] == ["demo"]:
+        recipe = str(ROOT / "examples" / "math" / "arithmetic_grpo.yaml")
+    if trains and recipe is not None:
+        if os.environ.get(CHECK_ONLY):
+            return _areal(["check", *args[1:]])
+        args += small_overrides(yaml.safe_load(Path(recipe).read_text(encoding="utf-8")))
+    if program == "areal":
+        return _areal(args)
+    os.execv(sys.executable, [sys.executable, *args])
+
+
+def _areal(args: list[str]) -> int:
+    from areal.cli.main import main
+
+    return main(args)
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
