@@ -13,6 +13,7 @@ run: `git clone`, `pip install`, and a block under a comment `not run: REASON`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import re
@@ -37,7 +38,8 @@ TITLE = re.compile(r'title="([^"]+)"')
 DOCUMENTED_PORT = "8600"  # pages serve there; the test on a port that is free
 NEEDS_A_NETWORK = ("git clone", "pip install")
 BLOCK_TIMEOUT_S = 180
-DONE = "@@ block"  # a line of the shell that ends a block, followed by its exit code
+PR_SET_PDEATHSIG = 1
+DONE = "@@ block"  # begins the line that ends a block, with its exit code
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +143,11 @@ class World:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
-            self._say(f"set -eo pipefail\ntrap 'echo \"{DONE} $?\"' EXIT\n")
-        self._say(f"{block.text.replace(DOCUMENTED_PORT, self._port)}\necho '{DONE} 0'\n")
+            self._say(f"set -eo pipefail\ntrap 'code=$?; echo; echo \"{DONE} $code\"' EXIT\n")
+        # The empty line: what the block printed last may lack its line end.
+        self._say(f"{block.text.replace(DOCUMENTED_PORT, self._port)}\necho; echo '{DONE} 0'\n")
         output, code = self._listen(self._shell)
         assert code == "0", f"{block.place} failed with exit code {code}:\n{block.text}\n{output}"
         return output
@@ -197,10 +201,15 @@ def _make_models(demo: Path) -> None:
 def _make_programs(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "activate").write_text("# the world is active already\n")
-    for name in ("areal", "python", "make"):
-        program = folder / name
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n')
-        program.chmod(0o755)
+    # By their whole paths: these programs come first on PATH and must not find themselves.
+    commands = {
+        "areal": f'"{sys.executable}" "{__file__}" areal',
+        "python": f'"{sys.executable}" "{__file__}" python',
+        "make": f'"{shutil.which("make")}" --directory "{ROOT}" --dry-run',
+    }
+    for name, command in commands.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (folder / name).chmod(0o755)
 
 
 def small_overrides(tree: dict) -> list[str]:
@@ -218,8 +227,7 @@ def small_overrides(tree: dict) -> list[str]:
 
 def _main(argv: list[str]) -> int:
     program, *args = argv
-    if program == "make":
-        return subprocess.run(["make", "--dry-run", *args], cwd=ROOT).returncode
+    _end_with_parent()
     trains = program == "python" or args[:1] in (["train"], ["demo"])
     recipe = next((arg for arg in args if arg.endswith(".yaml")), None)
     if args[:1] == ["demo"]:
@@ -231,6 +239,11 @@ def _main(argv: list[str]) -> int:
     if program == "areal":
         return _areal(args)
     os.execv(sys.executable, [sys.executable, *args])
+
+
+def _end_with_parent() -> None:
+    """A killed test takes its shell along, and the shell what it runs, also in the background."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _areal(args: list[str]) -> int:

@@ -131,7 +131,7 @@ def make_model(folder: Path) -> None:
             "vocab_size": len(tokenizer),
             "hidden_size": 64,
             "intermediate_size": 192,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,

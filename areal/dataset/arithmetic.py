@@ -117,8 +117,8 @@ def make_problems(
     *,
     split: str,
     operators: Sequence[str] = ("+",),
-    first_digits: Digits = (1, 2),
-    second_digits: Digits = (1, 2),
+    first_digits: Digits = 2,
+    second_digits: Digits = 2,
     num_rows: int | None = None,
     seed: int = 0,
 ) -> list[Problem]:
