@@ -33,11 +33,13 @@ from areal.cli.train import load_config
 from areal.rollout.context import workflow_context
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer
+from areal.utils import logging
 from areal.utils.run_db import open_read_only
 from areal.utils.run_paths import RunPaths
 from areal.workflow.rlvr import RLVRWorkflow
 
 WARM_UP_STEPS = 8  # start of the processes, first batches
+LONGEST = 200  # tokens of the longest answer of the load `tail`
 
 
 def _draw() -> random.Random:
@@ -64,7 +66,7 @@ class TailWorkflow(RLVRWorkflow):
     """Answers whose length is drawn from a long tail instead of ended by the model."""
 
     async def arun_episode(self, engine, data):
-        length = min(4 + int(_draw().paretovariate(1.1) * 6), self.gconfig.max_new_tokens)
+        length = min(4 + int(_draw().paretovariate(1.1) * 6), LONGEST)
         return await super().arun_episode(FixedLength(engine, length), data)
 
 
@@ -89,7 +91,7 @@ LOADS = (
     Load(
         "tail",
         TailWorkflow,
-        ("train_dataset.batch_size=16", "gconfig.n_samples=4", "gconfig.max_new_tokens=200"),
+        ("train_dataset.batch_size=16", "gconfig.n_samples=4", f"gconfig.max_new_tokens={LONGEST}"),
     ),
     Load(
         "env",
@@ -146,7 +148,7 @@ def _tokens_per_second(load: Load, eta: int, folder: Path, model: str, steps: in
         ]
     )
     train, _ = load_datasets(config)
-    with PPOTrainer(config, train) as trainer:
+    with logging.quiet(), PPOTrainer(config, train) as trainer:
         trainer.train(workflow=load.workflow)
     with closing(open_read_only(RunPaths.of(config).database)) as connection:
         rows = connection.execute(

@@ -6,7 +6,7 @@ workflow ready to run, a filter, and the statistics of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal.algorithm import DYNAMIC_FILTERS
@@ -73,24 +73,17 @@ def mean_reward(groups: Sequence[Trajectory | None]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def describe_batch(groups: Sequence[Trajectory], version: int) -> dict[str, float]:
+def describe_batch(data: Mapping[str, torch.Tensor], version: int) -> dict[str, float]:
     """What a step trained on: rewards, lengths, and how old its tokens are at `version`."""
-    samples = tokens = generated = cut = age = oldest = 0.0
-    for group in groups:
-        mask = group["loss_mask"].bool()
-        ages = version - group["versions"][mask]
-        samples += len(mask)
-        tokens += group["attention_mask"].sum().item()
-        generated += ages.numel()
-        age += ages.sum().item()
-        oldest = max(oldest, ages.max().item() if ages.numel() else 0)
-        cut += group["seq_no_eos"].sum().item() if "seq_no_eos" in group else 0
+    ages = version - data["versions"][data["loss_mask"]]
+    samples = len(data["rewards"])
+    cut = data["seq_no_eos"].sum().item() if "seq_no_eos" in data else 0
     return {
-        "rollout/reward": mean_reward(groups),
+        "rollout/reward": data["rewards"].mean().item(),
         "rollout/samples": samples,
-        "tokens": tokens,
-        "rollout/output_len": generated / max(samples, 1),
-        "rollout/no_eos": cut / max(samples, 1),
-        "rollout/staleness": age / max(generated, 1),
-        "rollout/staleness_max": oldest,
+        "tokens": data["attention_mask"].sum().item(),
+        "rollout/output_len": ages.numel() / samples,
+        "rollout/no_eos": cut / samples,
+        "rollout/staleness": ages.float().mean().item(),
+        "rollout/staleness_max": ages.max().item(),
     }

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
@@ -28,6 +30,7 @@ from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.ppo.batch import collect, token_outputs
 from areal.trainer.ppo.critic import PPOCritic
 from areal.trainer.run import StepObserver
+from areal.utils.device import num_cores
 from areal.utils.perf_tracer import phase
 from areal.utils.trajectory_dump import TrajectoryDump
 
@@ -45,12 +48,14 @@ class PPOTrainer(Trainer):
     """
 
     def _open(self, stack: ExitStack) -> None:
+        self._share_cores()
         self._open_models(stack)
         runner = self._start_runner(stack)
         self.inference, weights = open_inference(self.config, self.run.paths, stack)
         self.engine.connect_engine(self.inference, weights)
         self.server_trace = ServerTrace(self.inference)
         self.ledger = Ledger(self.run.database)
+        self.run.on_settled = self.ledger.prune
         self.rollout = self._open_executor(runner, stack)
 
     def train(
@@ -84,7 +89,7 @@ class PPOTrainer(Trainer):
                     self.critic.ppo_update(data)
             with phase("update_weights", "comm"):
                 self._publish(step.global_step + 1)
-            stats = self._close_batch(batch, step)
+            stats = self._close_batch(batch, data, step)
             if self.run.evaluation_due(step):
                 with phase("evaluate", "sync"):
                     stats["eval/reward"] = self.evaluate(evaluation)
@@ -99,6 +104,13 @@ class PPOTrainer(Trainer):
         return mean_reward(
             self.rollout.rollout_batch(self.valid_dataset, workflow, group_size=group_size)
         )
+
+    def _share_cores(self) -> None:
+        """Leave the server's cores to it where both compute at the same time."""
+        config = self.config
+        together = config.rollout.max_head_offpolicyness > 0
+        if together and config.actor.weight_update_mode != "direct":
+            torch.set_num_threads(max(1, num_cores() - config.native.threads))
 
     def _open_models(self, stack: ExitStack) -> None:
         """The actor, and those of critic, reference model and teacher that the config has."""
@@ -187,13 +199,11 @@ class PPOTrainer(Trainer):
         self.engine.update_weights(version)
         self.engine.set_version(version)
 
-    def _close_batch(self, batch: Batch, step: StepInfo) -> dict[str, float]:
+    def _close_batch(self, batch: Batch, data: dict[str, Any], step: StepInfo) -> dict[str, float]:
         """Book the batch as trained, let new prompts in, and describe what was trained on."""
         self.rollout.mark_trained(batch, step.global_step)
         self.rollout.set_version(step.global_step + 1)
-        if (oldest := self.run.oldest_recoverable_step()) is not None:
-            self.ledger.prune(oldest)
-        stats = describe_batch(batch.trajectories, version=step.global_step)
+        stats = describe_batch(data, version=step.global_step)
         stats |= {f"rollout/{name}": value for name, value in self.rollout.stats().items()}
         stats |= {f"server/{name}": value for name, value in self.inference.stats().items()}
         self.server_trace.update()

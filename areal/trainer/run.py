@@ -97,6 +97,8 @@ class Run:
         self._evaluation_timer = _timer(config.evaluator)
         self._evaluates = config.evaluator.ever_fires or config.evaluator.eval_before_train
         self._recover_timer = _timer(config.recover)
+        # Told the newest step that no recovery can go back behind: what it used may be forgotten.
+        self.on_settled: Callable[[int], None] = lambda step: None
 
     @property
     def total_steps(self) -> int:
@@ -158,16 +160,15 @@ class Run:
         recorded = {**stats_tracker.export_all(), **stats, **self._speed(stats["tokens"])}
         self.stats_logger.commit(step.global_step, recorded)
         due = self._recover_timer.tick(step) or self._is_last(step)
-        if self._resumes and due:
+        if not self._resumes:
+            self.on_settled(step.global_step)
+        elif due:
             with phase("recover", "io"):
                 self._write_recover_point(step)
+                self.on_settled(self._recover.oldest_step())
         if (step.global_step + 1) % self._trace_interval == 0:
             perf_tracer.save()
         return recorded
-
-    def oldest_recoverable_step(self) -> int | None:
-        """The step of the oldest recover point: trajectories trained by then are not needed."""
-        return self._recover.oldest_step()
 
     def finish(self, tokenizer: Any) -> Path:
         """Export the trained actor to the run's `model/` folder."""

@@ -78,7 +78,7 @@ def test_values_flow_down_from_the_root(grpo: str) -> None:
     assert config.tokenizer_path == "tiny"
     assert config.train_dataset.type == "rl"
     assert config.rollout.consumer_batch_size == 64
-    assert config.rollout.max_concurrent_rollouts == 64
+    assert config.rollout.max_concurrent_rollouts == 3 * 64  # staleness 2
     assert config.actor.max_new_tokens == 32
     assert (config.eval_gconfig.greedy, config.eval_gconfig.n_samples) == (True, 1)
     assert config.eval_gconfig.max_new_tokens == 32

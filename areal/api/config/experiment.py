@@ -212,7 +212,8 @@ class PPOConfig(BaseExperimentConfig):
             "which it takes when left out)",
             rollout.consumer_batch_size,
         )
-        rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or batch_size
+        if rollout.max_concurrent_rollouts is None:
+            rollout.max_concurrent_rollouts = batch_size * (rollout.max_head_offpolicyness + 1)
         require(
             actor.ppo_n_minibatches <= batch_size * group_size,
             "actor.ppo_n_minibatches must not exceed the samples of a step, "

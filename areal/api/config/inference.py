@@ -16,7 +16,8 @@ class InferenceEngineConfig:
     backend: str = "native:d1"
     """Engine and parallel layout, like `native:d1`."""
     max_concurrent_rollouts: int | None = None
-    """Most prompts in flight. Default: consumer_batch_size."""
+    """Most prompts in flight. Default: as many as staleness allows, (max_head_offpolicyness + 1)
+    times consumer_batch_size."""
     consumer_batch_size: int | None = None
     """Prompts one training step takes. Default: train_dataset.batch_size."""
     max_head_offpolicyness: int = 0

@@ -94,7 +94,7 @@ class NativeLocalEngine(InferenceEngine):
         return self._loop.version
 
     def stats(self) -> dict[str, float]:
-        return self._loop.call(lambda engine: engine.stats()).result()
+        return self._loop.stats()
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         return {"in this process": self._loop.busy.since(since)}

@@ -101,6 +101,10 @@ class EngineLoop:
         self._order(_Call(function, future))
         return future
 
+    def stats(self) -> dict[str, float]:
+        """The engine's counters now; read without waiting for the step that may be running."""
+        return self._engine.stats()
+
     def abort(self, rids: Iterable[str] | None = None) -> Future[int]:
         """Ends these requests (all: None) with what they have; the result is their number."""
         wanted = None if rids is None else list(rids)

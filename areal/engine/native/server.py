@@ -87,7 +87,7 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
 
     @app.get("/stats")
     async def stats() -> dict[str, float]:
-        return await asyncio.wrap_future(loop.call(lambda engine: engine.stats()))
+        return loop.stats()
 
     @app.get("/busy_intervals")
     async def busy_intervals(since: float = 0.0) -> dict[str, Any]:
