@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ def print_table(rows: Sequence[Row]) -> None:
         print(f"{row.name:<{width}}  {row.value:>12.3f}  {row.unit}")
 
 
-def write_json(path: str, rows: Sequence[Row]) -> None:
+def write_json(path: str, rows: Sequence[Row], **more: Any) -> None:
+    """The report; `more` are further keys of a benchmark that has more to tell than rows."""
     report = {
         "rows": [asdict(row) for row in rows],
         "machine": _machine(),
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
+        **more,
     }
     Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
