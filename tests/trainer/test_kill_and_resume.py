@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from areal.cli.demo import recipe_path
 from areal.rollout.ledger import Ledger
 from areal.utils.run_db import RunDatabase
 
-STEPS, BATCH = 12, 8
+STEPS, BATCH = 24, 8
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -56,7 +57,7 @@ def steps_done(run_dir: Path) -> int:
         return 0
     try:
         return query(run_dir, "SELECT count(*) FROM steps")[0][0]
-    except Exception:  # the tables are just being made
+    except sqlite3.OperationalError:  # the tables are just being made
         return 0
 
 
@@ -92,7 +93,7 @@ def test_killed_run_resumes(eta, tmp_path):
     assert balance["trained"] == balance["total"] == STEPS * BATCH
     assert query(run_dir, "SELECT count(*) FROM steps")[0][0] == STEPS
     resumed = query(run_dir, "SELECT text FROM events WHERE kind = 'resumed' ORDER BY id")
-    assert resumed == [("step 3",), ("step 6",)] or len(resumed) >= 2
+    assert len(resumed) >= 2  # the first kill may come before the first recover point
     if eta == 0:
         finish(start(tmp_path, "whole", eta))
         whole = tmp_path / "arithmetic" / "whole" / "model" / "model.safetensors"

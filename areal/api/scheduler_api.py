@@ -1,0 +1,148 @@
+"""Where worker processes run: the contract between a controller and whatever starts processes.
+
+A job is one role ("actor", "rollout") with a number of like workers. The scheduler starts them,
+tells when they are ready and ends them; engines are made inside a worker from an import path, so a
+scheduler never imports one. Every failure is a `SchedulerError` that names role and worker.
+
+    scheduler.create_workers(Job(role="actor", replicas=4, tasks=[SchedulingSpec(gpu=1)]))
+    for worker in scheduler.get_workers("actor", timeout=300):
+        await scheduler.create_engine(worker.id, "areal.engine.archon_engine.ArchonEngine", "actor")
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingSpec:
+    """What one worker needs of its machine."""
+
+    cpu: int = 8
+    gpu: int = 0
+    mem: int = 32  # GB
+    port_count: int = 2
+    env_vars: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingStrategy:
+    """Machines of its own, or those of the role `target`."""
+
+    type: Literal["separation", "colocation"] = "separation"
+    target: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.type == "colocation") != (self.target is not None):
+            raise ValueError(
+                "scheduling_strategy: colocation needs target, the role to share machines with, "
+                f"and separation has none, got type={self.type!r} target={self.target!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All workers of one role. `tasks` has one spec for all of them, or one for each."""
+
+    role: str
+    replicas: int
+    tasks: list[SchedulingSpec] = field(default_factory=lambda: [SchedulingSpec()])
+    scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"job {self.role}: replicas must be at least 1, got {self.replicas}")
+        if len(self.tasks) not in (1, self.replicas):
+            raise ValueError(
+                f"job {self.role}: tasks must have 1 or {self.replicas} entries, "
+                f"got {len(self.tasks)}"
+            )
+
+    def spec_of(self, index: int) -> SchedulingSpec:
+        return self.tasks[index if len(self.tasks) > 1 else 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One ready process. Its id is `role/index`."""
+
+    id: str
+    ip: str
+    worker_ports: list[str] = field(default_factory=list)
+    engine_ports: list[str] = field(default_factory=list)
+
+
+class Scheduler(ABC):
+    """Starts, finds and ends workers, and calls the engines inside them."""
+
+    @abstractmethod
+    def create_workers(self, job: Job) -> list[str]:
+        """Start the workers of `job`; returns their ids without waiting for them."""
+
+    @abstractmethod
+    def get_workers(self, role: str, timeout: float) -> list[Worker]:
+        """The workers of `role`, all ready. WorkerTimeoutError, or WorkerFailedError with the
+        process's last words, when they are not."""
+
+    @abstractmethod
+    def delete_workers(self, role: str | None = None) -> None:
+        """End the workers of `role`, or all."""
+
+    @abstractmethod
+    async def create_engine(
+        self, worker_id: str, engine: str, engine_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Build the class at the import path `engine` inside the worker, as `engine_name`."""
+
+    @abstractmethod
+    async def async_call_engine(
+        self, worker_id: str, method: str, engine_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of an engine in a worker; EngineCallError carries its exception."""
+
+
+class SchedulerError(RuntimeError):
+    """Something about `worker` (an id, or a role) went wrong; `reason` says what."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"{worker}: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+
+class WorkerCreationError(SchedulerError):
+    """A worker could not be started."""
+
+
+class WorkerFailedError(SchedulerError):
+    """A worker's process ended."""
+
+
+class WorkerNotFoundError(SchedulerError):
+    """No worker has this id."""
+
+
+class WorkerTimeoutError(SchedulerError):
+    """A worker was not ready in time."""
+
+
+class EngineCreationError(SchedulerError):
+    """An engine's constructor raised inside its worker."""
+
+
+class EngineImportError(SchedulerError):
+    """The import path of an engine leads nowhere."""
+
+
+class EngineCallError(SchedulerError):
+    """A method of an engine raised inside its worker."""
+
+
+class GPUAllocationError(SchedulerError):
+    """The job wants more GPUs than there are."""
+
+
+class PortAllocationError(SchedulerError):
+    """No free port was found."""
