@@ -15,6 +15,8 @@ _HOMES = {
     "PPOTrainer": "areal.trainer.rl_trainer",
     "RWTrainer": "areal.trainer.rw_trainer",
     "SFTTrainer": "areal.trainer.sft_trainer",
+    "StalenessManager": "areal.rollout.staleness",
+    "WorkflowExecutor": "areal.rollout.executor",
     "workflow_context": "areal.rollout.context",
 }
 __all__ = [  # noqa: F822
@@ -22,6 +24,8 @@ __all__ = [  # noqa: F822
     "PPOTrainer",
     "RWTrainer",
     "SFTTrainer",
+    "StalenessManager",
+    "WorkflowExecutor",
     "__version__",
     "workflow_context",
 ]

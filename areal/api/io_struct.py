@@ -15,30 +15,45 @@ Trajectories are plain dicts of tensors, right-padded to `[B, S]`:
 | `turn_ids`       | int32 | 0-based turn, -1 on text the model did not write                     |
 | `rewards`        | f32   | `[B]`, one outcome reward per row                                    |
 | `seq_no_eos`     | bool  | `[B]`, True when generation ended by length, not by a stop token     |
+
+With `gconfig.reward_normalization` there is `original_rewards` too: `rewards` as they were before.
+Rows with images have `multi_modal_input`: a list of B dicts of tensors, {} for a row without.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from areal.api.config.generation import GenerationHyperparameters
 
+if TYPE_CHECKING:
+    from areal.api.alloc_mode import ModelAllocation
+
 StopReason = Literal["length", "stop", "tool_calls", "abort"]
+WeightTransport = Literal["direct", "shm", "disk", "xccl"]
 
 
 @dataclass(slots=True)
 class ModelRequest:
-    """One generation: token ids in. `rid` follows it through every log and retry."""
+    """One generation: token ids in. `rid` follows it through every log and retry.
+
+    An engine that cannot honour a field refuses the request with a ValueError; it never ignores it.
+    """
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: str(uuid.uuid4()))
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
+    image_data: list[str] = field(default_factory=list)  # base64, in the order of the prompt
+    processor: Any = None  # that made the prompt's image tokens
+    vision_msg_vllm: list[dict[str, Any]] | None = None  # the chat, for servers that want images so
 
     def copy(self) -> ModelRequest:
         return replace(
@@ -46,6 +61,8 @@ class ModelRequest:
             input_ids=list(self.input_ids),
             gconfig=self.gconfig.new(),
             metadata=dict(self.metadata),
+            image_data=list(self.image_data),
+            vision_msg_vllm=copy.deepcopy(self.vision_msg_vllm),
         )
 
 
@@ -61,6 +78,10 @@ class ModelResponse:
     tokenizer: Any = None
     latency: float = 0.0  # seconds from request to last token
     ttft: float = 0.0  # seconds to the first token
+    input_images: list[str] = field(default_factory=list)  # the request's
+    processor: Any = None  # the request's
+    itl: list[float] = field(default_factory=list)  # seconds between tokens; empty: not measured
+    routed_experts: Any = None  # [T, layers, experts per token], from engines that record them
 
     def __post_init__(self) -> None:
         lengths = len(self.output_tokens), len(self.output_logprobs), len(self.output_versions)
@@ -68,6 +89,11 @@ class ModelResponse:
             raise ValueError(
                 "output_tokens, output_logprobs and output_versions must have one length, "
                 f"got {lengths}"
+            )
+        if self.itl and len(self.itl) != self.output_len - 1:
+            raise ValueError(
+                f"itl must hold one time between each two of the {self.output_len} output tokens "
+                f"(or none), got {len(self.itl)}"
             )
 
     @property
@@ -124,23 +150,69 @@ class WeightUpdateMeta:
     """An order to move weights of `version` from a training to an inference engine.
 
     `direct` hands tensors over inside one process; `shm` and `disk` publish a folder of buckets
-    with a checksum manifest, in memory or on disk, that the receiver verifies before it loads.
+    with a checksum manifest, in memory or on disk, that the receiver verifies before it loads;
+    `xccl` sends them from device to device through a process group that both engines join.
+    A sender that has no such transport, or no adapters, refuses the order.
     """
 
-    type: Literal["direct", "shm", "disk"]
+    type: WeightTransport
     version: int = 0
-    path: str = ""  # folder of this publication; empty for `direct`
+    path: str = ""  # folder of this publication; empty for `direct` and `xccl`
     weight_chunked_mem_mb: int = 1024
     recompute_kv: bool = True  # False keeps the cache that older weights wrote
     clear_checkpoint_after_load: bool = True
+    gen_allocation: ModelAllocation | None = None  # who receives: its ranks join the group
+    nccl_master_address: str = "127.0.0.1"
+    nccl_master_port: int | None = None  # None: chosen when the group is opened
+    nccl_group_name: str = "update_weight_group"
+    use_lora: bool = False  # the tensors are those of an adapter, not of the model
+    lora_name: str = ""
+    lora_int_id: int = 1  # the adapter's number, for servers that want one
+    base_model_name: str = ""  # the model under the adapter
+    peft_config: dict[str, Any] = field(default_factory=dict)  # rank, alpha, target modules
+    lora_keep_versions: int = 2  # the newest, and the one that running requests began with
+
+    def __post_init__(self) -> None:
+        known = get_args(WeightTransport)
+        if self.type not in known:
+            raise ValueError(
+                f"type: unknown weight transport {self.type!r}, expected one of {known}"
+            )
+        if self.type == "xccl" and self.gen_allocation is None:
+            raise ValueError("gen_allocation: xccl needs to know the layout of the receiver")
+        if self.use_lora and not self.lora_name:
+            raise ValueError("lora_name: must be set with use_lora, got ''")
+        if self.lora_keep_versions < 1:
+            raise ValueError(
+                f"lora_keep_versions: must be at least 1, got {self.lora_keep_versions}"
+            )
 
     @classmethod
-    def from_disk(cls, root: str | Path, **kw: Any) -> WeightUpdateMeta:
-        return cls(type="disk", path=str(root), **kw)
+    def from_disk(cls, root: str | Path, **options: Any) -> WeightUpdateMeta:
+        return cls(type="disk", path=str(root), **options)
+
+    @classmethod
+    def from_fsdp_xccl(cls, gen_allocation: ModelAllocation, **options: Any) -> WeightUpdateMeta:
+        return cls(type="xccl", gen_allocation=gen_allocation, **options)
+
+    # The engines differ in how they gather a tensor, not in what they are ordered to do.
+    from_megatron_xccl = from_fsdp_xccl
+
+    @classmethod
+    def from_awex(cls, *args: Any, **options: Any) -> WeightUpdateMeta:
+        raise ValueError(
+            "awex is not part of areal: use from_fsdp_xccl between devices, from_disk between "
+            "machines, or weight_update_mode direct or shm on one machine"
+        )
+
+    @property
+    def versioned_lora_name(self) -> str:
+        """What a server calls the adapter of this version, so that two can be loaded at once."""
+        return f"{self.lora_name}-v{self.version}"
 
     def with_version(self, version: int) -> WeightUpdateMeta:
         """The same order for `version`, in a folder `weight_update_v{version}` beside the last."""
-        if self.type == "direct":
+        if self.type in ("direct", "xccl"):
             return replace(self, version=version)
         folder = Path(self.path)
         root = folder.parent if folder.name.startswith("weight_update_v") else folder
@@ -154,7 +226,10 @@ class SaveLoadMeta:
     path: str
     weight_format: Literal["hf", "dcp"]
     with_optim: bool = False
-    tokenizer: Any = None
+    tokenizer: Any = None  # saved beside the weights (`hf`)
+    processor: Any = None  # saved beside the weights (`hf`)
+    base_model_path: str | None = None  # files beside the weights come from here; None: the model's
+    naive_distributed: bool = False  # `hf`: rank 0 gathers and writes all; one rank does so anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +286,40 @@ class LocalInfServerInfo:
 
     host: str
     port: int
-    pid: int
+    process: Any  # what ends it: `process.terminate()`
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """One call of an inference server, as its adapter words it."""
+
+    endpoint: str  # "/generate"
+    payload: dict[str, Any]
+    method: str = "POST"
+    best_effort: bool = False  # a failure is logged and does not stop the caller
+
+
+@dataclass(frozen=True, slots=True)
+class HttpGenerationResult:
+    """What an adapter read from a server's reply. A reply that cannot be trained on is refused."""
+
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    stop_reason: StopReason
+    routed_experts: Any = None
+
+    def __post_init__(self) -> None:
+        if len(self.output_tokens) != len(self.output_logprobs):
+            raise ValueError(
+                f"the server sent {len(self.output_tokens)} tokens and "
+                f"{len(self.output_logprobs)} log-probabilities; each token needs one"
+            )
+        for place, logprob in enumerate(self.output_logprobs):
+            if not math.isfinite(logprob):
+                raise ValueError(
+                    f"the server sent {logprob} as the log-probability of token {place}; expected "
+                    "a finite number (look for non-finite weights or logits)"
+                )
 
 
 Trajectory = Mapping[str, Any]

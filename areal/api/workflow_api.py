@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from areal.api.engine_api import InferenceEngine
+    from areal.api.interaction import InteractionWithTokenLogpReward
 
 
 class RolloutWorkflow(ABC):
@@ -23,8 +24,10 @@ class RolloutWorkflow(ABC):
     @abstractmethod
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor] | dict[str, InteractionWithTokenLogpReward] | None:
         """A trajectory of batch size 1 (see `io_struct`), or None to reject the episode.
+
+        An agent's episode has several rows: a dict of its interactions by completion id.
 
         `data` is this episode's own copy of the row. An exception is a failure, never data: it is
         counted, retried within a bound, and shown.
@@ -34,5 +37,32 @@ class RolloutWorkflow(ABC):
         """End what the workflow started (processes, clients). Called after the last episode."""
 
 
-# A workflow, its class (then `workflow_kwargs` build it), or the import path of either.
-WorkflowLike = RolloutWorkflow | type[RolloutWorkflow] | str
+class Agent(Protocol):
+    """Any object that talks to the model as to OpenAI's API; it need not know areal.
+
+    class Solver:
+        async def run(self, data, **extra_kwargs):
+            client = AsyncOpenAI(**extra_kwargs)
+            reply = await client.chat.completions.create(model="policy", messages=data["messages"])
+            return float(data["answer"] in reply.choices[0].message.content)
+    """
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+        """The reward of the last completion, or rewards by completion id.
+
+        `extra_kwargs`: `base_url` and `api_key` of the episode's session, and with
+        `rollout.agent.mode: inline` an `http_client` (httpx.AsyncClient). An exception is a
+        failure, never data.
+        """
+        ...
+
+
+# A workflow or an agent, the class of one (then `workflow_kwargs` build it), or the import path of
+# any of these. None only with `rollout.agent.mode: online`, where clients outside run the episodes.
+WorkflowLike = RolloutWorkflow | type[RolloutWorkflow] | Agent | type[Agent] | str
+
+
+def is_agent(thing: Any) -> bool:
+    """Whether it is an agent or the class of one, and so is run by way of the proxy."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    return callable(getattr(thing, "run", None)) and not issubclass(kind, RolloutWorkflow)

@@ -19,7 +19,13 @@ TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 
 
 def add_parser(sub: argparse._SubParsersAction) -> None:
-    parser = sub.add_parser("serve", help="serve a model with the native inference engine")
+    parser = sub.add_parser(
+        "serve",
+        help="serve a model with the native inference engine",
+        description="Serves a model with the native inference engine: /generate takes token ids, "
+        "/v1/chat/completions, /v1/completions and /v1/models speak OpenAI's API. "
+        "docs/native_server.md shows every route.",
+    )
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")

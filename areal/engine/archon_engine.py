@@ -163,11 +163,14 @@ class ArchonEngine(TrainEngine):
         _refuse_optimizer(meta)
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(self.hf_weights(), config, meta.path)
-        generation_config = Path(self.config.path) / "generation_config.json"
+        base_model = Path(meta.base_model_path or self.config.path)
+        generation_config = base_model / "generation_config.json"
         if generation_config.is_file():
             shutil.copy(generation_config, meta.path)
         if meta.tokenizer is not None:
             meta.tokenizer.save_pretrained(meta.path)
+        if meta.processor is not None:
+            meta.processor.save_pretrained(meta.path)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":

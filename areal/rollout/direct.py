@@ -6,84 +6,70 @@ results are never trained on. Failures are counted and bounded like everywhere.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import time
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from areal.utils import logging
 
 if TYPE_CHECKING:
     from areal.rollout.failures import FailureMeter
     from areal.rollout.grouping import GroupRunner
-    from areal.rollout.task_runner import TaskRunner
+    from areal.rollout.submitted import SubmittedTasks, Task
+
+logger = logging.getLogger("RolloutExecutor")
 
 
 def run_rows(
-    runner: TaskRunner,
+    tasks: SubmittedTasks,
     groups: GroupRunner,
     rows: Sequence[dict[str, Any]],
     failures: FailureMeter,
     *,
-    max_concurrent: int,
-    timeout_s: float,
+    max_ahead: int,
 ) -> list[dict[str, Any] | None]:
-    """Blocks the calling thread; at most `timeout_s` may pass without a finished row."""
-    direct = _DirectRun(groups, rows, failures, max_concurrent)
-    future = runner.run(direct.run())
+    """Blocks the calling thread. `tasks` serve this call alone, and are closed at its end.
+
+    Rows are read as they come to be submitted, `max_ahead` of them before the first has ended: a
+    data set may load each only then.
+    """
+    results: list[dict[str, Any] | None] = [None] * len(rows)
+    unsubmitted = iter(range(len(rows)))
     try:
-        while True:
-            try:
-                return future.result(timeout=min(1.0, timeout_s))
-            except concurrent.futures.TimeoutError:
-                runner.raise_if_failed()
-                direct.raise_if_quiet(timeout_s)
+        for index in itertools.islice(unsubmitted, max_ahead):
+            tasks.submit(groups, rows[index], task_id=index)
+        for num_done in range(len(rows)):
+            task = _next_ended(tasks, num_done, len(rows))
+            results[task.task_id] = task.trajectory
+            if task.error is None:
+                failures.on_group_succeeded()
+            else:
+                failures.on_group_failed(task.error)
+            if failures.error is not None:
+                raise failures.error
+            if (index := next(unsubmitted, None)) is not None:
+                tasks.submit(groups, rows[index], task_id=index)
+        _judge(failures, len(rows))
+        return results
     finally:
-        future.cancel()
+        tasks.close()
 
 
-class _DirectRun:
-    def __init__(
-        self,
-        groups: GroupRunner,
-        rows: Sequence[dict[str, Any]],
-        failures: FailureMeter,
-        max_concurrent: int,
-    ) -> None:
-        self._groups = groups
-        self._rows = rows
-        self._failures = failures
-        self._num_workers = min(max_concurrent, len(rows))
-        self._results: list[dict[str, Any] | None] = [None] * len(rows)
-        self._ended = 0
-        self._progress_at = time.monotonic()
+def _next_ended(tasks: SubmittedTasks, num_done: int, num_rows: int) -> Task:
+    try:
+        return tasks.next_ended()
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"{error} (rollout.request_timeout): {num_done} of {num_rows} rows are done. "
+            "Look at the inference server and the reward function"
+        ) from error
 
-    async def run(self) -> list[dict[str, Any] | None]:
-        todo = iter(range(len(self._rows)))
-        async with asyncio.TaskGroup() as workers:
-            for i in range(self._num_workers):
-                workers.create_task(self._work(todo), name=f"rollout-batch-{i}")
-        if self._rows:
-            self._failures.check(ended=len(self._rows))
-        return self._results
 
-    async def _work(self, todo: Any) -> None:
-        """Takes rows from the shared iterator until none is left, or too many failed."""
-        for index in todo:
-            if self._failures.error is not None:
-                return
-            try:
-                self._results[index] = await self._groups.run(index, self._rows[index])
-                self._failures.on_group_succeeded()
-            except Exception as error:
-                self._failures.on_group_failed(error)
-            self._ended += 1
-            self._progress_at = time.monotonic()
-
-    def raise_if_quiet(self, timeout_s: float) -> None:
-        quiet_s = time.monotonic() - self._progress_at
-        if quiet_s >= timeout_s:
-            raise RuntimeError(
-                f"no row finished for {quiet_s:.1f} s (rollout.request_timeout={timeout_s:g}): "
-                f"{self._ended} of {len(self._rows)} rows are done. "
-                "Look at the inference server and the reward function"
-            )
+def _judge(failures: FailureMeter, num_rows: int) -> None:
+    if num_rows:
+        failures.check(ended=num_rows)
+    if num_failed := failures.groups.total():
+        logger.warning(
+            "%d of %d rows failed and count for nothing: %s",
+            num_failed, num_rows, dict(failures.groups),
+        )  # fmt: skip

@@ -21,6 +21,9 @@
                    waits for: `changed`, at most `timeout_s` without a new result
                    unblocked by: settle, a failure of the loop, too many failed groups, close()
 
+Beside this stream: `submit` / `wait` and `rollout_batch` run single rows by the same GroupRunner,
+without gate and ledger (submitted.py, direct.py).
+
 Invariants: a group older than the gate's bound is never returned (checked again here, whatever
 admission did); a group is durable before the trainer can see it; a prompt has one state.
 """
@@ -40,16 +43,19 @@ from areal.rollout.grouping import GroupRunner
 from areal.rollout.ledger import Resume
 from areal.rollout.outcome import Outcome, Running, failed, judge
 from areal.rollout.pool import GroupPool
-from areal.utils import logging
+from areal.rollout.submitted import SubmittedTasks
+from areal.rollout.workflows import build_workflow
+from areal.utils import import_path, logging
 
 if TYPE_CHECKING:
     import torch
 
     from areal.api.engine_api import InferenceEngine
-    from areal.api.workflow_api import RolloutWorkflow
+    from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
     from areal.rollout.ledger import Ledger
     from areal.rollout.source import PromptSource
     from areal.rollout.staleness import StalenessManager
+    from areal.rollout.submitted import Task
     from areal.rollout.task_runner import TaskRunner
 
     Trajectory = dict[str, torch.Tensor]
@@ -100,6 +106,7 @@ class WorkflowExecutor:
         self._limits = limits
         self._on_trajectory = on_trajectory
         self._failures = FailureMeter(limits.max_failure_ratio)
+        self._submitted = self._new_tasks()
 
         # Shared by both threads, under `changed`.
         self._changed = threading.Condition()
@@ -121,19 +128,29 @@ class WorkflowExecutor:
         workflow: RolloutWorkflow,
         *,
         group_size: int = 1,
+        reward_normalization: bool = False,
+        drop_incomplete_group: bool = False,
         should_accept_fn: Callable[[Trajectory], bool] | None = None,
         dynamic_bs: bool = False,
         resume: Resume | None = None,
     ) -> None:
         """Begin to generate. Once per executor.
 
-        `should_accept_fn` sees a whole group; a group it turns down is replaced by another prompt.
-        With `dynamic_bs` it is not: it counts towards its batch, which comes back smaller.
+        `should_accept_fn` sees a whole group with its rewards as the workflow gave them; a group it
+        turns down is replaced by another prompt. With `dynamic_bs` it is not: it counts towards its
+        batch, which comes back smaller.
         """
         resume = resume or Resume()
         self._source = source
         self._should_accept = should_accept_fn
-        self._groups = self._group_runner(workflow, group_size, False, self._failures)
+        self._groups = self._group_runner(
+            workflow,
+            self._failures,
+            is_eval=False,
+            group_size=group_size,
+            reward_normalization=reward_normalization,
+            drop_incomplete_group=drop_incomplete_group,
+        )
         self._version = resume.version
         self._next_task_id = resume.next_task_id
         self._reissue.extend(resume.reissue)
@@ -179,12 +196,78 @@ class WorkflowExecutor:
         return self._version
 
     def pause(self) -> None:
-        """Admit nothing more; what runs goes on."""
+        """Admit nothing more, neither of the stream nor of submitted rows; what runs goes on."""
         self._paused = True
+        self._submitted.pause()
 
     def resume(self) -> None:
         self._paused = False
+        self._submitted.resume()
         self._runner.call(self._admit)
+
+    def submit(
+        self,
+        data: dict[str, Any],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: Callable[[Trajectory], bool] | str | None = None,
+        group_size: int = 1,
+        task_id: int | None = None,
+        is_eval: bool = False,
+        reward_normalization: bool = False,
+        drop_incomplete_group: bool = False,
+    ) -> int:
+        """Run this row soon, beside the prompt stream; the id to wait for it by.
+
+        No gate and no ledger: whoever trains on the result minds its `versions` himself. A workflow
+        given by its class is built for this row and closed after it; give an object to share it.
+        """
+        if isinstance(should_accept_fn, str):
+            should_accept_fn = import_path.load(should_accept_fn, key="should_accept_fn")
+        built, close = build_workflow(workflow, workflow_kwargs)
+        groups = self._group_runner(
+            built,
+            self._failures,
+            is_eval=is_eval,
+            group_size=group_size,
+            reward_normalization=reward_normalization,
+            drop_incomplete_group=drop_incomplete_group,
+        )
+        return self._submitted.submit(
+            groups,
+            data,
+            task_id=task_id,
+            should_accept=should_accept_fn,
+            on_end=close,
+        )
+
+    def wait(
+        self, count: int, timeout: float | None = None, raise_timeout: bool = True
+    ) -> list[Trajectory | None]:
+        """The results of `count` submitted rows, each once, the first submitted first.
+
+        None is a rejection. A row that failed raises TaskFailedError; the others stay for the next
+        call. After `timeout` seconds (else after rollout.request_timeout without a result) it
+        raises TimeoutError, or returns [] with `raise_timeout=False`; nothing is lost by either.
+        """
+        try:
+            return [self._result(task) for task in self._submitted.wait(count, timeout)]
+        except TimeoutError:
+            if raise_timeout:
+                raise
+            return []
+
+    def wait_for_task(
+        self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
+    ) -> Trajectory | None:
+        """As `wait`, for one row. With `raise_timeout=False`, None also says "not yet": asked
+        again, a row that was rejected is unknown (ValueError), one that still runs is not."""
+        try:
+            return self._result(self._submitted.wait_for_task(task_id, timeout))
+        except TimeoutError:
+            if raise_timeout:
+                raise
+            return None
 
     def rollout_batch(
         self,
@@ -196,16 +279,17 @@ class WorkflowExecutor:
     ) -> list[Trajectory | None]:
         """Run these rows now, beside the prompt stream: no gate, no ledger. For evaluation.
 
-        One entry per row, None where the workflow rejected it or it failed within the bound.
+        One entry per row, None where the workflow rejected it or it failed within the bound, which
+        is logged. The rewards are as the workflow gave them. Goes on while the executor is paused.
         """
         failures = FailureMeter(self._limits.max_failure_ratio)
         results = run_rows(
-            self._runner,
-            self._group_runner(workflow, group_size, is_eval, failures),
+            self._new_tasks(),
+            self._group_runner(workflow, failures, is_eval=is_eval, group_size=group_size),
             rows,
             failures,
-            max_concurrent=self._gate.max_concurrent_rollouts,
-            timeout_s=self._limits.timeout_s,
+            # Twice what runs: a row that ends finds the next one queued.
+            max_ahead=2 * self._gate.max_concurrent_rollouts,
         )
         for index, trajectory in enumerate(results):
             self._show(index, trajectory, self._version, is_eval)
@@ -223,6 +307,7 @@ class WorkflowExecutor:
         """
         self._closed = True
         self._wake()
+        self._submitted.close()
         self._runner.cancel_tasks(timeout_s)
 
     # Trainer thread, holding `changed`.
@@ -318,19 +403,29 @@ class WorkflowExecutor:
         if trajectory is not None and self._on_trajectory is not None:
             self._on_trajectory(task_id, trajectory, version, is_eval)
 
+    def _result(self, task: Task) -> Trajectory | None:
+        self._show(task.task_id, task.trajectory, self._version, task.groups.is_eval)
+        return task.trajectory
+
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
+    def _new_tasks(self) -> SubmittedTasks:
+        return SubmittedTasks(
+            self._runner,
+            max_concurrent=self._gate.max_concurrent_rollouts,
+            timeout_s=self._limits.timeout_s,
+        )
+
     def _group_runner(
-        self, workflow: RolloutWorkflow, group_size: int, is_eval: bool, failures: FailureMeter
+        self, workflow: RolloutWorkflow, failures: FailureMeter, **options: Any
     ) -> GroupRunner:
         return GroupRunner(
             engine=self._engine,
             workflow=workflow,
-            group_size=group_size,
             run_seed=self._run_seed,
-            is_eval=is_eval,
             limits=self._limits,
             on_attempt_failed=failures.on_attempt_failed,
+            **options,
         )

@@ -1,7 +1,8 @@
 """One prompt, `group_size` episodes at once, one trajectory.
 
 In: a row of data. Out: the samples concatenated to `[G, S]`, or None when every one was rejected by
-the workflow (fewer samples than `group_size` are fine: algorithms use real group sizes).
+the workflow. Fewer samples than `group_size` are fine, because algorithms use real group sizes,
+unless `drop_incomplete_group` says otherwise. An agent's episode may have several rows.
 
 An episode that raises is run again with the same seeds, up to `limits.max_retries` times; then the
 whole group fails. Training on those that happened not to fail would bias towards easy answers. A
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.reward_api import RewardError
 from areal.rollout.context import episode
-from areal.rollout.trajectory import check_trajectory
+from areal.rollout.trajectory import as_tensors, check_trajectory_format, normalize_rewards
 from areal.utils.data import concat_padded_tensors
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class GroupRunner:
     is_eval: bool
     limits: FailureLimits
     on_attempt_failed: Callable[[Exception], None]
+    reward_normalization: bool = False
+    drop_incomplete_group: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -59,11 +62,14 @@ class GroupRunner:
                 sample.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
             raise
-        trajectories = [result for result in results if result is not None]
-        if not trajectories:
+        members = [result for result in results if result is not None]
+        incomplete = len(members) < self.group_size
+        if not members or (incomplete and self.drop_incomplete_group):
             return None
-        group = concat_padded_tensors(trajectories)
-        check_trajectory(group)
+        if self.reward_normalization:
+            members = normalize_rewards(members)
+        group = concat_padded_tensors(members)
+        check_trajectory_format(group)
         return group
 
     async def _sample(self, task_id: int, index: int, data: dict[str, Any]) -> Any:
@@ -74,9 +80,7 @@ class GroupRunner:
                     task_id=task_id, sample=index, is_eval=self.is_eval, run_seed=self.run_seed
                 ):
                     result = await self.workflow.arun_episode(self.engine, copy_row(data))
-                if result is not None and not isinstance(result, dict):
-                    check_trajectory(result)  # raises
-                return result
+                return as_tensors(result)
             except Exception as error:
                 self.on_attempt_failed(error)
                 if attempt == self.limits.max_retries or isinstance(error, RewardError):

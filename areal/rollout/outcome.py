@@ -65,13 +65,24 @@ def judge(
     state, why = "finished", ""
     if trajectory is None:
         state, why = "rejected", "workflow returned None"
-    elif should_accept is not None and not should_accept(trajectory):
+    elif not accepts(should_accept, trajectory):
         state, why = "rejected", "should_accept_fn"
     # Without recorded versions the safe bounds are: as old as its admission, as new as now.
     span = None if trajectory is None else version_span(trajectory)
     head, tail = span or (group.issued_version, version)
     task_id = group.prompt.task_id
     return Outcome(task_id, state, group.issued_version, head, tail, why, trajectory)
+
+
+def accepts(
+    should_accept: Callable[[Trajectory], bool] | None, trajectory: Trajectory | None
+) -> bool:
+    """Whether the user's filter keeps a group. It sees the rewards as the workflow gave them:
+    normalised ones have a mean of 0 in every group, so there would be nothing to tell by."""
+    if trajectory is None or should_accept is None:
+        return True
+    raw = trajectory.get("original_rewards")
+    return bool(should_accept(trajectory if raw is None else {**trajectory, "rewards": raw}))
 
 
 def failed(group: Running, error: Exception, *, version: int) -> Outcome:

@@ -44,11 +44,12 @@ class TaskRunner:
         """Run `function` in the loop soon, in the order of calls. Any thread."""
         self._loop.call_soon_threadsafe(self._guarded, function)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task:
         """Start a task this runner owns. Loop thread only; its exception is a `failure`."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
         """Start a coroutine whose result, or exception, the caller collects. Any thread."""

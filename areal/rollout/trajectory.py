@@ -1,45 +1,136 @@
-"""Questions about one group's trajectory (a dict of tensors, see `api/io_struct.py`); its bytes.
+"""One group's trajectory (a dict of tensors, see `api/io_struct.py`): its form, figures and bytes.
 
-In: what a workflow returned, after the samples of a prompt are concatenated. Out: a check that it
-is a trajectory at all, the span of weight versions that wrote it, its mean reward, and its stored
-form (safetensors: data only, no code, so a run database from elsewhere is safe to read).
+In: what a workflow returned. Out: tensors, also for an agent's interactions; a check that they are
+a trajectory at all; rewards normalised within a group; the span of weight versions that wrote it,
+its mean reward, and its stored form (safetensors: data only, no code, so a run database from
+elsewhere is safe to read).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import safetensors.numpy
 import safetensors.torch
 import torch
 
+from areal.api.interaction import InteractionWithTokenLogpReward
+from areal.utils.data import MULTI_MODAL_KEY, concat_padded_tensors
+
+if TYPE_CHECKING:
+    from logging import Logger
+
 REQUIRED_KEYS = ("input_ids", "attention_mask")
+_EPS = 1e-8  # of `gconfig.reward_normalization`
 
 
-def check_trajectory(trajectory: Any) -> None:
-    """Raises TypeError or ValueError when a workflow returned something that cannot be trained on.
+def check_trajectory_format(
+    data: Any,
+    batch_size: int | None = None,
+    expected_keys: Collection[str] | None = None,
+    logger: Logger | None = None,
+) -> bool:
+    """True, or TypeError or ValueError when a workflow returned what cannot be trained on.
 
-    Every value is a tensor with one row per sample, and 2-D values are as wide as `input_ids`.
+    None (a rejection) and a dict of interactions are fine. Else it is a dict of tensors with the
+    required keys, `input_ids` `[B, S]`, and every `expected_keys`; `multi_modal_input` is a list of
+    B dicts. Every other value begins with `[B, S]` or is `[B]`: with a `logger` one that does not,
+    or a B other than `batch_size`, is a warning, without one an error.
     """
-    if not isinstance(trajectory, dict) or not trajectory:
-        raise TypeError(
-            f"a workflow must return a non-empty dict of tensors or None, got {trajectory!r:.200}"
-        )
-    missing = [key for key in REQUIRED_KEYS if key not in trajectory]
-    if missing:
-        raise ValueError(f"a trajectory needs {missing}, got only {sorted(trajectory)}")
-    for key, value in trajectory.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"trajectory[{key!r}] must be a tensor, got {type(value).__name__}")
-    shape = trajectory["input_ids"].shape
-    if len(shape) != 2:
-        raise ValueError(f"trajectory['input_ids'] must be [B, S], got {tuple(shape)}")
-    for key, value in trajectory.items():
-        if value.dim() == 0 or value.shape[: min(value.dim(), 2)] != shape[: value.dim()]:
-            raise ValueError(
-                f"trajectory[{key!r}] must begin with [B, S] = {tuple(shape)} or be [B], "
+    if data is None or is_interactions(data):
+        return True
+    _check_keys(data, expected_keys or ())
+    rows, width = data["input_ids"].shape
+    problems = [] if batch_size in (None, rows) else [f"it has {rows} rows, expected {batch_size}"]
+    for key, value in data.items():
+        if key == MULTI_MODAL_KEY:
+            _check_multi_modal(value, rows)
+        elif value.dim() == 0 or value.shape[:2] != (rows, width)[: value.dim()]:
+            problems.append(
+                f"trajectory[{key!r}] must begin with [B, S] = {(rows, width)} or be [B], "
                 f"got {tuple(value.shape)}"
             )
+    if problems and logger is None:
+        raise ValueError("; ".join(problems))
+    for problem in problems:
+        logger.warning("%s", problem)
+    return True
+
+
+def _check_keys(data: Any, expected_keys: Collection[str]) -> None:
+    if not isinstance(data, dict) or not data:
+        raise TypeError(
+            "a workflow must return a non-empty dict of tensors, a dict of interactions, or None; "
+            f"got {data!r:.200}"
+        )
+    missing = [key for key in dict.fromkeys((*REQUIRED_KEYS, *expected_keys)) if key not in data]
+    if missing:
+        raise ValueError(f"a trajectory needs {missing}, got only {sorted(data)}")
+    for key, value in data.items():
+        if not isinstance(value, torch.Tensor) and key != MULTI_MODAL_KEY:
+            raise TypeError(f"trajectory[{key!r}] must be a tensor, got {type(value).__name__}")
+    shape = data["input_ids"].shape
+    if len(shape) != 2:
+        raise ValueError(f"trajectory['input_ids'] must be [B, S], got {tuple(shape)}")
+
+
+def _check_multi_modal(value: Any, rows: int) -> None:
+    is_list = isinstance(value, list) and len(value) == rows
+    if not is_list or not all(isinstance(row, dict) for row in value):
+        raise ValueError(
+            f"trajectory[{MULTI_MODAL_KEY!r}] must be a list of {rows} dicts (one per row, {{}} "
+            f"without images), got {value!r:.100}"
+        )
+    for row in value:
+        for key, tensor in row.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"trajectory[{MULTI_MODAL_KEY!r}][...][{key!r}] must be a tensor, got "
+                    f"{type(tensor).__name__}"
+                )
+
+
+def is_interactions(result: Any) -> bool:
+    """Whether an agent's workflow returned this: {completion id: interaction}."""
+    return (
+        isinstance(result, dict)
+        and len(result) > 0
+        and all(isinstance(value, InteractionWithTokenLogpReward) for value in result.values())
+    )
+
+
+def as_tensors(result: Any) -> dict[str, Any] | None:
+    """What one episode returned as one dict of tensors, a row per interaction of an agent.
+
+    The whole check comes when the group is together; here is refused what could not get there.
+    """
+    if is_interactions(result):
+        return concat_padded_tensors([item.to_tensor_dict() for item in result.values()])
+    if result is not None and not isinstance(result, dict):
+        check_trajectory_format(result)  # raises
+    return result
+
+
+def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """(r - mean) / (biased std + 1e-8) over the members' last rewards, their outcomes.
+
+    `original_rewards` keeps all rewards as they were.
+    """
+    for member in members:
+        if "rewards" not in member:
+            raise ValueError(
+                "gconfig.reward_normalization needs 'rewards' in each trajectory, got only "
+                f"{sorted(member)}"
+            )
+    last = torch.stack([member["rewards"][-1].float() for member in members])
+    normalized = (last - last.mean()) / (last.std(correction=0) + _EPS)
+    out = []
+    for member, reward in zip(members, normalized, strict=True):
+        rewards = member["rewards"].float().clone()
+        rewards[-1] = reward
+        out.append({**member, "rewards": rewards, "original_rewards": member["rewards"]})
+    return out
 
 
 def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
@@ -56,12 +147,15 @@ def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
 
 
 def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
-    rewards = trajectory.get("rewards")
+    """Of the rewards as the workflow gave them."""
+    rewards = trajectory.get("original_rewards", trajectory.get("rewards"))
     return None if rewards is None else float(rewards.float().mean())
 
 
-def encode(trajectory: dict[str, torch.Tensor]) -> bytes:
+def encode(trajectory: dict[str, Any]) -> bytes:
     """The safetensors bytes. Runs for every group, so it takes the library's quicker way."""
+    if MULTI_MODAL_KEY in trajectory:
+        trajectory = _flatten_images(trajectory)
     if any(tensor.dtype == torch.bfloat16 for tensor in trajectory.values()):
         tensors = {key: value.detach().cpu().contiguous() for key, value in trajectory.items()}
         return safetensors.torch.save(tensors)  # numpy knows no bfloat16; a third of the speed
@@ -70,6 +164,34 @@ def encode(trajectory: dict[str, torch.Tensor]) -> bytes:
     )
 
 
-def decode(data: bytes) -> dict[str, torch.Tensor]:
+def decode(data: bytes) -> dict[str, Any]:
     """Keys come back sorted: the library reads them in no fixed order."""
-    return dict(sorted(safetensors.torch.load(data).items()))
+    tensors = dict(sorted(safetensors.torch.load(data).items()))
+    if MULTI_MODAL_KEY not in tensors:
+        return tensors
+    return _unflatten_images(tensors)
+
+
+# A list of dicts of tensors as tensors: `multi_modal_input` counts the rows, and
+# `multi_modal_input/3/pixel_values` is a tensor of row 3.
+
+
+def _flatten_images(trajectory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    flat = dict(trajectory)
+    rows = flat.pop(MULTI_MODAL_KEY)
+    flat[MULTI_MODAL_KEY] = torch.tensor(len(rows))
+    for place, row in enumerate(rows):
+        flat |= {f"{MULTI_MODAL_KEY}/{place}/{key}": tensor for key, tensor in row.items()}
+    return flat
+
+
+def _unflatten_images(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    rows: list[dict[str, torch.Tensor]] = [{} for _ in range(int(tensors[MULTI_MODAL_KEY]))]
+    trajectory: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        if not key.startswith(f"{MULTI_MODAL_KEY}/"):
+            trajectory[key] = tensor
+            continue
+        _, place, name = key.split("/", 2)
+        rows[int(place)][name] = tensor
+    return {**trajectory, MULTI_MODAL_KEY: rows}

@@ -6,14 +6,17 @@ workflow ready to run, a filter, and the statistics of a batch.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal.algorithm import DYNAMIC_FILTERS
-from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
+from areal.openai.workflow import agent_workflow, online_workflow
 from areal.reward import get_reward_fn
 from areal.utils.import_path import load_named
-from areal.workflow import get_workflow_class
+from areal.workflow import find_workflow
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +34,25 @@ def build_workflow(
     *,
     is_eval: bool,
 ) -> RolloutWorkflow:
-    """The workflow `given`, or the config's; `kwargs` complete what the config knows."""
-    if isinstance(given, RolloutWorkflow):
-        return given
+    """The workflow `given`, or the config's; `kwargs` complete what the config knows.
+
+    With `rollout.agent.mode: online` training episodes are driven from outside; evaluation has a
+    workflow all the same.
+    """
+    if config.rollout.agent.mode == "online" and not is_eval:
+        return _online(config, tokenizer, given)
     named = config.eval_workflow or config.workflow if is_eval else config.workflow
-    workflow_class = given if isinstance(given, type) else get_workflow_class(given or named)
+    found = find_workflow(given or named) if given is None or isinstance(given, str) else given
+    if isinstance(found, RolloutWorkflow):
+        return found
+    if is_agent(found):
+        own = {**config.workflow_kwargs, **(kwargs or {})}
+        return _agent_episodes(config, tokenizer, found, own, is_eval=is_eval)
+    if not (isinstance(found, type) and issubclass(found, RolloutWorkflow)):
+        raise ValueError(
+            "workflow: expected a RolloutWorkflow, an agent, the class or the import path of one, "
+            f"got {found!r:.200}"
+        )
     arguments = {
         "gconfig": config.eval_gconfig if is_eval else config.gconfig,
         "tokenizer": tokenizer,
@@ -48,10 +65,41 @@ def build_workflow(
         # A script hands its training options over for both; evaluation keeps its own.
         arguments["gconfig"] = config.eval_gconfig
     try:
-        return workflow_class(**arguments)
+        return found(**arguments)
     except TypeError as error:
-        name = workflow_class.__name__
-        raise ValueError(f"workflow_kwargs do not fit {name}: {error}") from error
+        raise ValueError(f"workflow_kwargs do not fit {found.__name__}: {error}") from error
+
+
+def _agent_episodes(
+    config: PPOConfig, tokenizer: Any, agent: Any, kwargs: dict[str, Any], *, is_eval: bool
+) -> RolloutWorkflow:
+    if not isinstance(agent, type) and kwargs:
+        raise ValueError(
+            f"workflow_kwargs build an agent, but {agent!r:.200} is built already: remove them"
+        )
+    if isinstance(agent, type):
+        try:
+            inspect.signature(agent).bind(**kwargs)
+        except TypeError as error:
+            raise ValueError(f"workflow_kwargs do not fit {agent.__name__}: {error}") from error
+    options = config.rollout.agent
+    return agent_workflow(
+        agent,
+        kwargs,
+        # A fixed port is for clients outside, and one server can have it.
+        config=dataclasses.replace(options, port=0) if is_eval else options,
+        tokenizer=tokenizer,
+        gconfig=config.eval_gconfig if is_eval else config.gconfig,
+    )
+
+
+def _online(config: PPOConfig, tokenizer: Any, given: Any) -> RolloutWorkflow:
+    if given is not None:
+        raise ValueError(
+            f"workflow: rollout.agent.mode=online has none, clients run the episodes; got "
+            f"{given!r:.200}"
+        )
+    return online_workflow(config=config.rollout.agent, tokenizer=tokenizer, gconfig=config.gconfig)
 
 
 def build_filter(
@@ -79,7 +127,7 @@ def describe_batch(data: Mapping[str, torch.Tensor], version: int) -> dict[str, 
     samples = len(data["rewards"])
     cut = data["seq_no_eos"].sum().item() if "seq_no_eos" in data else 0
     return {
-        "rollout/reward": data["rewards"].mean().item(),
+        "rollout/reward": data.get("original_rewards", data["rewards"]).mean().item(),
         "rollout/samples": samples,
         "tokens": data["attention_mask"].sum().item(),
         "rollout/output_len": ages.numel() / samples,

@@ -175,6 +175,8 @@ class PPOTrainer(Trainer):
     def _workflow(self, given: WorkflowLike | None, kwargs: Any, is_eval: bool = False) -> Any:
         workflow = build_workflow(self.config, self.tokenizer, given, kwargs, is_eval=is_eval)
         self._closing.callback(workflow.close)
+        # Episodes end before what they run with: one that fails in closing would be booked as such.
+        self._closing.callback(self.rollout.close)
         return workflow
 
     def _start(self, episodes: RolloutWorkflow, accept: Callable[[dict], bool] | None) -> int:
@@ -188,6 +190,8 @@ class PPOTrainer(Trainer):
             self.source,
             episodes,
             group_size=self.config.gconfig.n_samples,
+            reward_normalization=self.config.gconfig.reward_normalization,
+            drop_incomplete_group=self.config.gconfig.drop_incomplete_group,
             should_accept_fn=accept,
             dynamic_bs=self.config.dynamic_bs,
             resume=resume,

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+MULTI_MODAL_KEY = "multi_modal_input"  # one dict of image tensors per row, {} for a row without
+
 
 def concat_padded_tensors(
     batches: Sequence[Mapping[str, Any]], pad_value: float = 0.0
@@ -24,10 +26,13 @@ def concat_padded_tensors(
     """One batch of all rows, each dimension padded on the right to its largest extent.
 
     `attention_mask` is padded with False, everything else with `pad_value`. Lists are joined;
-    other values are taken from the first batch.
+    other values are taken from the first batch. All need the same keys; only images may be missing
+    where others have some.
     """
     if not batches:
         return {}
+    if any(MULTI_MODAL_KEY in batch for batch in batches):
+        batches = [_with_image_rows(batch) for batch in batches]
     first = batches[0]
     for i, batch in enumerate(batches):
         if batch.keys() != first.keys():
@@ -43,6 +48,12 @@ def concat_padded_tensors(
         )
         for key in first
     }
+
+
+def _with_image_rows(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    if MULTI_MODAL_KEY in batch:
+        return batch
+    return {**batch, MULTI_MODAL_KEY: [{} for _ in range(len(batch["attention_mask"]))]}
 
 
 def _concat_values(key: str, values: list[Any], pad_value: float) -> Any:

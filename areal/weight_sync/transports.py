@@ -49,6 +49,12 @@ def send_weights(
 
     RuntimeError when the engine refuses them: its old weights then go on serving.
     """
+    if meta.type not in _SENDERS:
+        raise ValueError(
+            f"weights cannot travel by {meta.type!r} here, expected one of {list(_SENDERS)}"
+        )
+    if meta.use_lora:
+        raise ValueError("use_lora: no transport here moves adapters; send the whole model")
     _SENDERS[meta.type](engine, meta, named_tensors)
 
 

@@ -97,6 +97,12 @@ def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, sa
         ("actor.optimizer.lr=nan", "actor.optimizer.lr must be above 0, got nan"),
         ("train_dataset.batch_size=0", "train_dataset.batch_size must be at least 1, got 0"),
         ("gconfig.n_samples=1", "gconfig.n_samples must be at least 2"),
+        ("gconfig.frequency_penalty=3", "gconfig.frequency_penalty must lie between -2 and 2"),
+        ("gconfig.use_beam_search=true", "gconfig.use_beam_search must be false: sampled"),
+        (
+            "eval_gconfig.reward_normalization=true",
+            "eval_gconfig.reward_normalization must be false: evaluation reports the rewards",
+        ),
         ("gconfig.temperature=0.5", "actor.temperature must equal gconfig.temperature (0.5;"),
         ("actor.ppo_n_minibatches=999", "train_dataset.batch_size * gconfig.n_samples = 512"),
         ("rollout.consumer_batch_size=3", "must equal train_dataset.batch_size (64"),
@@ -117,6 +123,12 @@ def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, sa
 )
 def test_wrong_value_names_key_value_and_fix(grpo: str, override: str, says: str) -> None:
     assert says in complaint(grpo, override)
+
+
+def test_one_sample_alone_has_no_normalised_reward(grpo: str) -> None:
+    overrides = ["gconfig.n_samples=1", "gconfig.reward_normalization=true"]
+    says = "gconfig.n_samples must be at least 2 for gconfig.reward_normalization"
+    assert says in complaint(grpo, *overrides, "~actor.reward_norm", "~actor.adv_norm")
 
 
 @pytest.mark.parametrize(

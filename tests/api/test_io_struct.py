@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.io_struct import (
     FinetuneSpec,
+    HttpGenerationResult,
     ModelRequest,
     ModelResponse,
     ParamSpec,
@@ -24,8 +26,12 @@ def response(tokens: list[int], stop_reason: str = "stop", tokenizer=TOKENIZER) 
 
 
 def test_request_copy_shares_nothing_that_changes() -> None:
-    request = ModelRequest(input_ids=[1, 2], metadata={"a": 1})
+    chat = [{"role": "user", "content": [{"type": "image_url"}]}]
+    request = ModelRequest([1, 2], metadata={"a": 1}, image_data=["eA=="], vision_msg_vllm=chat)
     copy = request.copy()
+    copy.image_data.append("eQ==")
+    copy.vision_msg_vllm[0]["content"].clear()
+    assert (request.image_data, len(chat[0]["content"])) == (["eA=="], 1)
     copy.input_ids.append(3)
     copy.metadata["a"] = 2
     copy.gconfig.stop_token_ids.append(9)
@@ -84,3 +90,47 @@ def test_finetune_spec_counts_whole_batches() -> None:
 def test_param_size_is_in_bytes() -> None:
     assert ParamSpec("w", (2, 3), "bfloat16").size == 12
     assert ParamSpec("scale", (), "float32").size == 4
+
+
+def test_times_between_tokens_are_one_fewer_than_tokens() -> None:
+    fields = [5], [7, 8], [-0.1, -0.2], [0, 0], "stop"
+    assert ModelResponse(*fields, itl=[0.01]).itl == [0.01]
+    with pytest.raises(ValueError, match="itl must hold one time between each two of the 2"):
+        ModelResponse(*fields, itl=[0.01, 0.02])
+
+
+def test_weights_by_xccl_know_their_receiver_and_need_no_folder() -> None:
+    receiver = ModelAllocation.from_str("sglang:d2t2")
+    for build in (WeightUpdateMeta.from_fsdp_xccl, WeightUpdateMeta.from_megatron_xccl):
+        meta = build(receiver, nccl_master_port=29500).with_version(4)
+        assert (meta.type, meta.version, meta.path) == ("xccl", 4, "")
+        assert meta.gen_allocation.parallel.world_size == 4
+
+
+def test_an_adapter_is_called_by_its_version() -> None:
+    meta = WeightUpdateMeta.from_disk("/w", use_lora=True, lora_name="math").with_version(7)
+    assert meta.versioned_lora_name == "math-v7"
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: WeightUpdateMeta(type="awex"), "unknown weight transport 'awex', expected one"),
+        (lambda: WeightUpdateMeta.from_awex(), "awex is not part of areal: use from_fsdp_xccl"),
+        (lambda: WeightUpdateMeta(type="xccl"), "gen_allocation: xccl needs"),
+        (lambda: WeightUpdateMeta(type="direct", use_lora=True), "lora_name: must be set"),
+        (lambda: WeightUpdateMeta("shm", lora_keep_versions=0), "lora_keep_versions: must be at"),
+    ],
+)
+def test_an_order_nobody_could_fulfil_is_refused(build, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "says"),
+    [([-0.1], "2 tokens and 1 log-prob"), ([-0.1, float("nan")], "nan as .* of token 1")],
+)
+def test_a_reply_that_cannot_be_trained_on_is_refused(logprobs: list[float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        HttpGenerationResult([7, 8], logprobs, "stop")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +216,23 @@ def test_hf_save_loads_in_transformers_and_in_a_new_engine(folder, tmp_path):
     other = open_engine(folder)
     other.load(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
     assert_same_bits(weights_of(other), weights_of(engine))
+
+
+def test_hf_save_takes_files_beside_the_weights_from_where_it_is_told(folder, tmp_path):
+    class Processor:
+        def save_pretrained(self, path):
+            (Path(path) / "preprocessor_config.json").write_text("{}")
+
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "generation_config.json").write_text('{"top_k": 7}')
+    out = tmp_path / "out"
+    meta = SaveLoadMeta(
+        str(out), weight_format="hf", processor=Processor(), base_model_path=str(base)
+    )
+    open_engine(folder).save(meta)
+    assert json.loads((out / "generation_config.json").read_text()) == {"top_k": 7}
+    assert (out / "preprocessor_config.json").is_file()
 
 
 class Receiver:

@@ -115,6 +115,31 @@ def test_none_is_a_rejection_with_its_reason(tmp_path):
         assert row["why"] == "workflow returned None"
 
 
+def test_a_filter_sees_the_rewards_as_they_were_given(tmp_path):
+    def accept(group):
+        return float(group["rewards"].mean()) >= 2  # normalised ones: 0 for every group
+
+    with open_world(tmp_path, batch_size=2) as world:
+        options = {"group_size": 2, "reward_normalization": True}
+        world.start(FakeWorkflow(), should_accept_fn=accept, **options)
+        batch = world.executor.prepare_batch()
+        assert batch.task_ids == [2, 3]
+        assert batch.trajectories[0]["rewards"].tolist() == [0.0, 0.0]
+        assert batch.trajectories[0]["original_rewards"].tolist() == [2.0, 2.0]
+
+
+def test_a_group_without_one_of_its_samples_is_dropped_when_asked(tmp_path):
+    def act(task_id, sample, attempt):
+        return 0.0, "none" if (task_id, sample) == (0, 1) else "ok"
+
+    for drop, ids in ((True, [1, 2]), (False, [0, 1])):
+        folder = tmp_path / str(drop)
+        folder.mkdir()
+        with open_world(folder, batch_size=2) as world:
+            world.start(FakeWorkflow(act=act), group_size=2, drop_incomplete_group=drop)
+            assert world.executor.prepare_batch().task_ids == ids
+
+
 def test_dynamic_batches_shrink_instead(tmp_path):
     """Tasks 0-3 accept two; 4-7 accept none, so that batch goes on to 8-11."""
 

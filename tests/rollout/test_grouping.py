@@ -8,13 +8,17 @@ import pytest
 import torch
 from rollout_world import FakeEngine, FakeWorkflow, trajectory
 
+from areal.api.interaction import InteractionWithTokenLogpReward
+from areal.api.io_struct import ModelResponse
 from areal.api.workflow_api import RolloutWorkflow
 from areal.rollout.context import workflow_context
 from areal.rollout.failures import FailureLimits
 from areal.rollout.grouping import GroupRunner, copy_row
 
 
-def group_runner(workflow, group_size, *, max_retries=1, on_attempt_failed=lambda error: None):
+def group_runner(
+    workflow, group_size, *, max_retries=1, on_attempt_failed=lambda error: None, **options
+):
     return GroupRunner(
         engine=FakeEngine(),
         workflow=workflow,
@@ -23,6 +27,7 @@ def group_runner(workflow, group_size, *, max_retries=1, on_attempt_failed=lambd
         is_eval=False,
         limits=FailureLimits(max_retries=max_retries, retry_delay_s=0.0),
         on_attempt_failed=on_attempt_failed,
+        **options,
     )
 
 
@@ -41,6 +46,39 @@ async def test_none_is_filtered_and_all_none_rejects_the_group():
     group = await group_runner(FakeWorkflow(act=some_none), 4).run(0, {"i": 0})
     assert len(group["input_ids"]) == 2
     assert await group_runner(FakeWorkflow(act=lambda *_: (0.0, "none")), 4).run(0, {}) is None
+
+
+async def test_an_incomplete_group_can_be_dropped():
+    def one_none(task_id, sample, attempt):
+        return 0.0, "none" if sample == 1 and task_id == 0 else "ok"
+
+    runner = group_runner(FakeWorkflow(act=one_none), 3, drop_incomplete_group=True)
+    assert await runner.run(0, {"i": 0}) is None
+    assert len((await runner.run(1, {"i": 0}))["input_ids"]) == 3
+
+
+async def test_rewards_can_be_normalised_within_the_group():
+    class Graded(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return trajectory([0], float(workflow_context.get().sample))
+
+    group = await group_runner(Graded(), 2, reward_normalization=True).run(0, {})
+    assert group["rewards"].tolist() == pytest.approx([-1.0, 1.0])
+    assert group["original_rewards"].tolist() == [0.0, 1.0]
+
+
+async def test_an_agents_episodes_are_rows_of_one_group():
+    class Agent(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            replies = [ModelResponse([1], [5] * n, [-0.5] * n, [0] * n, "stop") for n in (1, 2)]
+            return {
+                f"chatcmpl-{n}": InteractionWithTokenLogpReward(reply, reward=float(n))
+                for n, reply in enumerate(replies)
+            }
+
+    group = await group_runner(Agent(), 2).run(0, {})
+    assert group["input_ids"].tolist() == [[1, 5, 0], [1, 5, 5]] * 2
+    assert group["rewards"].tolist() == [0.0, 1.0] * 2
 
 
 async def test_a_raising_episode_is_retried_with_the_same_seed():

@@ -109,3 +109,11 @@ def test_lengths_refuse_left_padding_and_empty_rows():
         sequence_lengths(torch.tensor([[False, True]]))
     with pytest.raises(ValueError, match="row 1"):
         sequence_lengths(torch.tensor([[True, False], [False, False]]))
+
+
+def test_images_may_be_missing_where_others_have_some():
+    plain = {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3, dtype=torch.bool)}
+    pictured = plain | {"multi_modal_input": [{"pixel_values": torch.ones(4)}, {}]}
+    joined = concat_padded_tensors([plain, pictured])
+    assert [sorted(row) for row in joined["multi_modal_input"]] == [[], [], ["pixel_values"], []]
+    assert "multi_modal_input" not in plain

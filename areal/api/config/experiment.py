@@ -159,7 +159,7 @@ class PPOConfig(BaseExperimentConfig):
     teacher: TeacherConfig | None = None
     """A model to learn from besides the reward."""
     workflow: str = "rlvr"
-    """How one episode runs: a name, or the import path of a RolloutWorkflow class."""
+    """How one episode runs: a name, or the import path of a RolloutWorkflow or an agent."""
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the workflow besides reward_fn, gconfig and tokenizer."""
     eval_workflow: str | None = None
@@ -187,7 +187,15 @@ class PPOConfig(BaseExperimentConfig):
 
     def _inherit_sampling(self) -> None:
         if self.eval_gconfig is None:
-            self.eval_gconfig = self.gconfig.new(greedy=True, n_samples=1)
+            self.eval_gconfig = self.gconfig.new(
+                greedy=True, n_samples=1, reward_normalization=False
+            )
+        require(
+            not self.eval_gconfig.reward_normalization,
+            "eval_gconfig.reward_normalization must be false: evaluation reports the rewards "
+            "themselves",
+            self.eval_gconfig.reward_normalization,
+        )
         if self.actor.max_new_tokens is None:
             self.actor.max_new_tokens = self.gconfig.max_new_tokens
         require(
@@ -228,6 +236,12 @@ class PPOConfig(BaseExperimentConfig):
                 "a group (one alone has nothing to be compared with)",
                 group_size,
             )
+        require(
+            group_size >= 2 or not self.gconfig.reward_normalization,
+            "gconfig.n_samples must be at least 2 for gconfig.reward_normalization: one sample "
+            "alone would always have a reward of 0",
+            group_size,
+        )
         require(
             self.dynamic_filter_fn is not None or not self.dynamic_bs,
             "dynamic_bs needs dynamic_filter_fn: without a filter every prompt is accepted",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from areal.api.config.agent import AgentConfig
 from areal.api.config.checks import require_above, require_at_least, require_fraction
 from areal.api.config.train_engine import check_backend
 
@@ -35,6 +36,8 @@ class InferenceEngineConfig:
     """Write every trajectory as text under the run's logs."""
     recompute_kv: bool = True
     """After a weight update, compute the cache of running requests again with the new weights."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """How agents run that talk to the model over HTTP."""
 
     def __post_init__(self) -> None:
         require_at_least(

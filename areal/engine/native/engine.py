@@ -1,4 +1,4 @@
-"""The native inference engine: continuous batching over a paged cache, one token per step.
+"""The native inference engine: continuous batching over a paged cache.
 
     engine = NativeEngine.from_pretrained("path/to/model")
     engine.add(GenRequest("a", prompt_ids, gconfig))
@@ -6,16 +6,22 @@
         for done in engine.step(): ...
     engine.load_weights(named_tensors, version=1, recompute_kv=True)     # between two steps
 
-A step is one packed forward: a row for the next token of each decoding sequence, and up to
-`max_prefill_tokens` rows of prompts (and of outputs to compute again after a preemption). Requests
-with the same prompt share its computation: it is a `Prefix` with rows of its own, and each of them
-draws its first token from the prefix's last hidden state.
+A step *launches* work on the device and *records* what an earlier launch has drawn:
 
-Invariant (CPU): tokens and log-probabilities of a request are, bit for bit, a function of weights,
-prompt, seed and options. All row functions are independent of the other rows: matrix products
-because every forward has whole tiles of rows (rows.py), attention as attention.py tells.
+    launch   decode: the next tokens of all decoding sequences (one, or a few on a GPU)
+             prefill: up to `max_prefill_tokens` of prompts, and of outputs to compute again
+             draw: the first token of sequences whose prompt is now computed
+    record   read tokens and log-probabilities of the oldest launch; end who is complete
 
-Not thread-safe: one thread owns it (loop.py). Shapes: T rows, R sampled rows, D model dim.
+A GPU runs ahead: while the host records one launch, the next one runs. A sequence that turns out to
+have ended drew a few tokens too many, which are dropped. Its pages may go to others at once: all
+device work is in one order, so their writes come after its last ones. What must see every token
+(abort, preemption, new weights) first *drains*: records all launches under way.
+
+Requests with the same prompt share its computation: it is a `Prefix` with pages of its own, and
+each of them draws its first token from the prefix's last hidden state.
+
+Not thread-safe: one thread owns it (loop.py). Shapes: C chunks, R sampled rows, D model dim.
 """
 
 from __future__ import annotations
@@ -23,25 +29,31 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from areal.api.io_struct import StopReason
-from areal.engine.native.attention import KVCache, PagedAttention
 from areal.engine.native.pages import PagePool, Prefix
-from areal.engine.native.rows import Rows, padded
-from areal.engine.native.sampler import sample
+from areal.engine.native.runner import Chunk, Drawn
+from areal.engine.native.runners import cache_bytes, make_runner
 from areal.engine.native.scheduler import Scheduler
-from areal.engine.native.sequence import Finished, GenRequest, Sequence
+from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
 from areal.models.common.decoder import Decoder
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
-from areal.utils.cpu_matmul import use_plain_blas
 
-_DEFAULT_CACHE_BYTES = 1 << 30
+
+@dataclass(slots=True)
+class _Launch:
+    """Tokens on their way: drawn for these sequences by the weights of `version`."""
+
+    sequences: list[Sequence]
+    drawn: Drawn
+    version: int
 
 
 class NativeEngine:
@@ -53,41 +65,37 @@ class NativeEngine:
         page_size: int = 16,
         num_pages: int | None = None,
         max_running: int = 512,
-        max_prefill_tokens: int = 4096,
+        max_prefill_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """`num_pages=None`: enough for `max_running` full contexts, within 1 GiB.
+        """`num_pages=None`: enough for `max_running` full contexts, within what memory allows.
 
         `seed` draws the seeds of requests that bring none.
         """
         args, weight = model.args, model.tok_embeddings.weight
-        self.device = weight.device
-        if self.device.type == "cpu":
-            use_plain_blas()
         token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * weight.itemsize
         if num_pages is None:
             context_pages = -(-args.max_position_embeddings // page_size) + 1
-            affordable = max(_DEFAULT_CACHE_BYTES // (token_bytes * page_size), context_pages)
-            num_pages = 1 + min(max_running * context_pages, affordable)
+            affordable = cache_bytes(weight.device) // (token_bytes * page_size)
+            num_pages = 1 + min(max_running * context_pages, max(affordable, context_pages))
         self.model = model.eval()
         self.version = 0
         self._pool = PagePool(num_pages, page_size)
-        self._max_prefill_tokens = max_prefill_tokens
         self._max_context = min(args.max_position_embeddings, self._pool.num_usable * page_size)
         self._scheduler = Scheduler(
             self._pool,
             max_running=max_running,
             max_pages=self._pool.pages_for(self._max_context),
         )
-        self._cache = KVCache(
-            num_layers=args.n_layers,
+        self._runner = make_runner(
+            model,
+            self._scheduler.slots,
             num_pages=num_pages,
             page_size=page_size,
-            num_kv_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            dtype=weight.dtype,
-            device=self.device,
+            max_prefill_tokens=max_prefill_tokens,
         )
+        self._under_way: deque[_Launch] = deque()
+        self._drained: list[Finished | Progress] = []  # while draining; the next step returns them
         self._eos_ids = frozenset(eos_ids)
         self._seeds = random.Random(seed)
         self._by_rid: dict[str, Sequence] = {}
@@ -121,7 +129,7 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_rid)
+        return bool(self._by_rid or self._drained)
 
     def add(self, request: GenRequest) -> None:
         """Queue a request. ValueError, naming the field, when it could never run."""
@@ -138,12 +146,15 @@ class NativeEngine:
             max_output=min(
                 options.max_new_tokens, self._max_tokens(request) - len(request.input_ids)
             ),
+            stream=request.stream,
+            stop_watch=request.stop_watch,
         )
         self._by_rid[sequence.rid] = sequence
         self._scheduler.waiting.append(sequence)
 
     def abort(self, rid: str) -> Finished | None:
-        """End a request now with the tokens it has; None when it is not here."""
+        """End a request now with the tokens it has; None when it is not here (any more)."""
+        self._drain()
         sequence = self._by_rid.pop(rid, None)
         if sequence is None:
             return None
@@ -154,15 +165,16 @@ class NativeEngine:
         return sequence.finish("abort")
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
-        """One token for every sequence that can draw one; returns those that ended."""
+    def step(self) -> list[Finished | Progress]:
+        """Launch what can run and record what has been drawn; returns the requests that ended."""
+        launched = bool(self._by_rid) and self._launch()
+        finished, self._drained = self._drained, []
+        ahead = self._runner.launches_ahead if launched else 0
+        while len(self._under_way) > ahead:
+            finished += self._record(self._under_way.popleft())
         if not self._by_rid:
-            return []
-        self._counts["steps"] += 1
-        self._scheduler.grow()
-        self._scheduler.admit()
-        drawing, hidden = self._compute()
-        return self._draw(drawing, torch.cat(hidden)) if drawing else []
+            self._under_way.clear()  # only tokens of requests that have ended
+        return finished
 
     def load_weights(
         self,
@@ -179,8 +191,8 @@ class NativeEngine:
         tensors = list(named_tensors)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
         check_hf_shapes(self.model, shapes, source=f"version {version}")
-        for name, tensor in tensors:
-            self.model.load_hf_tensor(name, tensor)
+        self._drain()
+        self._runner.load(tensors)
         self.version = version
         if recompute_kv:
             self._scheduler.send_all_back()
@@ -203,6 +215,8 @@ class NativeEngine:
         ids, vocab_size = request.input_ids, self.model.args.vocab_size
         if request.rid in self._by_rid:
             raise ValueError(f"rid {request.rid!r} is already running: give each request its own")
+        if request.gconfig.stop and request.stop_watch is None:
+            raise ValueError("gconfig.stop holds texts: the request needs a stop_watch for them")
         if not ids:
             raise ValueError("input_ids is empty: a prompt needs at least one token")
         stop_ids = request.gconfig.stop_token_ids
@@ -228,61 +242,79 @@ class NativeEngine:
         cache_pages = self._pool.num_usable - (1 if len(request.input_ids) % size else 0)
         return min(request.gconfig.max_tokens, self._max_context, cache_pages * size)
 
-    def _compute(self) -> tuple[list[Sequence], list[torch.Tensor]]:
-        """Run this step's rows. Returns who draws a token now, and their hidden states [.., D]."""
-        rows = Rows()
-        self._add_decode_rows(rows)
-        complete = self._add_prefill_rows(rows)
-        drawing, hidden = list(self._scheduler.decoding), []
-        if rows.count:
-            hidden_TD = self._run_model(rows)
-            hidden.append(hidden_TD[: len(drawing)])
-            for item, row in complete.items():
+    def _launch(self) -> bool:
+        """Start this step's work; False when there is nothing to start."""
+        self._counts["steps"] += 1
+        scheduler = self._scheduler
+        # While prompts wait, one token at a time: their samples should join soon.
+        busy = scheduler.waiting or scheduler.filling
+        num_steps = 1 if busy else self._runner.steps_per_launch
+        if self._under_way:
+            num_lacking = int(scheduler.num_lacking(num_steps).sum())
+            if not scheduler.prefixes.make_room(num_lacking):
+                self._drain()  # somebody must be preempted, with all its tokens
+        scheduler.grow(num_steps)
+        scheduler.admit()
+        decoded = self._launch_decode(num_steps)
+        started = self._launch_prefill()
+        return decoded or started
+
+    def _launch_decode(self, num_steps: int) -> bool:
+        decoding, slots = list(self._scheduler.decoding), self._scheduler.decoding_slots()
+        table = self._scheduler.slots
+        remaining = table.max_cached[slots] + 1 - table.num_tokens[slots]
+        if (remaining <= 0).any():  # all drawn, not all read
+            rows = np.flatnonzero(remaining > 0)
+            decoding, slots, remaining = [decoding[r] for r in rows], slots[rows], remaining[rows]
+        if not decoding:
+            return False
+        num_steps = min(num_steps, int(remaining.max()))
+        drawn = self._runner.decode(slots, num_steps)
+        table.advance(slots, num_steps)
+        self._under_way.append(_Launch(decoding, drawn, self.version))
+        return True
+
+    def _launch_prefill(self) -> bool:
+        """Compute what the budget allows of prompts and lost outputs; draw for the complete."""
+        items, chunks = self._chunks()
+        drawing: list[Sequence] = []
+        hidden: list[torch.Tensor] = []
+        if chunks:
+            hidden_CD = self._runner.prefill(chunks)
+            for item, hidden_D in zip(items, hidden_CD, strict=True):
+                if item.num_cached < item.num_tokens:
+                    continue
                 if isinstance(item, Prefix):
-                    self._scheduler.prefixes.complete(item, hidden_TD[row].clone())
+                    self._scheduler.prefixes.complete(item, hidden_D)
                 else:
                     drawing.append(item)
-                    hidden.append(hidden_TD[row : row + 1])
+                    hidden.append(hidden_D)
         for sequence, hidden_D in self._attach():
             drawing.append(sequence)
-            hidden.append(hidden_D[None])
-        return drawing, hidden
+            hidden.append(hidden_D)
+        if drawing:
+            slots = np.fromiter((s.slot for s in drawing), np.int64, len(drawing))
+            drawn = self._runner.draw(slots, hidden)
+            self._scheduler.slots.advance(slots, 1)
+            for sequence in drawing:
+                self._scheduler.promote(sequence)
+            self._under_way.append(_Launch(drawing, drawn, self.version))
+        return bool(chunks or drawing)
 
-    def _add_decode_rows(self, rows: Rows) -> None:
-        if not self._scheduler.decoding:
-            return
-        table, slots = self._scheduler.slots, self._scheduler.decoding_slots()
-        positions = table.num_tokens[slots] - 1
-        width = int(positions.max()) // self._pool.page_size + 1
-        rows.add(table.last_token[slots], positions, table.pages[slots, :width])
-
-    def _add_prefill_rows(self, rows: Rows) -> dict[Prefix | Sequence, int]:
-        """Add what the budget allows; returns those that get complete, with their last row."""
-        scheduler, budget = self._scheduler, self._max_prefill_tokens
-        complete: dict[Prefix | Sequence, int] = {}
+    def _chunks(self) -> tuple[list[Prefix | Sequence], list[Chunk]]:
+        scheduler, budget = self._scheduler, self._runner.max_prefill_tokens
         refilling = (s for s in scheduler.filling if s.prefix is None)
+        items, chunks = [], []
         for item in (*scheduler.prefixes.pending, *refilling):
             start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
             if start == end:
                 break
-            rows.add(
-                np.array(item.token_slice(start, end)), np.arange(start, end), np.array(item.pages)
-            )
+            items.append(item)
+            chunks.append(Chunk(item.token_slice(start, end), start, item.pages))
             item.num_cached = end
             budget -= end - start
-            if end == item.num_tokens:
-                complete[item] = rows.count - 1
-        self._counts["tokens_prefilled"] += self._max_prefill_tokens - budget
-        return complete
-
-    def _run_model(self, rows: Rows) -> torch.Tensor:
-        """Hidden states [T, D] of all rows; their keys and values are in the cache then."""
-        tokens_T, positions_T, pages_TP = rows.build()
-        return self.model(
-            torch.from_numpy(tokens_T).to(self.device),
-            torch.from_numpy(positions_T).to(self.device),
-            PagedAttention(self._cache, positions_T, pages_TP),
-        )
+        self._counts["tokens_prefilled"] += self._runner.max_prefill_tokens - budget
+        return items, chunks
 
     def _attach(self) -> list[tuple[Sequence, torch.Tensor]]:
         """Hand computed prefixes to the sequences that wait for them.
@@ -304,47 +336,34 @@ class NativeEngine:
             scheduler.prefixes.attach(prefix)
             sequence.prefix, sequence.num_cached = None, prefix.num_tokens
         if sources:
-            self._cache.copy_pages(sources, targets)
+            self._runner.copy_pages(sources, targets)
         return starting
 
-    def _draw(self, drawing: list[Sequence], hidden_RD: torch.Tensor) -> list[Finished]:
-        """Sample one token for each of `drawing`; take out those that end with it."""
-        table = self._scheduler.slots
-        slots = np.fromiter((s.slot for s in drawing), np.int64, len(drawing))
-        options = table.sampling_options(slots)
-        for row in np.flatnonzero(options.index < table.min_output[slots]).tolist():
-            options.banned[row] = sorted(drawing[row].stop_ids)
-        num_padding = padded(len(drawing)) - len(drawing)
-        logits_RV = self.model.logits(F.pad(hidden_RD, (0, 0, 0, num_padding)))[: len(drawing)]
-        tokens, logprobs = sample(logits_RV, options)
-        table.append(slots, tokens)
-        self._counts["tokens_generated"] += len(tokens)
-        return self._record(drawing, tokens, logprobs)
+    def _drain(self) -> None:
+        """Record everything under way: afterwards the host knows every token drawn."""
+        while self._under_way:
+            self._drained += self._record(self._under_way.popleft())
 
-    def _record(
-        self, drawing: list[Sequence], tokens: list[int], logprobs: list[float]
-    ) -> list[Finished]:
-        scheduler, version = self._scheduler, self.version
-        ended: list[tuple[Sequence, StopReason]] = []
+    def _record(self, launch: _Launch) -> list[Finished | Progress]:
+        tokens, logprobs = launch.drawn.read()
         now = time.monotonic()
-        for sequence, token, logprob in zip(drawing, tokens, logprobs, strict=True):
-            if not sequence.output_tokens:
-                sequence.first_token_time = now
-            sequence.output_tokens.append(token)
-            sequence.output_logprobs.append(logprob)
-            sequence.output_versions.append(version)
-            if token in sequence.stop_ids:
-                ended.append((sequence, "stop"))
-            elif len(sequence.output_tokens) >= sequence.max_output:
-                ended.append((sequence, "length"))
-        for sequence, _ in ended:
-            scheduler.release(sequence)
-            del self._by_rid[sequence.rid]
-        for sequence in drawing:
-            if sequence in scheduler.filling:
-                scheduler.promote(sequence)
-        self._counts["finished"] += len(ended)
-        return [sequence.finish(reason) for sequence, reason in ended]
+        finished = []
+        for sequence, drawn, its_logprobs in zip(launch.sequences, tokens, logprobs, strict=True):
+            if sequence.has_ended:
+                continue  # drawn before the host knew
+            kept, reason = sequence.take(drawn, its_logprobs, launch.version, now)
+            self._counts["tokens_generated"] += kept
+            if reason is not None:
+                finished.append(self._end(sequence, reason))
+            elif sequence.stream:
+                finished.append(Progress(sequence.rid, drawn, its_logprobs))
+        return finished
+
+    def _end(self, sequence: Sequence, reason: StopReason) -> Finished:
+        self._scheduler.release(sequence)
+        del self._by_rid[sequence.rid]
+        self._counts["finished"] += 1
+        return sequence.finish(reason)
 
 
 def read_eos_ids(path: str | Path) -> list[int]:

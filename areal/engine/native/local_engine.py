@@ -18,8 +18,9 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineEndedError, EngineLoop
+from areal.engine.native.model_text import ModelText
 from areal.engine.native.sequence import GenRequest
-from areal.engine.native.wire import Refusal, Reply
+from areal.engine.native.wire import Refusal, Reply, check_supported
 from areal.weight_sync.publication import open_publication
 
 
@@ -44,6 +45,7 @@ class NativeLocalEngine(InferenceEngine):
         seed: int = 0,
     ) -> None:
         self._model_path = model_path
+        self._text = ModelText(model_path)
         self._options = {
             "device": device,
             "dtype": getattr(torch, dtype) if dtype else None,
@@ -66,10 +68,15 @@ class NativeLocalEngine(InferenceEngine):
             self._started = None
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        check_supported(req)
         start = time.perf_counter()
         # Copies of a request share its rid; inside the engine each has its own.
         rid = f"{req.rid}.{next(self._num_sent)}"
-        reply = await self._generate(GenRequest(rid, req.input_ids, req.gconfig))
+        watch = None
+        if req.gconfig.stop:  # in a thread: reading the tokenizer takes seconds
+            watch = await asyncio.to_thread(self._text.stop_watch, req.gconfig)
+        request = GenRequest(rid, req.input_ids, req.gconfig, stop_watch=watch)
+        reply = await self._generate(request)
         return reply.response(req, latency=time.perf_counter() - start)
 
     def pause_generation(self) -> None:

@@ -24,14 +24,14 @@ from typing import Any, TypeVar
 
 from areal.engine.native.busy import BusyIntervals
 from areal.engine.native.engine import NativeEngine
-from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply
 from areal.utils import logging
 
 logger = logging.getLogger("NativeEngineLoop")
 
 T = TypeVar("T")
-Deliver = Callable[[list[Reply | Refusal]], None]
+Deliver = Callable[[list[Reply | Refusal | Progress]], None]
 
 
 class EngineEndedError(RuntimeError):
@@ -89,6 +89,8 @@ class EngineLoop:
 
     def submit(self, requests: Sequence[GenRequest], deliver: Deliver) -> None:
         """Each request ends in exactly one Reply or Refusal given to `deliver`.
+
+        Before it, a request that streams gets its tokens as `Progress`.
 
         Requests given together reach the engine together, so the samples of a group share their
         prompt from the first step.
@@ -197,11 +199,16 @@ class EngineLoop:
         if finished:
             self._deliver(finished)
 
-    def _deliver(self, finished: Iterable[Finished]) -> None:
-        """One call per receiver, however many of its requests ended with this step."""
+    def _deliver(self, finished: Iterable[Finished | Progress]) -> None:
+        """One call per receiver, however many of its requests went on or ended with this step."""
         now = time.monotonic()
-        by_receiver: dict[Deliver, list[Reply | Refusal]] = {}
+        by_receiver: dict[Deliver, list[Reply | Refusal | Progress]] = {}
         for one in finished:
+            if isinstance(one, Progress):
+                waiter = self._waiters.get(one.rid)
+                if waiter is not None:  # else aborted since, with all its tokens
+                    by_receiver.setdefault(waiter.deliver, []).append(one)
+                continue
             waiter = self._waiters.pop(one.rid)
             result = _result_of(one, started=waiter.time, now=now)
             by_receiver.setdefault(waiter.deliver, []).append(result)
@@ -251,7 +258,7 @@ def _result_of(finished: Finished, *, started: float, now: float) -> Reply | Ref
     return Reply(finished, latency=now - started, ttft=first - started)
 
 
-def _hand_over(deliver: Deliver, results: list[Reply | Refusal]) -> None:
+def _hand_over(deliver: Deliver, results: list[Reply | Refusal | Progress]) -> None:
     try:
         deliver(results)
     except Exception:  # one receiver's fault must not end the engine for all others

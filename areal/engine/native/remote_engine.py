@@ -26,6 +26,7 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.native.control import ControlClient
 from areal.engine.native.exchange import GenerateClient
+from areal.engine.native.wire import check_supported
 from areal.utils.child_process import ChildProcess
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class NativeRemoteEngine(InferenceEngine):
             asyncio.run_coroutine_threadsafe(client.close(), client.events).result(_CLOSE_S)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        check_supported(req)
         start = time.perf_counter()
         reply = await self._client_here().generate(req)
         return reply.response(req, latency=time.perf_counter() - start)

@@ -1,9 +1,10 @@
 """Draw one token per row, and its log-probability under the distribution it was drawn from.
 
 The distribution of a row is softmax(logits / temperature), cut to the `top_k` most likely tokens,
-then to the smallest set whose probabilities reach `top_p`, and renormalised. Tokens of `banned`
-have probability 0 (stop tokens before `min_new_tokens`). A greedy row takes the most likely token;
-its log-probability is the one under the uncut distribution.
+then to the smallest set whose probabilities reach `top_p`, and renormalised. A frequency penalty is
+taken from a logit first, once for each time its token was drawn. Tokens of `banned` have
+probability 0 (stop tokens before `min_new_tokens`). A greedy row takes the most likely token; its
+log-probability is the one under the uncut distribution.
 
 The draw inverts the cumulative distribution at u(seed, index), a counter-based hash: the token is a
 function of the row's own logits and options, whatever else is in the batch. Arithmetic is float64,
@@ -31,6 +32,9 @@ class SamplingOptions:
     seed: np.ndarray  # uint64 [R]
     index: np.ndarray  # int64 [R], how many tokens the request has drawn before
     banned: dict[int, list[int]] = field(default_factory=dict)  # row -> tokens of probability 0
+    frequency_penalty: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 [R]
+    # row -> tokens drawn before; rows with a penalty only, so that the others pay nothing
+    history: dict[int, list[int]] = field(default_factory=dict)
 
 
 def sample(
@@ -73,9 +77,15 @@ def _sample_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     temperature_R = torch.from_numpy(options.temperature[rows]).to(device)
-    scaled_RV = logits_RV.double().div_(temperature_R[:, None])
-    for row in range(rows.start, rows.stop) if options.banned else ():
-        scaled_RV[row - rows.start, options.banned.get(row, [])] = -torch.inf
+    scaled_RV = logits_RV.to(torch.float64, copy=True)
+    for row in options.history.keys() & range(rows.start, rows.stop):
+        drawn = np.asarray(options.history[row], np.int64)
+        tokens, counts = np.unique(drawn, return_counts=True)
+        penalties = torch.from_numpy(options.frequency_penalty[row] * counts).to(device)
+        scaled_RV[row - rows.start, torch.from_numpy(tokens).to(device)] -= penalties
+    scaled_RV.div_(temperature_R[:, None])
+    for row in options.banned.keys() & range(rows.start, rows.stop):
+        scaled_RV[row - rows.start, options.banned[row]] = -torch.inf
     probs_RV = torch.softmax(scaled_RV, dim=-1)
 
     greedy, top_k, top_p = options.greedy[rows], options.top_k[rows], options.top_p[rows]

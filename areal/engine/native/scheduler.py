@@ -32,7 +32,8 @@ _MAX_INT64 = 2**63 - 1
 class SlotTable:
     """What a decode step needs to know of each running sequence, as arrays: one row per slot.
 
-    A step reads them with one vector index instead of visiting 512 objects.
+    A step reads them with one vector index instead of visiting 512 objects. Counts include tokens
+    that are still being drawn on the device; their values may not have been read yet.
     """
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
@@ -40,22 +41,31 @@ class SlotTable:
         self.num_pages = np.zeros(num_slots, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)  # prompt and output
         self.num_output = np.zeros(num_slots, np.int64)
-        self.last_token = np.zeros(num_slots, np.int64)
+        self.max_cached = np.zeros(num_slots, np.int64)  # tokens ever cached: all but the last
+        self.last_token = np.zeros(num_slots, np.int64)  # kept by runners that draw on the host
         self.min_output = np.zeros(num_slots, np.int64)
         self.temperature = np.ones(num_slots, np.float64)
         self.top_k = np.ones(num_slots, np.int64)
         self.top_p = np.ones(num_slots, np.float64)
+        self.frequency_penalty = np.zeros(num_slots, np.float64)
         self.greedy = np.zeros(num_slots, bool)
         self.seed = np.zeros(num_slots, np.uint64)
+        self.sequences: list[Sequence | None] = [None] * num_slots
+        # Counts the sequences a slot has had: a runner sees by it that a slot has a new one.
+        self.generation = np.zeros(num_slots, np.int64)
 
     def fill(self, slot: int, sequence: Sequence) -> None:
         options = sequence.gconfig
+        self.generation[slot] += 1
+        self.sequences[slot] = sequence
         self.num_tokens[slot] = sequence.num_tokens
         self.num_output[slot] = len(sequence.output_tokens)
+        self.max_cached[slot] = len(sequence.prompt) + sequence.max_output - 1
         self.min_output[slot] = options.min_new_tokens
         self.temperature[slot] = options.temperature
         self.top_k[slot] = min(options.top_k, _MAX_INT64)
         self.top_p[slot] = options.top_p
+        self.frequency_penalty[slot] = options.frequency_penalty
         self.greedy[slot] = options.greedy
         self.seed[slot] = sequence.seed
 
@@ -63,20 +73,36 @@ class SlotTable:
         self.pages[slot, : len(pages)] = pages
         self.num_pages[slot] = len(pages)
 
-    def append(self, slots: np.ndarray, tokens: list[int]) -> None:
-        """Each of `slots` drew a token."""
-        self.last_token[slots] = tokens
-        self.num_tokens[slots] += 1
-        self.num_output[slots] += 1
+    def clear(self, slot: int) -> None:
+        # Entries past a row's position are read (and masked), so they must stay valid pages.
+        self.pages[slot, : self.num_pages[slot]] = SCRATCH_PAGE
+        self.num_pages[slot] = 0
+        self.sequences[slot] = None
+
+    def advance(self, slots: np.ndarray, count: int) -> None:
+        """Each of `slots` draws `count` tokens."""
+        self.num_tokens[slots] += count
+        self.num_output[slots] += count
 
     def sampling_options(self, slots: np.ndarray) -> SamplingOptions:
+        """For runners that draw on the host, where all earlier tokens have been read."""
+        index, penalty = self.num_output[slots], self.frequency_penalty[slots]
         return SamplingOptions(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
             top_p=self.top_p[slots],
             greedy=self.greedy[slots],
             seed=self.seed[slots],
-            index=self.num_output[slots],
+            index=index,
+            banned={
+                row: sorted(self.sequences[slots[row]].stop_ids)
+                for row in np.flatnonzero(index < self.min_output[slots]).tolist()
+            },
+            frequency_penalty=penalty,
+            history={
+                row: self.sequences[slots[row]].output_tokens
+                for row in np.flatnonzero(penalty).tolist()
+            },
         )
 
 
@@ -104,17 +130,23 @@ class Scheduler:
         while self.waiting and self._free_slots and self._place(self.waiting[0]):
             self.filling[self.waiting.popleft()] = None
 
-    def grow(self) -> None:
-        """Give each decoding sequence the page its next row writes to, by preemption if need be."""
-        slots = self.decoding_slots()
-        table = self.slots
-        opens_page = (table.num_tokens[slots] - 1) // self.pool.page_size >= table.num_pages[slots]
-        if not opens_page.any():
+    def num_lacking(self, num_steps: int) -> np.ndarray:
+        """Pages each decoding sequence lacks to cache its next `num_steps` tokens."""
+        slots, table = self.decoding_slots(), self.slots
+        cached = np.minimum(table.num_tokens[slots] - 1 + num_steps, table.max_cached[slots])
+        return np.maximum(-(-cached // self.pool.page_size) - table.num_pages[slots], 0)
+
+    def grow(self, num_steps: int = 1) -> None:
+        """Give each decoding sequence the pages of its next steps, by preemption if need be."""
+        lacking = self.num_lacking(num_steps)
+        if not lacking.any():
             return
         decoding = list(self.decoding)
-        for row in np.flatnonzero(opens_page):
-            # An older sequence of this loop may have taken this one's place meanwhile.
-            if decoding[row].slot is not None and self._claim_page(decoding[row]):
+        for row in np.flatnonzero(lacking).tolist():
+            for _ in range(lacking[row]):
+                # An older sequence of this loop may have taken this one's place meanwhile.
+                if decoding[row].slot is None or not self._claim_page(decoding[row]):
+                    break
                 self._extend(decoding[row])
 
     def decoding_slots(self) -> np.ndarray:
@@ -133,8 +165,7 @@ class Scheduler:
         if sequence.prefix is not None:
             self.prefixes.leave(sequence.prefix)
         self.pool.release(sequence.pages)
-        # Entries past a row's position are read (and masked), so they must stay valid pages.
-        self.slots.pages[sequence.slot, : len(sequence.pages)] = SCRATCH_PAGE
+        self.slots.clear(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.prefix = None, None
         sequence.pages, sequence.num_cached = [], 0

@@ -18,6 +18,7 @@ from areal.api.io_struct import StopReason
 
 if TYPE_CHECKING:
     from areal.engine.native.pages import Prefix
+    from areal.engine.native.stop_strings import StopWatch
 
 
 @dataclass(slots=True)
@@ -27,6 +28,17 @@ class GenRequest:
     rid: str
     input_ids: list[int]
     gconfig: GenerationHyperparameters
+    stream: bool = False  # `Progress` is wanted for tokens before the last ones
+    stop_watch: StopWatch | None = None  # of `gconfig.stop`, when it holds any
+
+
+@dataclass(slots=True)
+class Progress:
+    """The newest tokens of a request that streams and has not ended with them."""
+
+    rid: str
+    tokens: list[int]
+    logprobs: list[float]
 
 
 @dataclass(slots=True)
@@ -51,6 +63,8 @@ class Sequence:
     seed: int  # of the counter-based draw; fixed for the life of the request
     stop_ids: frozenset[int]
     max_output: int  # output tokens at which generation ends by length
+    stream: bool = False
+    stop_watch: StopWatch | None = None
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
@@ -61,6 +75,7 @@ class Sequence:
     prefix: Prefix | None = None  # until it is computed and its last partial page copied to ours
     pages: list[int] = field(default_factory=list)  # shared prompt pages, then our own
     num_cached: int = 0  # while filling: leading tokens whose keys and values are in `pages`
+    has_ended: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +86,34 @@ class Sequence:
         offset = len(self.prompt)
         return self.output_tokens[start - offset : end - offset]
 
+    def take(
+        self, tokens: list[int], logprobs: list[float], version: int, now: float
+    ) -> tuple[int, StopReason | None]:
+        """Add tokens the model drew, up to the one that ends the output.
+
+        Returns how many were taken, and why the output ends with them, if it does.
+        """
+        if not self.output_tokens:
+            self.first_token_time = now
+        count, reason = len(tokens), None
+        room = self.max_output - len(self.output_tokens)
+        if count >= room:
+            count, reason = room, "length"
+        if not self.stop_ids.isdisjoint(tokens):
+            stop = next(i for i, token in enumerate(tokens) if token in self.stop_ids)
+            if stop < count:
+                count, reason = stop + 1, "stop"
+        if self.stop_watch is not None:
+            stop = self.stop_watch.feed(tokens[:count])
+            if stop is not None:
+                count, reason = stop + 1, "stop"
+        self.output_tokens += tokens[:count]
+        self.output_logprobs += logprobs[:count]
+        self.output_versions += [version] * count
+        return count, reason
+
     def finish(self, stop_reason: StopReason) -> Finished:
+        self.has_ended = True
         return Finished(
             rid=self.rid,
             output_tokens=self.output_tokens,

@@ -10,10 +10,12 @@
 | POST /abort          | rid, or all=true                 | the number of requests ended         |
 | GET /stats           |                                  | the engine's counters                |
 | GET /busy_intervals  | ?since=UNIX_TIME                 | when steps ran, for traces           |
+| /v1/...              | see openai_routes.py             | as OpenAI's API                      |
 
-Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}`: 400 the caller's
-fault, 401 no or a wrong token, 503 the engine has ended. The engine never waits for the network:
-results are handed to this event loop, and a client that goes away has its requests discarded.
+Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1 OpenAI's
+object instead of the text): 400 the caller's fault, 401 no or a wrong token, 503 the engine has
+ended. The engine never waits for the network: results are handed to this event loop (receiver.py),
+and a client that goes away has its requests discarded.
 """
 
 from __future__ import annotations
@@ -22,15 +24,21 @@ import asyncio
 import hmac
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from areal.engine.native.loop import EngineEndedError, EngineLoop
+from areal.engine.native.model_text import ModelText
+from areal.engine.native.openai_routes import add_openai_routes
+from areal.engine.native.receiver import Receiver
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, decode_requests, encode_lines, parse_object
+from areal.utils.openai_wire import WireError, error_body
 from areal.weight_sync.publication import PublicationError, open_publication
 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so they are the ones to close them
@@ -38,18 +46,22 @@ _SHUTDOWN_S = 1  # for streams that are open when the server is told to end
 
 
 def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
-    """`model` is the name /health reports."""
+    """`model` is the folder it was read from; /health and /v1/models call it that."""
     app = FastAPI(openapi_url=None)
     app.add_middleware(_TokenGate, token=token)
+    app.add_exception_handler(HTTPException, _answer_no_route)
     app.add_exception_handler(ValueError, _answer_error(400))
     app.add_exception_handler(PublicationError, _answer_error(400))
     app.add_exception_handler(EngineEndedError, _answer_error(503))
     app.add_exception_handler(Exception, _answer_error(500))
     updating = asyncio.Lock()
+    text = ModelText(model)
+    add_openai_routes(app, loop, text, model=model)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
-        return _ResultStream(loop, decode_requests(await request.body()))
+        items = decode_requests(await request.body())
+        return _ResultStream(loop, await _with_stop_watches(items, text))
 
     @app.get("/health")
     async def health() -> Response:
@@ -144,6 +156,25 @@ async def _load(loop: EngineLoop, path: str, version: int, recompute_kv: bool) -
     )
 
 
+async def _with_stop_watches(
+    items: list[GenRequest | Refusal], text: ModelText
+) -> list[GenRequest | Refusal]:
+    """The same, ready for the engine: requests whose stop strings cannot be read are refused."""
+    if not any(isinstance(item, GenRequest) and item.gconfig.stop for item in items):
+        return items
+
+    def watched(item: GenRequest | Refusal) -> GenRequest | Refusal:
+        if isinstance(item, Refusal):
+            return item
+        try:
+            return replace(item, stop_watch=text.stop_watch(item.gconfig))
+        except ValueError as err:
+            return Refusal(item.rid, "request", f"gconfig.stop: {err}")
+
+    # In a thread: reading the tokenizer takes seconds.
+    return await asyncio.to_thread(lambda: [watched(item) for item in items])
+
+
 class _TokenGate:
     """Lets nothing past without the token, before any body is read."""
 
@@ -154,10 +185,8 @@ class _TokenGate:
     async def __call__(self, scope, receive, send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "http" and not hmac.compare_digest(given, self.expected):
-            answer = JSONResponse(
-                {"error": "Authorization: expected 'Bearer TOKEN' with this server's token"}, 401
-            )
-            await answer(scope, receive, send)
+            message = "Authorization: expected 'Bearer TOKEN' with this server's token"
+            await _error(scope["path"], 401, message)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -172,77 +201,50 @@ class _ResultStream(Response):
         super().__init__()
         self._engine = loop
         self._requests = [item for item in items if isinstance(item, GenRequest)]
-        self._refused: list[Reply | Refusal] = [i for i in items if isinstance(i, Refusal)]
-        self._unfinished = {item.rid for item in items}
-        # Bounded by the number of requests, plus one None when the client has left.
-        self._results: asyncio.Queue[list[Reply | Refusal] | None] = asyncio.Queue()
+        self._refused = [item for item in items if isinstance(item, Refusal)]
 
     async def __call__(self, scope, receive, send) -> None:
-        watcher = asyncio.create_task(self._watch(receive), name="client-watch")
-        try:
-            self._submit()
-            await self._stream(scope, receive, send)
-        finally:
-            watcher.cancel()
-            if self._unfinished:
-                self._engine.discard(self._unfinished)
+        async with Receiver(self._engine, receive) as receiver:
+            receiver.submit(self._requests, self._refused)
+            results = await receiver.next()
+            if results is None:
+                return
+            if not receiver.unfinished and (fault := _common_fault(results)):
+                status = 400 if fault.kind == "request" else 503
+                await JSONResponse({"error": fault.message}, status)(scope, receive, send)
+                return
+            headers = [(b"content-type", b"application/x-ndjson")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while results is not None:
+                more = bool(receiver.unfinished)
+                body = encode_lines(results)
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+                results = await receiver.next() if more else None
 
-    def _submit(self) -> None:
-        if self._refused:
-            self._results.put_nowait(self._refused)
-        if not self._requests:
-            return
-        events = asyncio.get_running_loop()
 
-        def deliver(results: list[Reply | Refusal]) -> None:  # on the engine thread
-            events.call_soon_threadsafe(self._results.put_nowait, results)
-
-        self._engine.submit(self._requests, deliver)
-
-    async def _stream(self, scope, receive, send) -> None:
-        results = await self._next()
-        if results is None:
-            return
-        if fault := self._common_fault(results):
-            self._unfinished.clear()
-            status = 400 if fault.kind == "request" else 503
-            await JSONResponse({"error": fault.message}, status)(scope, receive, send)
-            return
-        headers = [(b"content-type", b"application/x-ndjson")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while results is not None:
-            self._unfinished.difference_update([result.rid for result in results])
-            more = bool(self._unfinished)
-            body = encode_lines(results)
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-            results = await self._next() if more else None
-
-    async def _next(self) -> list[Reply | Refusal] | None:
-        """All results that are there, at least one; None when the client has left."""
-        results = await self._results.get()
-        while results is not None and not self._results.empty():
-            more = self._results.get_nowait()
-            results = None if more is None else results + more
-        return results
-
-    def _common_fault(self, results: list[Reply | Refusal]) -> Refusal | None:
-        """The first refusal, when every request was refused at once."""
-        if len(results) < len(self._unfinished):
-            return None
-        refusals = [result for result in results if isinstance(result, Refusal)]
-        return refusals[0] if len(refusals) == len(results) else None
-
-    async def _watch(self, receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._results.put_nowait(None)
+def _common_fault(results: list[Reply | Refusal]) -> Refusal | None:
+    """The first refusal, when nothing else came."""
+    refusals = [result for result in results if isinstance(result, Refusal)]
+    return refusals[0] if len(refusals) == len(results) else None
 
 
 def _answer_error(status: int):
     async def answer(request: Request, err: Exception) -> Response:
-        return JSONResponse({"error": str(err)}, status_code=status)
+        return _error(request.url.path, status, str(err))
 
     return answer
+
+
+async def _answer_no_route(request: Request, err: HTTPException) -> Response:
+    where = f"{request.method} {request.url.path}"
+    return _error(request.url.path, err.status_code, f"{where}: {err.detail}")
+
+
+def _error(path: str, status: int, message: str) -> Response:
+    """In the shape that clients of this route expect."""
+    is_openai = path.startswith("/v1/")
+    content = error_body(WireError(status, message)) if is_openai else {"error": message}
+    return JSONResponse(content, status_code=status)
 
 
 _REQUIRED = object()

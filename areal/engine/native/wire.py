@@ -26,7 +26,8 @@ from areal.engine.native.sequence import Finished, GenRequest
 _MAX_RID = 256  # characters
 _INT_END = 1 << 63
 
-# How each option travels. `n_samples` does not: a group of n samples is n requests.
+# How each option travels. Those about a group do not (n samples are n requests), nor those that
+# change no token.
 _GCONFIG_KINDS: dict[str, str] = {
     "max_new_tokens": "int",
     "min_new_tokens": "int",
@@ -37,6 +38,8 @@ _GCONFIG_KINDS: dict[str, str] = {
     "temperature": "float",
     "stop_token_ids": "ids",
     "ignore_eos": "bool",
+    "stop": "texts or null",
+    "frequency_penalty": "float",
     "seed": "int or null",
 }
 _DEFAULTS = {name: getattr(GenerationHyperparameters(), name) for name in _GCONFIG_KINDS}
@@ -69,6 +72,7 @@ class Reply:
             tokenizer=request.tokenizer,
             latency=latency,
             ttft=self.ttft,
+            processor=request.processor,
         )
 
 
@@ -79,6 +83,18 @@ class Refusal:
     rid: str
     kind: RefusalKind
     message: str
+
+
+def check_supported(request: ModelRequest) -> None:
+    """ValueError for what the native engine cannot honour: ignoring it would spoil the sample."""
+    if request.image_data or request.vision_msg_vllm:
+        name = "image_data" if request.image_data else "vision_msg_vllm"
+        raise ValueError(f"{name}: the native engine reads text only; remove the images")
+    if request.gconfig.lora_name:
+        raise ValueError(
+            f"gconfig.lora_name: the native engine has no adapters, got "
+            f"{_show(request.gconfig.lora_name)}; leave it empty"
+        )
 
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:
@@ -238,6 +254,12 @@ def _int_or_null(value: Any, where: str) -> None:
         _int(value, where)
 
 
+def _texts_or_null(value: Any, where: str) -> None:
+    is_texts = isinstance(value, list) and set(map(type, value)) <= {str}
+    if value is not None and not is_texts:
+        raise ValueError(f"{where}: expected a list of texts or null, got {_show(value)}")
+
+
 def _bool(value: Any, where: str) -> None:
     if type(value) is not bool:
         raise ValueError(f"{where}: expected true or false, got {_show(value)}")
@@ -262,6 +284,7 @@ def _show(value: Any) -> str:
 _CHECKS = {
     "int": _int,
     "int or null": _int_or_null,
+    "texts or null": _texts_or_null,
     "bool": _bool,
     "float": _float,
     "ids": _ids,

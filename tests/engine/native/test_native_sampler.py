@@ -14,6 +14,7 @@ from areal.engine.native.sampler import SamplingOptions, keep_top, sample, unifo
 def options(num_rows: int, **changes) -> SamplingOptions:
     """Plain sampling with seed = row, and per-row arrays in place of scalars."""
     values = {"temperature": 1.0, "top_k": 10**8, "top_p": 1.0, "greedy": False, "index": 0}
+    values |= {"frequency_penalty": 0.0}
     values |= {"seed": np.arange(num_rows)} | changes
     kinds = {
         "temperature": np.float64,
@@ -22,12 +23,14 @@ def options(num_rows: int, **changes) -> SamplingOptions:
         "greedy": bool,
         "seed": np.uint64,
         "index": np.int64,
+        "frequency_penalty": np.float64,
     }
     arrays = {
         name: np.broadcast_to(np.asarray(values[name]), (num_rows,)).astype(kind)
         for name, kind in kinds.items()
     }
-    return SamplingOptions(**arrays, banned=values.get("banned", {}))
+    rows = {name: values.get(name, {}) for name in ("banned", "history")}
+    return SamplingOptions(**arrays, **rows)
 
 
 def draw_many(probs: list[float], num_rows: int = 20000, **changes):
@@ -89,6 +92,34 @@ def test_banned_tokens_have_no_probability():
     assert logprobs == pytest.approx(math.log(0.5), abs=1e-6)
 
 
+def test_frequency_penalty_is_taken_once_per_occurrence_before_the_temperature():
+    logits = torch.tensor([[1.0, 2.0, 3.0]] * 4)
+    given = options(
+        4,
+        greedy=True,
+        temperature=0.5,
+        frequency_penalty=[0.75, -0.5, 0.75, 0.0],
+        history={0: [2, 2, 1], 1: [0, 0, 0], 2: []},
+    )
+    tokens, logprobs = sample(logits, given)
+    assert logits.tolist() == [[1.0, 2.0, 3.0]] * 4
+    adjusted = torch.tensor([[1.0, 1.25, 1.5], [2.5, 2.0, 3.0], [1, 2, 3], [1, 2, 3]])
+    assert tokens == [2, 2, 2, 2]
+    assert logprobs == pytest.approx((adjusted.double() / 0.5).log_softmax(-1)[:, 2].tolist())
+
+
+def test_frequency_penalty_changes_which_token_is_likely_and_what_a_cut_keeps():
+    tokens, logprobs = draw_many(
+        [0.5, 0.3, 0.2],
+        num_rows=300,
+        top_k=2,
+        frequency_penalty=1.0,
+        history={row: [0] * 3 for row in range(300)},
+    )
+    assert set(tokens) == {1, 2}
+    assert logprobs == pytest.approx(np.log([0.6, 0.4])[tokens - 1], abs=1e-6)
+
+
 def test_a_certain_token_is_drawn_whatever_u_is():
     logits = torch.full((1000, 3), -torch.inf)
     logits[:, 1] = 0.0
@@ -108,6 +139,8 @@ def test_rows_do_not_touch_each_other_and_chunks_change_nothing():
         greedy=rng.random(64) < 0.2,
         index=rng.integers(0, 99, 64),
         banned={3: [1, 2], 40: [7]},
+        frequency_penalty=rng.uniform(-2, 2, 64),
+        history={row: rng.integers(0, 37, 20).tolist() for row in (3, 9, 63)},
     )
     together = sample(logits, given)
     assert sample(logits, given, max_chunk_elements=37) == together  # one row at a time

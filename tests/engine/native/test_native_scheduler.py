@@ -35,7 +35,7 @@ def start_decoding(scheduler: Scheduler) -> None:
 def draw(scheduler: Scheduler) -> None:
     for sequence in scheduler.decoding:
         sequence.output_tokens.append(0)
-    scheduler.slots.append(scheduler.decoding_slots(), [0] * len(scheduler.decoding))
+    scheduler.slots.advance(scheduler.decoding_slots(), 1)
 
 
 def rids(sequences) -> list[str]:

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.config.generation import GenerationHyperparameters
+from areal.api.io_struct import ModelRequest
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.native.wire import (
     _GCONFIG_KINDS,
     Refusal,
     Reply,
+    check_supported,
     decode_line,
     decode_requests,
     encode_lines,
@@ -35,6 +37,8 @@ gconfigs = st.builds(
     temperature=st.floats(0.01, 10),
     stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
     ignore_eos=st.booleans(),
+    stop=st.none() | st.lists(st.text(min_size=1), max_size=3),
+    frequency_penalty=st.floats(-2, 2),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
 )
 token_ids = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20)
@@ -70,9 +74,25 @@ def test_replies_round_trip_exactly(tokens, reason):
 
 
 def test_every_sampling_option_travels():
-    assert set(_GCONFIG_KINDS) | {"n_samples"} == {
+    of_a_group = {"n_samples", "reward_normalization", "drop_incomplete_group"}
+    refused_or_about_text = {"lora_name", "use_beam_search", "skip_special_tokens"}
+    assert set(_GCONFIG_KINDS) | of_a_group | refused_or_about_text == {
         f.name for f in fields(GenerationHyperparameters)
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"image_data": ["eA=="]}, "image_data"),
+        ({"vision_msg_vllm": [{"role": "user"}]}, "vision_msg_vllm"),
+        ({"gconfig": GenerationHyperparameters(lora_name="mine")}, "gconfig.lora_name.*'mine'"),
+    ],
+)
+def test_what_the_engine_cannot_honour_is_refused(change, field):
+    check_supported(ModelRequest([1]))
+    with pytest.raises(ValueError, match=f"^{field}"):
+        check_supported(ModelRequest([1], **change))
 
 
 def test_group_size_is_not_sent():
@@ -95,6 +115,10 @@ def test_group_size_is_not_sent():
         ({"gconfig": 3}, "gconfig"),
         ({"gconfig": {"tempurature": 1}}, "gconfig.tempurature"),
         ({"gconfig": {"temperature": "hot"}}, "gconfig.temperature"),
+        ({"gconfig": {"stop": "END"}}, "gconfig.stop"),
+        ({"gconfig": {"stop": ["END", 1]}}, "gconfig.stop"),
+        ({"gconfig": {"stop": [""]}}, "stop"),
+        ({"gconfig": {"frequency_penalty": 3}}, "frequency_penalty"),
         ({"gconfig": {"temperature": 0}}, "temperature"),
         ({"gconfig": {"temperature": float("inf")}}, "gconfig.temperature"),
         ({"gconfig": {"greedy": 1}}, "gconfig.greedy"),

@@ -1,0 +1,262 @@
+"""What an agent said to the model and what came back, as tokens that can be trained on.
+
+In: every completion of one session, in the order in which it was recorded. Out: the session's
+samples, each a row of tensors (`api/io_struct.py` has the keys).
+
+A chat grows: the next request repeats the messages so far, the reply among them. So each
+interaction has as parent the one whose messages and reply are the longest prefix of its own, and a
+session is a forest. Exported `individual`, every interaction is a sample by itself; exported
+`concat`, every path from a root to a leaf is one sample, whose tokens are those really sampled.
+
+    cache = InteractionCache()
+    parent = cache.find_parent(messages)
+    cache.add("chatcmpl-1", InteractionWithTokenLogpReward(model_response, parent=parent, ...))
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(0.9)
+    rows = [item.to_tensor_dict() for item in cache.export_interactions("individual").values()]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from areal.api.io_struct import ModelResponse
+
+if TYPE_CHECKING:
+    import torch
+
+Message = dict[str, Any]
+ExportStyle = Literal["individual", "concat"]
+# Whether the first messages are the beginning of the second: `matcher(prefix, messages)`.
+PrefixMatcher = Callable[[Sequence[Message], Sequence[Message]], bool]
+
+
+@dataclass(slots=True, eq=False)
+class InteractionWithTokenLogpReward:
+    """One completion: the request as messages, the reply as tokens, and what it was worth.
+
+    With `chat_template_type` `concat` the reply's input begins with the parent's input and output,
+    token by token, and the tensors hold the whole path; with `hf` they hold this turn alone.
+    """
+
+    model_response: ModelResponse
+    messages: list[Message] = field(default_factory=list)
+    output_message_list: list[Message] = field(default_factory=list)  # the reply, as messages
+    reward: float | None = None
+    original_reward: float | None = None  # before a group's rewards are normalised
+    parent: InteractionWithTokenLogpReward | None = None
+    chat_template_type: Literal["hf", "concat"] = "hf"
+    tools: list[dict[str, Any]] | None = None  # part of the prompt, like the messages
+    completion: dict[str, Any] | None = None  # what the client got, by the route it asked
+    response: dict[str, Any] | None = None
+    input_data: Any = None  # the request's own input, where that is not messages
+
+    def to_tensor_dict(self) -> dict[str, torch.Tensor]:
+        """A batch of one row. `seq_no_eos` is that of the last reply."""
+        import torch
+
+        if self.reward is None:
+            raise ValueError("an interaction without a reward is no sample: set one first")
+        ids, logprobs, versions, turn_ids = self._tokens()
+        original = self.reward if self.original_reward is None else self.original_reward
+        turns = torch.tensor([turn_ids], dtype=torch.int32)
+        return {
+            "input_ids": torch.tensor([ids], dtype=torch.int32),
+            "attention_mask": torch.ones(turns.shape, dtype=torch.bool),
+            "loss_mask": (turns >= 0).int(),
+            "logprobs": torch.tensor([logprobs], dtype=torch.float32),
+            "versions": torch.tensor([versions], dtype=torch.int32),
+            "turn_ids": turns,
+            "rewards": torch.tensor([self.reward], dtype=torch.float32),
+            "original_rewards": torch.tensor([original], dtype=torch.float32),
+            "seq_no_eos": torch.tensor([self.model_response.stop_reason == "length"]),
+        }
+
+    def _tokens(self) -> tuple[list[int], list[float], list[int], list[int]]:
+        """ids, logprobs, versions, turn_ids of the path that ends here."""
+        ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        turn_ids: list[int] = []
+        for turn, interaction in enumerate(self.path()):
+            reply = interaction.model_response
+            if reply.input_tokens[: len(ids)] != ids:
+                raise ValueError(
+                    f"turn {turn} does not go on from the tokens of the turn before it, so they "
+                    "make no single sequence; export with style 'individual'"
+                )
+            read = reply.input_tokens[len(ids) :]  # text the model did not write
+            ids += [*read, *reply.output_tokens]
+            logprobs += [*[0.0] * len(read), *reply.output_logprobs]
+            versions += [*[-1] * len(read), *reply.output_versions]
+            turn_ids += [*[-1] * len(read), *[turn] * reply.output_len]
+        return ids, logprobs, versions, turn_ids
+
+    def path(self) -> list[InteractionWithTokenLogpReward]:
+        """The turns whose tokens this one continues, oldest first; ends with itself."""
+        path = [self]
+        while path[-1].chat_template_type == "concat" and path[-1].parent is not None:
+            path.append(path[-1].parent)
+        return path[::-1]
+
+    def whole_chat(self) -> list[Message]:
+        return [*self.messages, *self.output_message_list]
+
+
+class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
+    """The interactions of one session by id, in the order in which they were recorded."""
+
+    def __init__(self, matcher: PrefixMatcher | None = None) -> None:
+        self._matches = matcher or is_message_prefix
+        self._items: dict[str, InteractionWithTokenLogpReward] = {}
+        self._is_discounted = False
+
+    def __getitem__(self, interaction_id: str) -> InteractionWithTokenLogpReward:
+        return self._items[interaction_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, interaction_id: str, interaction: InteractionWithTokenLogpReward) -> None:
+        if interaction_id in self._items:
+            raise ValueError(f"the interaction {interaction_id!r} is recorded already")
+        self._items[interaction_id] = interaction
+
+    def find_parent(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
+    ) -> InteractionWithTokenLogpReward | None:
+        """The longest chat that `messages` continue, the newest of equals; None for a new chat.
+
+        Tools are written into the prompt, so a chat with others does not continue it.
+        """
+        shorter = [
+            item
+            for item in self._items.values()
+            if len(item.whole_chat()) < len(messages) and (item.tools or None) == (tools or None)
+        ]
+        # Longest first, so that the usual case, the turn before, costs one comparison.
+        for item in sorted(reversed(shorter), key=lambda item: -len(item.whole_chat())):
+            if self._matches(item.whole_chat(), messages):
+                return item
+        return None
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        if interaction_id not in self._items:
+            known = ", ".join(self._items) or "none"
+            raise ValueError(f"no completion {interaction_id!r} in this session; it has {known}")
+        self._items[interaction_id].reward = checked_reward(reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """The reward of the newest completion."""
+        if not self._items:
+            raise ValueError("a reward for a session without a completion: the model was not asked")
+        self.set_reward(next(reversed(self._items)), reward)
+
+    def apply_reward_discount(self, discount: float) -> None:
+        """Once, from the last to the first: r_i += discount * r_{i+1}. No reward counts as 0."""
+        if self._is_discounted:
+            raise RuntimeError("the rewards of this session are discounted already")
+        if all(item.reward is None for item in self._items.values()):
+            raise ValueError("no completion of this session has a reward, so there is no outcome")
+        self._is_discounted = True
+        later = 0.0
+        for item in reversed(self._items.values()):
+            item.reward = later = (item.reward or 0.0) + discount * later
+
+    def drop_retry_orphans(self) -> list[str]:
+        """Forget replies that never arrived: asked again with the same chat, and not continued.
+
+        Returns their ids. A reply with a reward of its own is kept.
+        """
+        parents = {id(item.parent) for item in self._items.values()}
+        ids = list(self._items)
+        orphans = [
+            name
+            for place, name in enumerate(ids)
+            if self._items[name].reward is None
+            and id(self._items[name]) not in parents
+            and any(self._same_request(self._items[name], self._items[n]) for n in ids[place + 1 :])
+        ]
+        for name in orphans:
+            del self._items[name]
+        return orphans
+
+    def export_interactions(self, style: ExportStyle) -> dict[str, InteractionWithTokenLogpReward]:
+        """The session's samples: all of them, or with `concat` the ends of its chats."""
+        if style == "individual":
+            return dict(self._items)
+        if style != "concat":
+            raise ValueError(f"style must be 'individual' or 'concat', got {style!r}")
+        if any(item.chat_template_type != "concat" for item in self._items.values()):
+            raise ValueError(
+                "style 'concat' joins the tokens of turns, which chat_template_type 'hf' makes "
+                "anew for each: set chat_template_type to 'concat'"
+            )
+        parents = {id(item.parent) for item in self._items.values()}
+        return {name: item for name, item in self._items.items() if id(item) not in parents}
+
+    def _same_request(
+        self, one: InteractionWithTokenLogpReward, other: InteractionWithTokenLogpReward
+    ) -> bool:
+        return (
+            len(one.messages) == len(other.messages)
+            and (one.tools or None) == (other.tools or None)
+            and self._matches(one.messages, other.messages)
+        )
+
+
+def checked_reward(reward: Any) -> float:
+    """`reward` as a float; a failure or a missing value is never taken for a number."""
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise ValueError(f"a reward must be a finite number, got {reward!r:.200}")
+    return float(reward)
+
+
+def is_message_prefix(prefix: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """The default matcher: equal in role, text and tool calls.
+
+    Clients hand a reply back in other words: with fields left out or null, with its text in parts
+    or stripped, with ids of their own. None of these changes what was said.
+    """
+    return len(prefix) <= len(messages) and all(
+        _said(one) == _said(other) for one, other in zip(prefix, messages, strict=False)
+    )
+
+
+def _said(message: Message) -> tuple[Any, ...]:
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    return (
+        message.get("role"),
+        message.get("name"),
+        _text(message.get("content")).strip(),
+        [(call.get("name"), _arguments(call.get("arguments"))) for call in calls],
+    )
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        return json.dumps(content, sort_keys=True, default=repr)
+    texts = [isinstance(part, dict) and part.get("type") == "text" for part in content]
+    return "".join(
+        str(part.get("text")) if is_text else json.dumps(part, sort_keys=True, default=repr)
+        for part, is_text in zip(content, texts, strict=True)
+    )
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

@@ -1,0 +1,64 @@
+"""The loop that decoding and prefill share: softmax(q k^T) v over key tiles gathered by page.
+
+A cache is `[num_pages, K, page_size, H]`: the keys of one head in one page lie together, so a tile
+of TILE tokens is TILE / page_size pieces of page_size * H elements, read in 16 byte accesses. The
+pages of a tile are looked up while the tile before it is still computed: an address is ready when
+its load is due. The softmax is online, in float32 and in base 2.
+
+Shapes in the kernels: M query rows, T tokens of a tile, H head dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_tiles(
+    q_MH,
+    position_M,
+    max_M,
+    sum_M,
+    acc_MH,
+    keys,  # pointer to the first page, at the key/value head of the program
+    values,
+    pages,  # pointer to the sequence's row of the page table
+    begin,
+    end,
+    newest,  # last position that may be read: what lies behind it may be anything
+    page_stride,
+    scale_log2e,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold the keys of positions begin..end-1 into (max, sum, acc); begin is a multiple of TILE.
+
+    A row sees positions up to its own. With MASKED=False every key must be visible to every row.
+    """
+    dim_H = tl.arange(0, q_MH.shape[1])
+    tile_T = tl.arange(0, TILE)
+    token_T = tl.minimum(begin + tile_T, newest)
+    page_T = tl.load(pages + token_T // PAGE_SIZE)
+    for start in range(begin, end, TILE):
+        # Past the newest token the newest is read again: never memory that nobody wrote.
+        element_T = page_T.to(tl.int64) * page_stride + (token_T % PAGE_SIZE) * q_MH.shape[1]
+        element_TH = element_T[:, None] + dim_H[None, :]
+        k_TH = tl.load(keys + element_TH)
+        v_TH = tl.load(values + element_TH)
+        token_T = tl.minimum(start + TILE + tile_T, newest)
+        page_T = tl.load(pages + token_T // PAGE_SIZE)
+
+        score_MT = tl.dot(q_MH, tl.trans(k_TH), input_precision="ieee") * scale_log2e
+        if MASKED:
+            seen_MT = (start + tile_T)[None, :] <= position_M[:, None]
+            score_MT = tl.where(seen_MT, score_MT, float("-inf"))
+        new_max_M = tl.maximum(max_M, tl.max(score_MT, 1))
+        weight_MT = tl.exp2(score_MT - new_max_M[:, None])
+        shrink_M = tl.exp2(max_M - new_max_M)
+        sum_M = sum_M * shrink_M + tl.sum(weight_MT, 1)
+        acc_MH = acc_MH * shrink_M[:, None]
+        acc_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, acc_MH, input_precision="ieee")
+        max_M = new_max_M
+    return max_M, sum_M, acc_MH

@@ -1,0 +1,200 @@
+"""The parts of a decoder block between its matrix products, each one pass over its data.
+
+They compute what `areal.models.common` computes in float32 steps and round to the model's dtype
+where it rounds, so that decoding and training differ by the order of sums alone.
+
+Shape legend: T rows, D model dim, F feed-forward dim, N query heads, K key/value heads, H head dim,
+R = H / 2 rotated pairs, X = (N + 2 K) * H.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as device
+
+from areal.engine.native.cuda.launch import OVERLAP
+
+_HEADS_PER_PROGRAM = 8
+_SILU_BLOCK = 1024
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor) -> None:
+    """`out` may be `x`."""
+    _norm(x_TD, None, weight_D, eps, out_TD)
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    out_TD: torch.Tensor,
+) -> None:
+    """residual += x in place, rounded to its dtype; out = norm of that. `out` may be `x`."""
+    _norm(x_TD, residual_TD, weight_D, eps, out_TD)
+
+
+def _norm(x_TD, residual_TD, weight_D, eps, out_TD) -> None:
+    num_rows, dim = x_TD.shape
+    block = triton.next_power_of_2(dim)
+    _rms_norm_kernel[(num_rows,)](
+        x_TD, residual_TD, weight_D, out_TD, dim, eps,
+        BLOCK=block,
+        ADD=residual_TD is not None,
+        OVERLAP=OVERLAP,
+        num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread
+        launch_pdl=OVERLAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, D, eps,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+    if OVERLAP:
+        device.gdc_wait()
+        device.gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64) * D + column
+    x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + place, rounded, inside)
+        x = rounded.to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), inside)
+
+
+def silu_mul(gate_up_T2F: torch.Tensor, out_TF: torch.Tensor) -> None:
+    """silu of the first F columns times the others."""
+    num_rows, width = out_TF.shape
+    _silu_mul_kernel[(num_rows, triton.cdiv(width, _SILU_BLOCK))](
+        gate_up_T2F, out_TF, width,
+        BLOCK=_SILU_BLOCK,
+        OVERLAP=OVERLAP,
+        num_warps=4,
+        launch_pdl=OVERLAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        device.gdc_wait()
+        device.gdc_launch_dependents()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < F
+    gate = tl.load(gate_up_ptr + row * 2 * F + column, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * F + F + column, inside, 0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * F + column, (silu * up).to(dtype), inside)
+
+
+def rope_and_cache(
+    qkv_TX: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    write_T: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_out_TNH: torch.Tensor,
+    q_norm_H: torch.Tensor | None,
+    k_norm_H: torch.Tensor | None,
+    eps: float,
+) -> None:
+    """Norm the heads of q and k (where the model does), rotate them; k and v go to the cache.
+
+    `keys` and `values` are `[num_pages, K, page_size, H]`; row t goes to the flat position
+    `write_T[t]` = page * page_size + offset. Rows of one position overwrite each other.
+    """
+    num_rows, num_heads, head_dim = q_out_TNH.shape
+    _, num_kv_heads, page_size, _ = keys.shape
+    all_heads = num_heads + 2 * num_kv_heads
+    _rope_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
+        qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_out_TNH, q_norm_H, k_norm_H, eps,
+        N=num_heads,
+        K=num_kv_heads,
+        PAGE=page_size,
+        R=head_dim // 2,
+        HEADS=_HEADS_PER_PROGRAM,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        NORM=q_norm_H is not None,
+        OVERLAP=OVERLAP,
+        num_warps=2,
+        launch_pdl=OVERLAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rope_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, write_ptr, keys_ptr, values_ptr, q_ptr, q_norm_ptr, k_norm_ptr, eps,
+    N: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        device.gdc_wait()
+        device.gdc_launch_dependents()
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    in_pair = pair < R
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_q, is_k = head < N, (head >= N) & (head < N + K)
+    is_v = (head >= N + K) & (head < N + 2 * K)
+    loaded = (head < N + 2 * K)[:, None] & in_pair[None, :]
+
+    source = qkv_ptr + row * (N + 2 * K) * 2 * R + head[:, None] * 2 * R + pair[None, :]
+    first = tl.load(source, loaded, 0.0).to(tl.float32)
+    second = tl.load(source + R, loaded, 0.0).to(tl.float32)
+    v_first, v_second = first, second
+    if NORM:
+        squares = tl.sum(first * first + second * second, axis=1) / (2 * R)
+        scale = tl.rsqrt(squares + eps)[:, None]
+        q_first, q_second = _halves(q_norm_ptr, pair, R)
+        k_first, k_second = _halves(k_norm_ptr, pair, R)
+        norm_first = tl.where(is_q[:, None], q_first[None, :], k_first[None, :])
+        norm_second = tl.where(is_q[:, None], q_second[None, :], k_second[None, :])
+        first = _rounded(first * scale * norm_first, dtype)
+        second = _rounded(second * scale * norm_second, dtype)
+
+    # One copy per head, where the head's thread has it: sharing a copy would cost barriers.
+    angle = row * R + pair[None, :] + tl.zeros([HEADS, 1], tl.int32)
+    cos = tl.load(cos_ptr + angle, loaded, 0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, loaded, 0.0).to(tl.float32)
+    turned_first = _rounded(first * cos, dtype) - _rounded(second * sin, dtype)
+    turned_second = _rounded(second * cos, dtype) + _rounded(first * sin, dtype)
+
+    to_q = q_ptr + (row * N + head[:, None]) * 2 * R + pair[None, :]
+    q_mask = is_q[:, None] & in_pair[None, :]
+    tl.store(to_q, turned_first.to(dtype), q_mask)
+    tl.store(to_q + R, turned_second.to(dtype), q_mask)
+
+    write = tl.load(write_ptr + row).to(tl.int64)
+    kv_head = tl.where(head < N + K, head - N, head - N - K)[:, None]
+    slot = ((write // PAGE * K + kv_head) * PAGE + write % PAGE) * 2 * R + pair[None, :]
+    k_mask = is_k[:, None] & in_pair[None, :]
+    tl.store(keys_ptr + slot, turned_first.to(dtype), k_mask)
+    tl.store(keys_ptr + slot + R, turned_second.to(dtype), k_mask)
+    v_mask = is_v[:, None] & in_pair[None, :]
+    tl.store(values_ptr + slot, v_first.to(dtype), v_mask)
+    tl.store(values_ptr + slot + R, v_second.to(dtype), v_mask)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _halves(weight_ptr, pair, R: tl.constexpr):
+    first = tl.load(weight_ptr + pair, pair < R, 0.0)
+    second = tl.load(weight_ptr + R + pair, pair < R, 0.0)
+    return first.to(tl.float32), second.to(tl.float32)

@@ -1,0 +1,314 @@
+"""Attention of decode rows: one new token per row over the whole cached sequence of its slot.
+
+Bound by memory: a row of L tokens moves 4 * L * K * H bytes in bf16 (512 rows of 768 tokens, K = 2,
+H = 128: 403 MB, 94 us at 4.3 TB/s). A program takes one (row, key/value head) and computes its G
+query heads together, padded to the 16 rows of a tensor-core product, so every key is read once. A
+tile of 64 tokens is 32 KiB of keys and values, a program buffers two, and three programs fit into a
+multiprocessor: at least 96 KiB on their way, several times the 25 KiB that hide memory's latency.
+
+Long rows are cut into splits, so that few rows fill the device and one long row holds up nobody:
+each split leaves (max, sum, acc) in the workspace, and the program that arrives last at its (row,
+head) folds them in the order of the splits: one launch, and the same bits at every replay. With one
+split a row's result depends on nothing but the row.
+
+Shapes: R rows, S slots, P pages per slot, N query heads, K key/value heads, G = N / K, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from areal.engine.native.cuda.attention_tiles import attend_tiles
+
+_NUM_PROCESSORS = 132  # of an H100 or H200; elsewhere the splits are a little off their best
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How a decode launch is cut; `min_split` tokens of a row are never divided."""
+
+    tile: int
+    min_split: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_for(num_splits: int) -> DecodeTiles:
+    """Many splits mean few rows: small tiles spread them. One split: one shape for every batch."""
+    if num_splits <= 4:
+        return DecodeTiles(tile=64, min_split=512, num_warps=4, num_stages=3)
+    return DecodeTiles(tile=32, min_split=32, num_warps=4, num_stages=4)
+
+
+def splits_for(num_rows: int, num_kv_heads: int) -> int:
+    """Splits (a power of two) for a batch: about 8 programs per multiprocessor, and at least 2.
+
+    A full batch has programs enough, but not of one length: two splits halve the longest row.
+    """
+    wanted = 8 * _NUM_PROCESSORS / (num_rows * num_kv_heads)
+    return min(MAX_SPLITS, max(2, 2 ** round(math.log2(wanted))))
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What splits leave for each other. One serves all launches of a stream, one after another."""
+
+    acc: torch.Tensor  # [X, H] float32, X: (row, key/value head, split, query head of the group)
+    score_max: torch.Tensor  # [X] float32
+    weight_sum: torch.Tensor  # [X] float32
+    arrived: torch.Tensor  # [R * K] int32, 0 between launches
+
+    @classmethod
+    def make(
+        cls,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        num_splits: int | None = None,
+    ) -> Workspace:
+        """Room for up to `max_rows` rows in `num_splits` splits; None: in those of `splits_for`."""
+        pairs = max(
+            rows * (num_splits or splits_for(rows, num_kv_heads)) for rows in range(1, max_rows + 1)
+        )
+        entries = pairs * num_heads
+        return cls(
+            acc=torch.empty(entries, head_dim, dtype=torch.float32, device=device),
+            score_max=torch.empty(entries, dtype=torch.float32, device=device),
+            weight_sum=torch.empty(entries, dtype=torch.float32, device=device),
+            arrived=torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def decode_attention(
+    q_RNH: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table_SP: torch.Tensor,
+    slot_R: torch.Tensor,
+    num_tokens_S: torch.Tensor,
+    out_RNH: torch.Tensor,
+    partial: Workspace | None,
+    num_splits: int,
+    tiles: DecodeTiles | None = None,
+) -> None:
+    """Row r attends to positions 0..num_tokens[slot[r]]-1; one split needs no workspace.
+
+    `tiles` is for measuring others than those of `tiles_for`.
+    """
+    tiles = tiles or tiles_for(num_splits)
+    _launch(
+        q_RNH,
+        keys,
+        values,
+        page_table_SP,
+        slot_R,
+        num_tokens_S,
+        0,
+        out_RNH,
+        partial,
+        num_splits,
+        tiles,
+    )
+
+
+def rows_attention(
+    q_TNH: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages_CP: torch.Tensor,
+    chunk_T: torch.Tensor,
+    position_T: torch.Tensor,
+    out_TNH: torch.Tensor,
+) -> None:
+    """Prefill rows by the very program that decodes: row t sees 0..position[t] of pages[chunk[t]].
+
+    A row's bits are those of `decode_attention` with one split; the price is that every row reads
+    its keys for itself.
+    """
+    _launch(q_TNH, keys, values, pages_CP, chunk_T, position_T, 1, out_TNH, None, 1, tiles_for(1))
+
+
+def _launch(
+    q_RNH: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table_SP: torch.Tensor,
+    slot_R: torch.Tensor,
+    lengths: torch.Tensor,
+    length_by_row: int,
+    out_RNH: torch.Tensor,
+    partial: Workspace | None,
+    num_splits: int,
+    tiles: DecodeTiles,
+) -> None:
+    num_rows, num_heads, head_dim = q_RNH.shape
+    num_kv_heads, page_size = keys.shape[1:3]
+    if num_splits == 1:
+        partial = None
+    _decode_kernel[(num_kv_heads, num_rows, num_splits)](
+        q_RNH,
+        keys,
+        values,
+        page_table_SP,
+        slot_R,
+        lengths,
+        length_by_row,
+        out_RNH,
+        partial and partial.acc,
+        partial and partial.score_max,
+        partial and partial.weight_sum,
+        partial and partial.arrived,
+        q_RNH.stride(0),
+        out_RNH.stride(0),
+        page_table_SP.stride(0),
+        keys.stride(0),
+        head_dim**-0.5 * math.log2(math.e),
+        tiles.min_split,
+        GROUP=num_heads // num_kv_heads,
+        GROUP_PADDED=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        NUM_SPLITS=num_splits,
+        TILE=tiles.tile,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+# One binary serves decode rows and prefill rows, whatever the values and where the indices lie.
+@triton.jit(
+    do_not_specialize=["length_by_row", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "lengths"],
+)
+def _decode_kernel(
+    q,
+    keys,
+    values,
+    page_table,
+    slots,
+    lengths,
+    length_by_row,  # 0: number of tokens by slot; 1: position by row
+    out,
+    partial_acc,
+    partial_max,
+    partial_sum,
+    arrived,
+    q_stride,
+    out_stride,
+    table_stride,
+    page_stride,
+    scale_log2e,
+    min_split,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(lengths + tl.where(length_by_row != 0, row, slot)) + length_by_row
+
+    begin, end = 0, length
+    used = 1
+    if NUM_SPLITS > 1:
+        used = tl.minimum(NUM_SPLITS, tl.cdiv(length, min_split))
+        span = tl.cdiv(tl.cdiv(length, used), TILE) * TILE
+        used = tl.cdiv(length, span)
+        if split >= used:
+            return
+        begin = split * span
+        end = tl.minimum(begin + span, length)
+
+    head_M = tl.arange(0, GROUP_PADDED)
+    dim_H = tl.arange(0, HEAD_DIM)
+    real_M1 = (head_M < GROUP)[:, None]
+    element_MH = (kv_head * GROUP + head_M)[:, None] * HEAD_DIM + dim_H[None, :]
+    q_MH = tl.load(q + row * q_stride + element_MH, mask=real_M1, other=0.0)
+    max_M, sum_M, acc_MH = attend_tiles(
+        q_MH,
+        tl.full([GROUP_PADDED], 0, tl.int32) + (end - 1),
+        tl.full([GROUP_PADDED], float("-inf"), tl.float32),
+        tl.zeros([GROUP_PADDED], tl.float32),
+        tl.zeros([GROUP_PADDED, HEAD_DIM], tl.float32),
+        keys + kv_head * PAGE_SIZE * HEAD_DIM,
+        values + kv_head * PAGE_SIZE * HEAD_DIM,
+        page_table + slot * table_stride,
+        begin,
+        end,
+        end - 1,
+        page_stride,
+        scale_log2e,
+        PAGE_SIZE,
+        TILE,
+        MASKED=True,
+    )
+    out += row * out_stride
+    if used == 1:
+        result_MH = acc_MH / sum_M[:, None]
+        tl.store(out + element_MH, result_MH.to(out.dtype.element_ty), mask=real_M1)
+    elif NUM_SPLITS > 1:
+        pair = row * tl.num_programs(0) + kv_head
+        entry_M = (pair * NUM_SPLITS + split) * GROUP + head_M
+        tl.store(partial_max + entry_M, max_M, mask=head_M < GROUP)
+        tl.store(partial_sum + entry_M, sum_M, mask=head_M < GROUP)
+        tl.store(partial_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :], acc_MH, mask=real_M1)
+        # Every thread's stores come before the one thread's release of the counter.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == used - 1:
+            tl.store(arrived + pair, 0)
+            first = pair * NUM_SPLITS * GROUP
+            _combine(
+                out + kv_head * GROUP * HEAD_DIM,
+                partial_acc + first * HEAD_DIM,
+                partial_max + first,
+                partial_sum + first,
+                used,
+                GROUP,
+                HEAD_DIM,
+                NUM_SPLITS,
+            )
+
+
+@triton.jit
+def _combine(
+    out,
+    partial_acc,
+    partial_max,
+    partial_sum,
+    used,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """Fold the `used` splits of one (row, key/value head), one query head after the other."""
+    split_S = tl.arange(0, NUM_SPLITS)
+    there_S = split_S < used
+    dim_H = tl.arange(0, HEAD_DIM)
+    for head in tl.static_range(GROUP):
+        entry_S = split_S * GROUP + head
+        # ".cg": from the level-2 cache, where the other programs' stores are.
+        max_S = tl.load(
+            partial_max + entry_S, mask=there_S, other=float("-inf"), cache_modifier=".cg"
+        )
+        sum_S = tl.load(partial_sum + entry_S, mask=there_S, other=0.0, cache_modifier=".cg")
+        acc_SH = tl.load(
+            partial_acc + entry_S[:, None] * HEAD_DIM + dim_H[None, :],
+            mask=there_S[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight_S = tl.exp2(max_S - tl.max(max_S, 0))
+        result_H = tl.sum(acc_SH * weight_S[:, None], 0) / tl.sum(sum_S * weight_S, 0)
+        tl.store(out + head * HEAD_DIM + dim_H, result_H.to(out.dtype.element_ty))

@@ -1,0 +1,174 @@
+"""The decoder of models/common once more, as few kernels: what a CUDA step runs.
+
+It computes what `Decoder.forward` computes, on the same parameters: projections that read the same
+input are laid side by side in memory (`fuse_linears`), and each parameter becomes a view of its
+part. So loading a weight by name writes where the kernels read, captured graphs stay valid, and a
+trainer that owns the module sees nothing of it.
+
+Three forms of one block: `forward` for many rows (matrix products by cuBLAS), `forward_few` for 1
+to 8 rows, where a step is nothing but reading the weights and each kernel reads them once, norm and
+activation included.
+
+Shapes: T rows, D model dim, F feed-forward dim, X = (N + 2 K) * H, R = H / 2, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_mul
+from areal.engine.native.cuda.cache import PagedCache
+from areal.engine.native.cuda.small_linear import (
+    norm_gate_up_silu,
+    norm_linear,
+    small_linear,
+)
+from areal.models.common.decoder import Decoder, DecoderBlock
+
+MAX_FEW_ROWS = 8
+
+# attend(layer, q_TNH, out_TNH): the back end writes `out`; keys and values are in the cache.
+Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of one forward stand."""
+
+    tokens_T: torch.Tensor  # int32
+    positions_T: torch.Tensor  # int32
+    write_T: torch.Tensor  # flat cache position of each row's key and value
+
+
+class _Block:
+    def __init__(self, block: DecoderBlock) -> None:
+        attention, mlp = block.attention, block.feed_forward
+        self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
+        self.gate_up, self.gate_up_bias = fuse_linears([mlp.w1, mlp.w3])
+        self.wo, self.w2 = attention.wo, mlp.w2
+        self.attention_norm, self.ffn_norm = block.attention_norm, block.ffn_norm
+        self.q_norm = None if attention.q_norm is None else attention.q_norm.weight
+        self.k_norm = None if attention.k_norm is None else attention.k_norm.weight
+
+
+class FusedDecoder:
+    def __init__(self, model: Decoder, cache: PagedCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._args = model.args
+        self._blocks = [_Block(block) for block in model.layers.values()]
+        self._eps = model.args.norm_eps
+
+    def forward(self, rows: Rows, attend: Attend) -> torch.Tensor:
+        """Hidden states [T, D] after the final norm."""
+        model = self._model
+        residual_TD = F.embedding(rows.tokens_T, model.tok_embeddings.weight)
+        cos_TR, sin_TR = model.rope(rows.positions_T, residual_TD.dtype)
+        normed_TD = torch.empty_like(residual_TD)
+        rms_norm(residual_TD, self._blocks[0].attention_norm.weight, self._eps, normed_TD)
+        next_norms = [block.attention_norm for block in self._blocks[1:]] + [model.norm]
+        for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
+            qkv_TX = F.linear(normed_TD, block.qkv, block.qkv_bias)
+            attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
+            out_TD = F.linear(attended, block.wo.weight, block.wo.bias)
+            add_rms_norm(out_TD, residual_TD, block.ffn_norm.weight, self._eps, normed_TD)
+            gate_up = F.linear(normed_TD, block.gate_up, block.gate_up_bias)
+            activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+            silu_mul(gate_up, activated)
+            out_TD = F.linear(activated, block.w2.weight, block.w2.bias)
+            add_rms_norm(out_TD, residual_TD, next_norm.weight, self._eps, normed_TD)
+        return normed_TD
+
+    def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
+        """The same for at most MAX_FEW_ROWS rows of a model without feed-forward biases."""
+        model = self._model
+        x_TD = F.embedding(rows.tokens_T, model.tok_embeddings.weight)
+        cos_TR, sin_TR = model.rope(rows.positions_T, x_TD.dtype)
+        for layer, block in enumerate(self._blocks):
+            qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
+            norm_linear(
+                x_TD, block.attention_norm.weight, self._eps, block.qkv, block.qkv_bias, qkv_TX
+            )
+            attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
+            after_TD = torch.empty_like(x_TD)
+            small_linear(attended, block.wo.weight, block.wo.bias, after_TD, x_TD)
+            activated = x_TD.new_empty(len(x_TD), len(block.gate_up) // 2)
+            norm_gate_up_silu(after_TD, block.ffn_norm.weight, self._eps, block.gate_up, activated)
+            x_TD = torch.empty_like(x_TD)
+            small_linear(activated, block.w2.weight, block.w2.bias, x_TD, after_TD)
+        normed_TD = torch.empty_like(x_TD)
+        rms_norm(x_TD, model.norm.weight, self._eps, normed_TD)
+        return normed_TD
+
+    def can_run_few(self) -> bool:
+        return not self._args.mlp_bias
+
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """float32 [T, V]: sums rounded to bfloat16 would cost the log-probabilities two digits."""
+        weight = self._model.output_weight
+        if len(hidden_TD) <= MAX_FEW_ROWS:
+            logits_TV = hidden_TD.new_empty(len(hidden_TD), len(weight), dtype=torch.float32)
+            small_linear(hidden_TD, weight, None, logits_TV, None)
+            return logits_TV
+        if weight.dtype == torch.float32:
+            return F.linear(hidden_TD, weight)
+        return torch.mm(hidden_TD, weight.t(), out_dtype=torch.float32)
+
+    def _attention(
+        self,
+        layer: int,
+        block: _Block,
+        qkv_TX: torch.Tensor,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        write_T: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """[T, N * H], before the output projection."""
+        q_TNH = qkv_TX.new_empty(len(qkv_TX), self._args.n_heads, self._args.head_dim)
+        keys, values = self._cache.layer(layer)
+        rope_and_cache(
+            qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_TNH, block.q_norm, block.k_norm,
+            self._eps,
+        )  # fmt: skip
+        out_TNH = torch.empty_like(q_TNH)
+        attend(layer, q_TNH, out_TNH)
+        return out_TNH.flatten(1)
+
+
+def fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights [sum of outputs, D] and biases in one piece; the modules' own become views of it.
+
+    Linears that are fused already (a second engine on one model) keep their storage.
+    """
+    return _fuse([x.weight for x in linears]), _fuse([x.bias for x in linears])
+
+
+def _fuse(parameters: list[nn.Parameter | None]) -> torch.Tensor | None:
+    if parameters[0] is None:
+        return None
+    first = parameters[0].data
+    rows = sum(len(parameter) for parameter in parameters)
+    if _lie_side_by_side(parameters):
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    fused = torch.cat([parameter.data for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = fused[start : start + len(parameter)]
+        start += len(parameter)
+    return fused
+
+
+def _lie_side_by_side(parameters: list[nn.Parameter]) -> bool:
+    end = parameters[0].data_ptr()
+    storage = parameters[0].untyped_storage().data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != end or parameter.untyped_storage().data_ptr() != storage:
+            return False
+        end += parameter.numel() * parameter.element_size()
+    return True

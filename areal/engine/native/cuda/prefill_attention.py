@@ -1,0 +1,179 @@
+"""Causal attention of prompt chunks over their pages, whatever lies in the cache before them.
+
+Bound by arithmetic: a chunk of L rows from position 0 costs 2 * N * H * L^2 operations (32 prompts
+of 2048, N = 12, H = 128: 412 GFLOP, 0.9 ms at 450 TFLOP/s). The G query heads of a key/value head
+are packed with consecutive rows into one tile of 128, the rows that two warpgroups multiply: a tile
+spans only 128 / G tokens, so few keys are read above the diagonal, short chunks fill it, and a tile
+of keys serves G heads at once. Keys come 64 at a time: scores and sums stay in registers.
+
+Shapes: T rows of all chunks, C chunks, P pages, N query heads, K key/value heads, G = N / K, H head
+dim; M = (row, query head of the group) pairs of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from areal.engine.native.cuda.attention_tiles import attend_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    pairs: int  # (row, query head of the group) pairs of a program; a power of two
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_for(max_rows: int, group: int, dtype: torch.dtype) -> PrefillTiles:
+    """Chunks of few rows take small tiles. So does float32, which has no tensor-core product."""
+    if max_rows * group <= 16 or dtype == torch.float32:
+        pairs = max(16, triton.next_power_of_2(group))
+        return PrefillTiles(pairs=pairs, keys=64, num_warps=4, num_stages=3)
+    if max_rows * group <= 64:
+        return PrefillTiles(pairs=64, keys=64, num_warps=4, num_stages=3)
+    return PrefillTiles(pairs=128, keys=64, num_warps=8, num_stages=3)
+
+
+def prefill_attention(
+    q_TNH: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages_CP: torch.Tensor,
+    first_row_C1: torch.Tensor,
+    first_position_C: torch.Tensor,
+    out_TNH: torch.Tensor,
+    max_rows: int,
+    tiles: PrefillTiles | None = None,
+) -> None:
+    """Chunk c owns rows first_row[c]..first_row[c+1]-1, at most `max_rows`, at the positions from
+    first_position[c] on; a row attends to its page table's positions up to its own.
+
+    `tiles` is for measuring others than those of `tiles_for`.
+    """
+    _, num_heads, head_dim = q_TNH.shape
+    num_kv_heads, page_size = keys.shape[1:3]
+    group = num_heads // num_kv_heads
+    tiles = tiles or tiles_for(max_rows, group, q_TNH.dtype)
+    num_chunks = first_position_C.shape[0]
+    _prefill_kernel[(triton.cdiv(max_rows, tiles.pairs // group), num_kv_heads, num_chunks)](
+        q_TNH,
+        keys,
+        values,
+        pages_CP,
+        first_row_C1,
+        first_position_C,
+        out_TNH,
+        q_TNH.stride(0),
+        out_TNH.stride(0),
+        pages_CP.stride(0),
+        keys.stride(0),
+        head_dim**-0.5 * math.log2(math.e),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        PAIRS=tiles.pairs,
+        TILE=tiles.keys,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+# The page table's width differs from one batch to the next: it must not cost a compilation.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["page_table", "first_rows", "first_positions"],
+)
+def _prefill_kernel(
+    q,
+    keys,
+    values,
+    page_table,
+    first_rows,
+    first_positions,
+    out,
+    q_stride,
+    out_stride,
+    table_stride,
+    page_stride,
+    scale_log2e,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # The last rows of a chunk see the most keys: they start first, and the short ones fill up.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    chunk = tl.program_id(2).to(tl.int64)
+    TILE_ROWS: tl.constexpr = PAIRS // GROUP
+    first_row = tl.load(first_rows + chunk)
+    num_rows = tl.load(first_rows + chunk + 1) - first_row
+    begin = tile * TILE_ROWS
+    if begin >= num_rows:
+        return
+
+    pair_M = tl.arange(0, PAIRS)
+    dim_H = tl.arange(0, HEAD_DIM)
+    row_M = begin + pair_M // GROUP
+    real_M = (pair_M < TILE_ROWS * GROUP) & (row_M < num_rows)
+    head_M = kv_head * GROUP + pair_M % GROUP
+    element_MH = head_M[:, None] * HEAD_DIM + dim_H[None, :]
+    row_M1 = (first_row + row_M).to(tl.int64)[:, None]
+    q_MH = tl.load(q + row_M1 * q_stride + element_MH, mask=real_M[:, None], other=0.0)
+
+    first_position = tl.load(first_positions + chunk)
+    end = first_position + tl.minimum(begin + TILE_ROWS, num_rows)
+    # Up to here every row of the tile sees every key.
+    diagonal = (first_position + begin + 1) // TILE * TILE
+    position_M = first_position + row_M
+    keys += kv_head * PAGE_SIZE * HEAD_DIM
+    values += kv_head * PAGE_SIZE * HEAD_DIM
+    page_table += chunk * table_stride
+    max_M = tl.full([PAIRS], float("-inf"), tl.float32)
+    sum_M = tl.zeros([PAIRS], tl.float32)
+    acc_MH = tl.zeros([PAIRS, HEAD_DIM], tl.float32)
+    max_M, sum_M, acc_MH = attend_tiles(
+        q_MH,
+        position_M,
+        max_M,
+        sum_M,
+        acc_MH,
+        keys,
+        values,
+        page_table,
+        0,
+        diagonal,
+        end - 1,
+        page_stride,
+        scale_log2e,
+        PAGE_SIZE,
+        TILE,
+        MASKED=False,
+    )
+    max_M, sum_M, acc_MH = attend_tiles(
+        q_MH,
+        position_M,
+        max_M,
+        sum_M,
+        acc_MH,
+        keys,
+        values,
+        page_table,
+        diagonal,
+        end,
+        end - 1,
+        page_stride,
+        scale_log2e,
+        PAGE_SIZE,
+        TILE,
+        MASKED=True,
+    )
+    result_MH = (acc_MH / sum_M[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row_M1 * out_stride + element_MH, result_MH, mask=real_M[:, None])

@@ -1,0 +1,144 @@
+"""The device program of the engine's work: kernels in order, no streams, graphs or waits.
+
+`CudaRunner` captures `step` and launches the rest. Nothing here reads a value back, so everything
+can run ahead of the host; all tensors it changes (cache, slots) are made once.
+
+Shapes: R rows of a decode step, S slots, C chunks, T prefill rows, P pages, D model dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from areal.engine.native.cuda.cache import PagedCache
+from areal.engine.native.cuda.decode_attention import Workspace, decode_attention, splits_for
+from areal.engine.native.cuda.decoder import MAX_FEW_ROWS, Attend, FusedDecoder, Rows
+from areal.engine.native.cuda.prefill_attention import prefill_attention
+from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
+from areal.engine.native.cuda.slots import DeviceSlots
+from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
+
+if TYPE_CHECKING:
+    from areal.engine.native.runner import Chunk
+    from areal.engine.native.scheduler import SlotTable
+    from areal.models.common.decoder import Decoder
+
+
+class DeviceProgram:
+    def __init__(
+        self, model: Decoder, table: SlotTable, *, num_pages: int, page_size: int, max_rows: int
+    ) -> None:
+        """`max_rows`: most rows of a decode step."""
+        args, weight = model.args, model.tok_embeddings.weight
+        self.device = weight.device
+        self.cache = PagedCache(
+            num_layers=args.n_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=args.n_kv_heads,
+            head_dim=args.head_dim,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        context = min(args.max_position_embeddings, table.pages.shape[1] * page_size)
+        self.slots = DeviceSlots(table, context=context, device=weight.device)
+        self._args = args
+        self._decoder = FusedDecoder(model, self.cache)
+        self._attention_space = Workspace.make(
+            max_rows, args.n_heads, args.n_kv_heads, args.head_dim, weight.device
+        )
+        self._step_count = torch.zeros(1, dtype=torch.int32, device=weight.device)
+
+    def new_outputs(self, num_steps: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities [K, R] for `step` and `draw` to write."""
+        shape = (num_steps, num_rows)
+        return (
+            torch.zeros(shape, dtype=torch.int32, device=self.device),
+            torch.zeros(shape, dtype=torch.float32, device=self.device),
+        )
+
+    def begin(self) -> None:
+        """The next `step` or `draw` writes to row 0 of its outputs, the one after it to row 1."""
+        self._step_count.zero_()
+
+    def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Hidden states [C, D] of the chunks' last tokens."""
+        rows, attend, last = self._lay_out(chunks)
+        return self._decoder.forward(rows, attend)[last]
+
+    def step(
+        self, slot_R: torch.Tensor, tokens_KR: torch.Tensor, logprobs_KR: torch.Tensor
+    ) -> None:
+        """One decode step, from the slots' newest tokens to their next ones."""
+        slots, num_rows = self.slots, len(slot_R)
+        rows = Rows(*(torch.empty_like(slot_R) for _ in range(3)))
+        prepare_decode(
+            slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
+            self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
+        )  # fmt: skip
+        num_splits = splits_for(num_rows, self._args.n_kv_heads)
+
+        def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
+            decode_attention(
+                q_RNH, *self.cache.layer(layer), slots.page_table_SP, slot_R, slots.num_tokens_S,
+                out_RNH, self._attention_space, num_splits,
+            )  # fmt: skip
+
+        few = num_rows <= MAX_FEW_ROWS and self._decoder.can_run_few()
+        forward = self._decoder.forward_few if few else self._decoder.forward
+        self.draw(slot_R, forward(rows, attend), tokens_KR, logprobs_KR)
+
+    def draw(
+        self,
+        slot_R: torch.Tensor,
+        hidden_RD: torch.Tensor,
+        tokens_KR: torch.Tensor,
+        logprobs_KR: torch.Tensor,
+    ) -> None:
+        """A token for each slot from its newest hidden state; the slots move on by one."""
+        slots = self.slots
+        token_R = torch.empty_like(slot_R)
+        logprob_R = torch.empty_like(slot_R, dtype=torch.float32)
+        logits_RV = self._decoder.logits(hidden_RD)
+        workspace = SamplingWorkspace.allocate(*logits_RV.shape, self.device)
+        sample_rows(logits_RV, slot_R, slots.sampling, token_R, logprob_R, workspace)
+        finish_decode(
+            slot_R, token_R, logprob_R, slots.last_token_S, slots.num_tokens_S,
+            slots.sampling.num_output_S, slots.sampling.history_SC, self._step_count,
+            tokens_KR, logprobs_KR,
+        )  # fmt: skip
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        source, target = self.slots.upload(np.array([sources, targets]))
+        self.cache.copy_pages(source, target)
+
+    def _lay_out(self, chunks: list[Chunk]) -> tuple[Rows, Attend, torch.Tensor]:
+        """Rows of a prefill, its attention, and the index of each chunk's last row."""
+        size = self.cache.page_size
+        lengths = np.array([len(chunk.tokens) for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        first_row = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = np.fromiter(itertools.chain(*(c.tokens for c in chunks)), np.int32, first_row[-1])
+        positions = np.arange(first_row[-1]) + np.repeat(starts - first_row[:-1], lengths)
+        num_pages = -(-(starts + lengths) // size)
+        pages_CP = np.zeros((len(chunks), num_pages.max()), np.int32)
+        for row, chunk in enumerate(chunks):
+            pages_CP[row, : num_pages[row]] = chunk.pages[: num_pages[row]]
+        page_T = pages_CP[np.repeat(np.arange(len(chunks)), lengths), positions // size]
+        write = page_T * size + positions % size
+        upload = self.slots.upload
+        rows_3T = upload(np.stack([tokens, positions, write]).astype(np.int32))
+        pages, first_row_C1 = upload(pages_CP), upload(first_row.astype(np.int32))
+        first_position_C, max_rows = upload(starts.astype(np.int32)), int(lengths.max())
+
+        def attend(layer: int, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+            prefill_attention(
+                q_TNH, *self.cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH,
+                max_rows,
+            )  # fmt: skip
+
+        return Rows(*rows_3T), attend, upload(first_row[1:] - 1)

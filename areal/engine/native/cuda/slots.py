@@ -1,0 +1,124 @@
+"""The scheduler's slot table on the device, brought up to date row by row before each launch.
+
+The host knows which sequence a slot holds, its pages and its options; the device alone knows the
+newest token. A slot is uploaded when it has a new sequence, its page table when it has grown. The
+last slot is scratch: rows that only fill up a batch point to it.
+
+Shapes: S slots (the last is scratch), P pages per slot, C context.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from areal.engine.native.cuda.sampler import MAX_STOP_IDS, DeviceSampling
+
+if TYPE_CHECKING:
+    from areal.engine.native.scheduler import SlotTable
+
+_MAX_INT32 = 2**31 - 1
+
+
+class DeviceSlots:
+    def __init__(self, table: SlotTable, *, context: int, device: torch.device) -> None:
+        num_slots, max_pages = table.pages.shape
+        self.device = device
+        self.scratch = num_slots
+        self._table = table
+        self._generation = np.zeros(num_slots, np.int64)  # what the device has
+        self._num_pages = np.zeros(num_slots, np.int64)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
+
+        self.page_table_SP = zeros(max_pages)
+        self.last_token_S = zeros()
+        self.num_tokens_S = zeros().fill_(1)
+        self.sampling = DeviceSampling(
+            temperature_S=zeros(dtype=torch.float32).fill_(1.0),
+            top_k_S=zeros().fill_(_MAX_INT32),
+            top_p_S=zeros(dtype=torch.float32).fill_(1.0),
+            greedy_S=zeros(),
+            seed_S=zeros(dtype=torch.int64),
+            num_output_S=zeros(),
+            min_output_S=zeros(),
+            frequency_penalty_S=zeros(dtype=torch.float32),
+            stop_ids_SM=zeros(MAX_STOP_IDS).fill_(-1),
+            history_SC=zeros(context),
+        )
+
+    def update(self, slots: np.ndarray) -> None:
+        """Bring `slots` up to date; nothing else has to be."""
+        table = self._table
+        new = slots[self._generation[slots] != table.generation[slots]]
+        if new.size:
+            self._fill(new)
+        grown = slots[self._num_pages[slots] < table.num_pages[slots]]
+        if grown.size:
+            self._upload_pages(grown)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """Asynchronous: pinned memory is kept by the allocator until the copy is done."""
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def _fill(self, slots: np.ndarray) -> None:
+        table, options = self._table, self.sampling
+        index = self.upload(slots)
+        columns = {
+            self.num_tokens_S: table.num_tokens,
+            options.num_output_S: table.num_output,
+            options.min_output_S: table.min_output,
+            options.top_k_S: np.minimum(table.top_k, _MAX_INT32),
+            options.greedy_S: table.greedy,
+        }
+        numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(np.int32))
+        for target, source in zip(columns, numbers, strict=True):
+            target[index] = source
+        columns = {
+            options.temperature_S: table.temperature,
+            options.top_p_S: table.top_p,
+            options.frequency_penalty_S: table.frequency_penalty,
+        }
+        numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(np.float32))
+        for target, source in zip(columns, numbers, strict=True):
+            target[index] = source
+        options.seed_S[index] = self.upload(table.seed[slots].view(np.int64))
+        options.stop_ids_SM[index] = self.upload(self._stop_ids(slots))
+        self._upload_history(slots)
+        self.page_table_SP[index] = 0
+        self._num_pages[slots] = 0
+        self._generation[slots] = table.generation[slots]
+
+    def _stop_ids(self, slots: np.ndarray) -> np.ndarray:
+        """Needed while stop tokens are banned: those of requests with `min_new_tokens`."""
+        ids = np.full((len(slots), MAX_STOP_IDS), -1, np.int32)
+        for row in np.flatnonzero(self._table.min_output[slots]).tolist():
+            stop_ids = sorted(self._table.sequences[slots[row]].stop_ids)
+            ids[row, : len(stop_ids)] = stop_ids
+        return ids
+
+    def _upload_history(self, slots: np.ndarray) -> None:
+        """Outputs a sequence had before it was preempted, where a penalty counts them."""
+        for slot in slots[self._table.frequency_penalty[slots] != 0].tolist():
+            output = self._table.sequences[slot].output_tokens
+            if output:
+                history = self.upload(np.array(output, np.int32))
+                self.sampling.history_SC[slot, : len(output)] = history
+
+    def _upload_pages(self, slots: np.ndarray) -> None:
+        first, end = self._num_pages[slots], self._table.num_pages[slots]
+        counts = end - first
+        row = np.repeat(slots, counts)
+        starts = np.cumsum(counts) - counts
+        column = np.arange(len(row)) - np.repeat(starts - first, counts)
+        row_D, column_D, page_D = self.upload(
+            np.stack([row, column, self._table.pages[row, column]])
+        )
+        self.page_table_SP[row_D, column_D] = page_D.int()
+        self._num_pages[slots] = end

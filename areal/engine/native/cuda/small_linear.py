@@ -1,0 +1,223 @@
+"""Linear layers of 1 to 8 rows: the weight is read once, at the speed of the memory.
+
+    small_linear        out = x W' (+ bias) (+ residual, which may be `out` itself)
+    norm_linear         the same of rms_norm(x)
+    norm_gate_up_silu   silu(rms_norm(x) W1') * (rms_norm(x) W3'), W1 above W3 in one weight
+
+A program computes a few outputs of every row of x and walks over D. One row multiplies on the
+ordinary cores, its next tile of the weight held in registers; more rows multiply on the tensor
+cores, their tiles on the way through shared memory. Sums are float32. The norm costs no pass of
+its own: its root mean square is one factor per row, gathered in the same walk and applied to the
+sums. Results are rounded where the separate layers round theirs, but for the norm's. All tensors
+are contiguous.
+
+Where the device can, a kernel starts while the one before it ends (see launch.py); for one row it
+fetches its first tile of the weight before it waits for that one's results.
+
+Shape legend: M rows of x, D and N features in and out, F features of the gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as device
+
+from areal.engine.native.cuda.launch import OVERLAP
+
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: int  # of the weight, in one program (2 make one gated output); from 16 on tensor cores
+    block: int  # elements of D in one tile; at least 64 per warp, or the norm's loads get slow
+    warps: int
+    stages: int = 1  # tiles in flight, tensor cores only
+    overlap: bool = OVERLAP
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        return self.rows >= 16
+
+
+# [outputs, D] of a layer -> how its weight is read; the others take the default. A weight of a few
+# MB is all latency: many programs, all of their bytes requested at once.
+ONE_ROW_DEFAULT = Plan(rows=4, block=1024, warps=4)
+ONE_ROW_PLANS: dict[tuple[int, int], Plan] = {
+    (1536, 1536): Plan(rows=2, block=1024, warps=4),
+    (1536, 8960): Plan(rows=2, block=1024, warps=4),
+}
+FEW_ROWS_DEFAULT = Plan(rows=32, block=128, warps=2, stages=6)
+FEW_ROWS_PLANS: dict[tuple[int, int], Plan] = {
+    (2048, 1536): Plan(rows=16, block=256, warps=1, stages=6),
+    (1536, 1536): Plan(rows=16, block=256, warps=1, stages=6),
+    (1536, 8960): Plan(rows=16, block=256, warps=1, stages=6),
+}
+
+
+def plan_for(num_rows: int, num_outputs: int, dim: int) -> Plan:
+    if num_rows == 1:
+        return ONE_ROW_PLANS.get((num_outputs, dim), ONE_ROW_DEFAULT)
+    return FEW_ROWS_PLANS.get((num_outputs, dim), FEW_ROWS_DEFAULT)
+
+
+def small_linear(
+    x_MD: torch.Tensor,
+    weight_ND: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    residual_MN: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> None:
+    _launch(x_MD, None, 0.0, weight_ND, bias_N, residual_MN, out_MN, plan)
+
+
+def norm_linear(
+    x_MD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight_ND: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    plan: Plan | None = None,
+) -> None:
+    _launch(x_MD, norm_weight_D, eps, weight_ND, bias_N, None, out_MN, plan)
+
+
+def norm_gate_up_silu(
+    x_MD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight_2FD: torch.Tensor,
+    out_MF: torch.Tensor,
+    plan: Plan | None = None,
+) -> None:
+    _launch(x_MD, norm_weight_D, eps, weight_2FD, None, None, out_MF, plan, gated=True)
+
+
+def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=False) -> None:
+    (num_rows, dim), num_outputs = x_MD.shape, out_MN.shape[1]
+    plan = plan or plan_for(num_rows, num_outputs, dim)
+    assert num_rows <= (MAX_ROWS if plan.uses_tensor_cores else 1), (num_rows, plan)
+    kernel = _few_rows_kernel if plan.uses_tensor_cores else _one_row_kernel
+    weight_rows = 2 * num_outputs if gated else num_outputs
+    kernel[(triton.cdiv(weight_rows, plan.rows),)](
+        x_MD, norm_D, weight, bias_N, residual_MN, out_MN,
+        num_rows, num_outputs, dim, eps,
+        ROWS=plan.rows,
+        BLOCK=plan.block,
+        NORM=norm_D is not None,
+        BIAS=bias_N is not None,
+        RESIDUAL=residual_MN is not None,
+        GATED=gated,
+        OVERLAP=plan.overlap,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        launch_pdl=plan.overlap,
+    )  # fmt: skip
+
+
+@triton.jit
+def _weight_rows(N, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """int64 [ROWS]: gate and up of one output side by side; past the end, the last once more."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.minimum(index // 2, N - 1) + index % 2 * N if GATED else tl.minimum(index, N - 1)
+    return rows.to(tl.int64)
+
+
+@triton.jit
+def _gate(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up, rounded as the separate layers round."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def _one_row_kernel(
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    column = tl.arange(0, BLOCK)
+    tile_ptr = weight_ptr + _weight_rows(N, ROWS, GATED)[:, None] * D + column[None, :]
+    tile = tl.load(tile_ptr, column[None, :] < D, 0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        device.gdc_wait()
+        device.gdc_launch_dependents()
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        # The next tile is on its way while this one is multiplied.
+        tile_ptr += BLOCK
+        ahead = start + BLOCK + column[None, :] < D
+        next_tile = tl.load(tile_ptr, ahead, 0.0, eviction_policy="evict_first")
+        inside = start + column < D
+        x = tl.load(x_ptr + start + column, inside, 0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + column, inside, 0.0).to(tl.float32)
+        sums += tile.to(tl.float32) * x[None, :]
+        tile = next_tile
+    y = tl.sum(sums, axis=1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares) / D + eps)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, [OUTPUTS, 2]))
+        y = _gate(gate, up, dtype)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    written = output < N
+    if BIAS:
+        y += tl.load(bias_ptr + output, written).to(tl.float32)
+    if RESIDUAL:
+        y = y.to(dtype).to(tl.float32) + tl.load(residual_ptr + output, written).to(tl.float32)
+    tl.store(out_ptr + output, y.to(dtype), written)
+
+
+@triton.jit
+def _few_rows_kernel(
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    PADDED: tl.constexpr = 8  # the narrowest tile of the tensor cores
+    row = tl.arange(0, PADDED)
+    column = tl.arange(0, BLOCK)
+    tile_ptr = weight_ptr + _weight_rows(N, ROWS, GATED)[:, None] * D + column[None, :]
+    x_ptr += row[:, None] * D + column[None, :]
+    if OVERLAP:
+        device.gdc_wait()
+        device.gdc_launch_dependents()
+    sums = tl.zeros([ROWS, PADDED], tl.float32)
+    squares = tl.zeros([PADDED, BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        inside = start + column < D
+        tile = tl.load(tile_ptr + start, inside[None, :], 0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + start, (row < M)[:, None] & inside[None, :], 0.0)
+        if NORM:
+            x = x.to(tl.float32)
+            squares += x * x
+            norm = tl.load(norm_ptr + start + column, inside, 0.0).to(tl.float32)
+            x = (x * norm[None, :]).to(tile.dtype)
+        sums = tl.dot(tile, tl.trans(x), sums, input_precision="ieee")
+    y = sums
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [OUTPUTS, 2, PADDED]), [0, 2, 1]))
+        y = _gate(gate, up, dtype)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    if BIAS:
+        y += tl.load(bias_ptr + output, output < N, 0.0).to(tl.float32)[:, None]
+    written = (output < N)[:, None] & (row < M)[None, :]
+    place = row[None, :] * N + output[:, None]
+    if RESIDUAL:
+        y = y.to(dtype).to(tl.float32) + tl.load(residual_ptr + place, written).to(tl.float32)
+    tl.store(out_ptr + place, y.to(dtype), written)

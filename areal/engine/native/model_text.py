@@ -1,0 +1,67 @@
+"""The text side of a model folder: its tokenizer, read when the first request needs it.
+
+The engine itself knows only token ids. Texts appear in stop strings and in the OpenAI routes; a
+folder without a tokenizer serves everything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.engine.native.engine import read_eos_ids
+from areal.engine.native.stop_strings import StopWatch
+from areal.utils import logging
+
+logger = logging.getLogger("NativeModelText")
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class ModelText:
+    """Reads once, from any thread; blocks for as long as that takes, so not on an event loop."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+
+    def tokenizer(self) -> Any:
+        """ValueError when the folder has none."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+            return self._tokenizer
+
+    @cached_property
+    def eos_ids(self) -> list[int]:
+        """The model's end tokens: they end an output and are no text."""
+        return read_eos_ids(self._folder)
+
+    def stop_watch(self, gconfig: GenerationHyperparameters) -> StopWatch | None:
+        """For one request; None when it has no stop strings."""
+        if not gconfig.stop:
+            return None
+        return StopWatch(self.tokenizer(), gconfig.stop, min_tokens=gconfig.min_new_tokens)
+
+    def _load(self) -> Any:
+        # transformers would make an empty tokenizer up from config.json.
+        if not any((self._folder / name).is_file() for name in _FILES):
+            raise ValueError(
+                f"the model folder {self._folder} has no tokenizer, so texts cannot be read or "
+                "written: put its tokenizer.json there, or send token ids to /generate, without "
+                "stop strings"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self._folder))
+        except (OSError, ValueError, KeyError) as err:
+            first_line = str(err).strip().partition("\n")[0]
+            raise ValueError(f"cannot read the tokenizer in {self._folder}: {first_line}") from err
+        tokenizer("")  # settles its inner state: from here on threads may share it
+        logger.info("read the tokenizer in %s", self._folder)
+        return tokenizer

@@ -1,0 +1,282 @@
+"""The OpenAI-compatible routes of the native server.
+
+| route                     | answer                                                           |
+|---------------------------|------------------------------------------------------------------|
+| POST /v1/completions      | prompts as texts or token ids, streamed or not                   |
+| POST /v1/chat/completions | messages, by the model's chat template, streamed or not          |
+| GET /v1/models            | the one model                                                    |
+
+Requests and replies are translated by `areal.utils.openai_wire`; errors have OpenAI's shape. The n
+samples of a prompt are n requests that share its pages; with a seed, sample i draws with seed + i.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from areal.engine.native.loop import EngineLoop
+from areal.engine.native.model_text import ModelText
+from areal.engine.native.openai_choices import ChatChoice, Chunk, CompletionChoice, ReplyHead
+from areal.engine.native.receiver import Receiver, Result
+from areal.engine.native.sequence import Finished, GenRequest, Progress
+from areal.engine.native.wire import Refusal, parse_object
+from areal.utils.openai_wire import (
+    ChatCall,
+    CompletionCall,
+    Output,
+    WireError,
+    chat_prompt_ids,
+    chat_reply,
+    completion_reply,
+    error_body,
+    parse_chat,
+    parse_completion,
+    parser_of_template,
+    usage_chunk,
+    usage_of,
+    visible_text,
+)
+
+Call = ChatCall | CompletionCall
+
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str) -> None:
+    """`model` is the folder; requests may name it in full or by its last part."""
+    card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "areal"}
+    app.add_exception_handler(WireError, _answer_wire_error)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        _check_model(name, model)
+        return card
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _answer(parse_chat(_body(await request.body())), loop, text, model)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _answer(parse_completion(_body(await request.body())), loop, text, model)
+
+
+async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> Response:
+    _check_model(call.model, model)
+    if call.top_logprobs:
+        chosen = "top_logprobs=0" if isinstance(call, ChatCall) else "logprobs=0"
+        param = chosen.partition("=")[0]
+        message = f"{param}: only the sampled token's log-probability is known; send {chosen}"
+        raise WireError(400, message, param)
+    call = replace(call, model=call.model or model)
+    # In a thread: reading the tokenizer takes seconds, and a long prompt milliseconds.
+    head, prompts, requests = await asyncio.to_thread(_prepare, call, text)
+    num_prompt_tokens = sum(map(len, prompts))
+    kind = _StreamedReply if call.stream else _WholeReply
+    return kind(loop, head, requests, num_prompt_tokens)
+
+
+def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], list[GenRequest]]:
+    try:
+        tokenizer = text.tokenizer()
+    except ValueError as err:
+        raise WireError(400, str(err)) from err
+    if isinstance(call, ChatCall):
+        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        prompts = [chat_prompt_ids(tokenizer, call)]
+    else:
+        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in call.prompt]
+    eos_ids = [] if call.gconfig.ignore_eos else text.eos_ids
+    head = ReplyHead(
+        call=call,
+        completion_id=completion_id,
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        tool_parser=parser_of_template(tokenizer.chat_template),
+        stop_ids=frozenset([*call.gconfig.stop_token_ids, *eos_ids]),
+    )
+    return head, prompts, _requests(call, completion_id, prompts, text)
+
+
+def _requests(
+    call: Call, completion_id: str, prompts: list[list[int]], text: ModelText
+) -> list[GenRequest]:
+    """Prompt after prompt, n each: the order of the choices."""
+    gconfig, requests = call.gconfig, []
+    for prompt in prompts:
+        for sample in range(gconfig.n_samples):
+            seed = None if gconfig.seed is None else gconfig.seed + sample
+            requests.append(
+                GenRequest(
+                    rid=f"{completion_id}.{len(requests)}",
+                    input_ids=prompt,
+                    gconfig=gconfig.new(n_samples=1, seed=seed),
+                    stream=call.stream,
+                    stop_watch=text.stop_watch(gconfig),
+                )
+            )
+    return requests
+
+
+class _WholeReply(Response):
+    """One JSON object, when all choices are complete."""
+
+    def __init__(
+        self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest], prompt_tokens: int
+    ) -> None:
+        super().__init__()
+        self._loop = loop
+        self._head = head
+        self._requests = requests
+        self._prompt_tokens = prompt_tokens
+
+    async def __call__(self, scope, receive, send) -> None:
+        finished: dict[str, Finished] = {}
+        async with Receiver(self._loop, receive) as receiver:
+            receiver.submit(self._requests)
+            while receiver.unfinished:
+                results = await receiver.next()
+                if results is None:
+                    return
+                if fault := _fault(results):
+                    await _error_response(fault)(scope, receive, send)
+                    return
+                finished.update({result.rid: result.finished for result in results})
+        ordered = [finished[request.rid] for request in self._requests]
+        # In a thread: many long outputs are decoded, and others wait for this event loop.
+        response = await asyncio.to_thread(lambda: JSONResponse(self._reply(ordered)))
+        await response(scope, receive, send)
+
+    def _reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        head = self._head
+        outputs = [
+            Output(one.output_tokens, one.output_logprobs, one.stop_reason, self._text(one))
+            for one in finished
+        ]
+        write = chat_reply if isinstance(head.call, ChatCall) else completion_reply
+        options = {"tool_parser": head.tool_parser} if write is chat_reply else {}
+        return write(
+            head.call, head.completion_id, head.created, outputs, self._prompt_tokens,
+            head.tokenizer, **options,
+        )  # fmt: skip
+
+    def _text(self, finished: Finished) -> str:
+        head = self._head
+        tokens = head.text_tokens(finished.output_tokens)
+        return visible_text(head.tokenizer, tokens, head.call.gconfig)
+
+
+class _StreamedReply(Response):
+    """Server-sent events, a chunk for what each step adds to each choice.
+
+    The status waits for the first results: a request that is refused gets its error as one.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest], prompt_tokens: int
+    ) -> None:
+        super().__init__()
+        self._loop = loop
+        self._head = head
+        self._requests = requests
+        self._prompt_tokens = prompt_tokens
+        kind = ChatChoice if isinstance(head.call, ChatCall) else CompletionChoice
+        self._choices = {request.rid: kind(head, i) for i, request in enumerate(requests)}
+        self._num_tokens = {request.rid: 0 for request in requests}
+
+    async def __call__(self, scope, receive, send) -> None:
+        async with Receiver(self._loop, receive) as receiver:
+            receiver.submit(self._requests)
+            results = await receiver.next()
+            if results is None:
+                return
+            if fault := _fault(results):
+                await _error_response(fault)(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            chunks = [chunk for choice in self._choices.values() for chunk in choice.begin()]
+            while results is not None:
+                fault = _fault(results)
+                chunks += [error_body(fault)] if fault else self._chunks(results)
+                done = fault is not None or not receiver.unfinished
+                body = _events(chunks) + (b"" if fault or not done else self._last_events())
+                if body or done:
+                    message = {"type": "http.response.body", "body": body, "more_body": not done}
+                    await send(message)
+                if done:
+                    return
+                results, chunks = await receiver.next(), []
+
+    def _chunks(self, results: list[Result]) -> list[Chunk]:
+        chunks = []
+        for one in results:
+            choice, start = self._choices[one.rid], self._num_tokens[one.rid]
+            if isinstance(one, Progress):
+                self._num_tokens[one.rid] += len(one.tokens)
+                chunks += choice.go_on(one.tokens, one.logprobs)
+            else:
+                finished = one.finished
+                self._num_tokens[one.rid] = len(finished.output_tokens)
+                tokens, logprobs = finished.output_tokens[start:], finished.output_logprobs[start:]
+                chunks += choice.end(tokens, logprobs, finished.stop_reason)
+        return chunks
+
+    def _last_events(self) -> bytes:
+        head, last = self._head, b"data: [DONE]\n\n"
+        if not head.call.include_usage:
+            return last
+        usage = usage_of(self._prompt_tokens, sum(self._num_tokens.values()))
+        return _events([usage_chunk(head.call, head.completion_id, head.created, usage)]) + last
+
+
+def _events(chunks: list[Chunk]) -> bytes:
+    lines = [json.dumps(chunk, separators=(",", ":"), allow_nan=False) for chunk in chunks]
+    return "".join(f"data: {line}\n\n" for line in lines).encode()
+
+
+def _fault(results: list[Result]) -> WireError | None:
+    """What must be said instead of the rest of the reply."""
+    for one in results:
+        if isinstance(one, Refusal):
+            return WireError(400 if one.kind == "request" else 503, one.message)
+        if isinstance(one, Progress) and not all(map(math.isfinite, one.logprobs)):
+            fault = "a log-probability is not finite; look at the weights the engine was given"
+            return WireError(503, fault)
+    return None
+
+
+def _check_model(name: str, model: str) -> None:
+    if name not in ("", model, Path(model).name):
+        message = f"model: expected {model!r}, which is served here, got {name[:100]!r}"
+        raise WireError(404, message, "model", "model_not_found")
+
+
+def _body(data: bytes) -> dict[str, Any]:
+    try:
+        return parse_object(data, "body")
+    except ValueError as err:
+        raise WireError(400, str(err)) from None
+
+
+async def _answer_wire_error(request: Request, err: WireError) -> Response:
+    return _error_response(err)
+
+
+def _error_response(err: WireError) -> Response:
+    return JSONResponse(error_body(err), err.status)

@@ -1,0 +1,58 @@
+"""What the engine asks of the device: compute prompts, draw tokens, several steps at a time.
+
+The engine (engine.py) decides; a runner computes. Two exist: `TorchRunner` (torch_runner.py) for
+any device, one step at a time, and `CudaRunner` (cuda/runner.py), whose steps are CUDA graphs that
+run ahead of the host. The engine's code is the same for both; it only reads how far a runner goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one prompt (or output, after a preemption) to compute and cache."""
+
+    tokens: list[int] | tuple[int, ...]
+    start: int  # position of the first of them
+    pages: list[int]  # of positions 0 .. start + len(tokens) - 1, at least
+
+
+class Drawn(Protocol):
+    """Tokens a launch draws, perhaps still being computed."""
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probabilities, for each row those of its steps. Waits for the device."""
+        ...
+
+
+class Runner(Protocol):
+    """Slots are rows of the scheduler's SlotTable, which is up to date when a method is called."""
+
+    steps_per_launch: int  # most tokens `decode` may be asked to draw for each row
+    launches_ahead: int  # launches that may be under way while the host reads an earlier one
+    max_prefill_tokens: int  # most tokens of one `prefill`
+
+    def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Cache the chunks' keys and values; hidden states [C, D] of their last tokens."""
+        ...
+
+    def draw(self, slots: np.ndarray, hidden: list[torch.Tensor]) -> Drawn:
+        """One token for each slot, from the hidden state [D] of its last cached token."""
+        ...
+
+    def decode(self, slots: np.ndarray, num_steps: int) -> Drawn:
+        """`num_steps` tokens for each slot, one after the other, each cached before the next."""
+        ...
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def load(self, model_weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy checked weights into the model, after everything launched before."""
+        ...

@@ -1,0 +1,41 @@
+"""Which runner a model gets, and how much memory its cache may take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from areal.engine.native.torch_runner import TorchRunner
+
+if TYPE_CHECKING:
+    from areal.engine.native.runner import Runner
+    from areal.engine.native.scheduler import SlotTable
+    from areal.models.common.decoder import Decoder
+
+_CPU_CACHE_BYTES = 1 << 30
+_CPU_PREFILL_TOKENS = 4096
+_CUDA_PREFILL_TOKENS = 16384
+# A trainer may share the device: half of what is free leaves it room.
+_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
+
+
+def cache_bytes(device: torch.device) -> int:
+    """What the key-value cache may take when its size is not given."""
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _SHARE_OF_FREE_DEVICE_MEMORY)
+
+
+def make_runner(
+    model: Decoder, table: SlotTable, *, max_prefill_tokens: int | None, **cache: Any
+) -> Runner:
+    """Kernels and graphs where there is a CUDA device, plain torch elsewhere."""
+    if model.tok_embeddings.weight.device.type != "cuda":
+        tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
+        return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
+    from areal.engine.native.cuda.runner import CudaRunner  # needs Triton
+
+    tokens = max_prefill_tokens or _CUDA_PREFILL_TOKENS
+    return CudaRunner(model, table, max_prefill_tokens=tokens, **cache)

@@ -1,0 +1,361 @@
+"""Output tokens per second of the native engine on one GPU, beside what the hardware allows.
+
+    python benchmark/generation.py [--only ROW ...] [--json FILE]
+
+Random weights in the shapes of Qwen2.5 1.5B and 7B, bfloat16, temperature 1, the log-probability of
+every sampled token returned, time from the first request to the last token (prefill included). The
+limit of a row counts the bytes and operations its steps cannot avoid, at the copy bandwidth and the
+matrix rate measured in the same run. `1.5b_group_tail` also says which share of the time the device
+had nothing to do, `1.5b_http_ratio` compares the same work through the server (its client in a
+process of its own), `1.5b_update_stall_ms` is how long generation stands still for new weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from report import Row, print_table, write_json
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.io_struct import ModelRequest
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.loop import EngineLoop
+from areal.engine.native.remote_engine import NativeRemoteEngine
+from areal.engine.native.sequence import GenRequest
+from areal.models.common.decoder import Decoder
+from areal.models.hf_io import build_model
+
+_COMMON = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
+SHAPES = {
+    "1.5b": _COMMON
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "7b": _COMMON
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}
+_TOKEN_VARIABLE = "AREAL_BENCHMARK_TOKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`prompts` distinct prompts of `num_in` tokens, `samples` of each."""
+
+    shape: str
+    prompts: int
+    num_in: int
+    num_out: int
+    samples: int = 1
+    has_tail: bool = False
+
+    @property
+    def num_requests(self) -> int:
+        return self.prompts * self.samples
+
+    def lengths(self) -> list[int]:
+        if not self.has_tail:
+            return [self.num_out] * self.num_requests
+        # Log-normal with mean `num_out` and a long tail, cut at eight times the mean.
+        rng = random.Random(0)
+        drawn = (rng.lognormvariate(-0.5, 1.0) * self.num_out for _ in range(self.num_requests))
+        return [max(16, min(int(x), 8 * self.num_out)) for x in drawn]
+
+    def requests(self, num_out: int | None = None) -> list[tuple[list[int], int]]:
+        """(prompt, output length); the samples of a prompt stand together."""
+        rng = random.Random(1)
+        prompts = [
+            [rng.randrange(1000, 150_000) for _ in range(self.num_in)] for _ in range(self.prompts)
+        ]
+        lengths = self.lengths() if num_out is None else [num_out] * self.num_requests
+        return [(prompts[i // self.samples], n) for i, n in enumerate(lengths)]
+
+
+LOADS = {
+    "1.5b_512_256_1024": Load("1.5b", 512, 256, 1024),
+    "1.5b_64_256_256": Load("1.5b", 64, 256, 256),
+    "1.5b_1": Load("1.5b", 1, 256, 1024),
+    "1.5b_group_tail": Load("1.5b", 32, 2048, 1024, samples=16, has_tail=True),
+    "7b_1024_256_512": Load("7b", 1024, 256, 512),
+    "7b_64": Load("7b", 64, 256, 512),
+    "7b_1": Load("7b", 1, 256, 512),
+}
+EXTRA = ("1.5b_update_stall_ms", "1.5b_http_ratio")
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this device does at best, measured."""
+
+    bytes_per_s: float
+    flop_per_s: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[*LOADS, *EXTRA], metavar="ROW")
+    parser.add_argument("--json", metavar="FILE", help="write the rows")
+    parser.add_argument("--client", metavar="ADDRESS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.client:
+        print(asyncio.run(_time_client(args.client)))
+        return 0
+    if not torch.cuda.is_available():
+        print("benchmark/generation.py needs a CUDA device; none was found", file=sys.stderr)
+        return 1
+    rows = _run(args.only)
+    print_table(rows)
+    if args.json:
+        write_json(args.json, rows)
+    return 0
+
+
+def _run(names: list[str]) -> list[Row]:
+    ceilings = measure_ceilings()
+    rows = [
+        Row("copy_bandwidth", ceilings.bytes_per_s / 1e12, "TB/s"),
+        Row("matrix_rate", ceilings.flop_per_s / 1e12, "TFLOP/s"),
+    ]
+    for shape in SHAPES:
+        wanted = [name for name in names if name.startswith(f"{shape}_")]
+        if not wanted:
+            continue
+        model = random_model(shape)
+        engine = NativeEngine(model, max_running=1024)
+        for name in wanted:
+            rows += _EXTRA_ROWS[name](engine) if name in EXTRA else _speed(name, engine, ceilings)
+            print_table(rows[-3:])
+        del engine, model
+        torch.cuda.empty_cache()
+    return rows
+
+
+def random_model(shape: str) -> Decoder:
+    model = build_model(SHAPES[shape], device="cuda", dtype=torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def _speed(name: str, engine: NativeEngine, ceilings: Ceilings) -> list[Row]:
+    load = LOADS[name]
+    warm_up(engine, load)
+    with device_clock(engine) as idle_share:
+        seconds = generate(engine, load.requests())
+    tokens = sum(load.lengths())
+    limit = tokens / least_seconds(engine.model, load, ceilings)
+    return [
+        Row(name, tokens / seconds, "tokens/s"),
+        Row(f"{name}_limit", limit, "tokens/s"),
+        Row(f"{name}_device_idle", idle_share(), "share of the time"),
+    ]
+
+
+def warm_up(engine: NativeEngine, load: Load) -> None:
+    """Capture the graphs the load will meet, and compile its prefill."""
+    if load.has_tail:
+        lengths = [8 + 4 * (i % 64) for i in range(load.num_requests)]
+        generate(engine, [(p[:64], n) for (p, _), n in zip(load.requests(8), lengths, strict=True)])
+    generate(engine, load.requests(num_out=12))
+    engine.load_weights(engine.model.named_hf_tensors(), engine.version + 1, recompute_kv=True)
+
+
+def generate(engine: NativeEngine, requests: list[tuple[list[int], int]]) -> float:
+    """Seconds until all have their tokens."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for i, (prompt, length) in enumerate(requests):
+        engine.add(GenRequest(str(i), prompt, _options(length)))
+    expected = {str(i): length for i, (_, length) in enumerate(requests)}
+    while engine.has_work:
+        for done in engine.step():
+            assert len(done.output_tokens) == len(done.output_logprobs) == expected.pop(done.rid)
+    assert not expected
+    return time.perf_counter() - start
+
+
+def _options(length: int) -> GenerationHyperparameters:
+    return GenerationHyperparameters(max_new_tokens=length, ignore_eos=True)
+
+
+@contextmanager
+def device_clock(engine: NativeEngine):
+    """Times every launch on the device; afterwards the share of time between launches."""
+    runner, marks = engine._runner, []
+
+    def timed(method: Callable) -> Callable:
+        def call(*args):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record(runner.stream)
+            result = method(*args)
+            events[1].record(runner.stream)
+            marks.append(events)
+            return result
+
+        return call
+
+    names = ("prefill", "draw", "decode")
+    for name in names:
+        setattr(runner, name, timed(getattr(runner, name)))
+
+    def idle_share() -> float:
+        torch.cuda.synchronize()
+        total = marks[0][0].elapsed_time(marks[-1][1])
+        gaps = (
+            end.elapsed_time(start) for (_, end), (start, _) in zip(marks, marks[1:], strict=False)
+        )
+        return sum(max(gap, 0.0) for gap in gaps) / total
+
+    yield idle_share
+    for name in names:
+        delattr(runner, name)
+
+
+def least_seconds(model: Decoder, load: Load, ceilings: Ceilings) -> float:
+    """Each decode step reads the weights and the cache once; all arithmetic at the matrix rate."""
+    args = model.args
+    head = args.vocab_size * args.dim
+    body = sum(p.numel() for p in model.layers.parameters())
+    cache_bytes = 2 * 2 * args.n_layers * args.n_kv_heads * args.head_dim
+    seconds = 2 * body * load.prompts * load.num_in / ceilings.flop_per_s
+    lengths = sorted(load.lengths())
+    done = 0
+    for step in range(lengths[-1]):
+        while lengths[done] <= step:
+            done += 1
+        running = len(lengths) - done
+        # The samples of a prompt could read its part of the cache once.
+        cached = running * step + min(running, load.prompts) * load.num_in
+        moved = 2 * (body + head) + cached * cache_bytes
+        flop = 2 * (body + head) * running
+        seconds += max(moved / ceilings.bytes_per_s, flop / ceilings.flop_per_s)
+    return seconds
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    copy = _median_seconds(lambda: target.copy_(source))
+    product = _median_seconds(lambda: a @ b)
+    return Ceilings(2 * source.nbytes / copy, 2 * 8192**3 / product)
+
+
+def _median_seconds(work: Callable[[], object], repeats: int = 20) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[repeats // 2]
+
+
+def _update_stall(engine: NativeEngine) -> list[Row]:
+    """The longest time without a token around an update under load, and the copy itself."""
+    load = LOADS["1.5b_512_256_1024"]
+    weights = [(name, tensor.clone()) for name, tensor in engine.model.named_hf_tensors()]
+    for i, (prompt, length) in enumerate(load.requests(num_out=256)):
+        engine.add(GenRequest(str(i), prompt, _options(length)))
+    while engine.stats()["tokens_generated"] < 64 * load.num_requests:
+        engine.step()
+    stalls = []
+    for version in range(1, 6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.load_weights(weights, engine.version + version, recompute_kv=False)
+        torch.cuda.synchronize()
+        stalls.append(time.perf_counter() - start)
+        for _ in range(3):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    return [Row("1.5b_update_stall_ms", 1e3 * sorted(stalls)[2], "ms")]
+
+
+def _http_ratio(engine: NativeEngine) -> list[Row]:
+    load = LOADS["1.5b_512_256_1024"]
+    warm_up(engine, load)
+    alone = generate(engine, load.requests())
+    engine.load_weights(engine.model.named_hf_tensors(), engine.version + 1, recompute_kv=True)
+    with _served(engine) as address:
+        command = [sys.executable, __file__, "--client", address]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    over_http = float(answer.stdout.strip().splitlines()[-1])
+    return [Row("1.5b_http_ratio", alone / over_http, "of the speed in process")]
+
+
+@contextmanager
+def _served(engine: NativeEngine):
+    """The engine behind its HTTP server, in this process."""
+    import uvicorn
+
+    from areal.engine.native.server import bind, create_app
+
+    token = os.environ.setdefault(_TOKEN_VARIABLE, os.urandom(16).hex())
+    loop, listener = EngineLoop(engine), bind("127.0.0.1", 0)
+    config = uvicorn.Config(create_app(loop, token, model="benchmark"), log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        loop.close()
+
+
+async def _time_client(address: str) -> float:
+    """Seconds for the load of the first row, sent to a server."""
+    remote = NativeRemoteEngine([address], os.environ[_TOKEN_VARIABLE])
+    remote.initialize()
+    requests = LOADS["1.5b_512_256_1024"].requests()
+    start = time.perf_counter()
+    replies = await asyncio.gather(
+        *(remote.agenerate(ModelRequest(input_ids=p, gconfig=_options(n))) for p, n in requests)
+    )
+    seconds = time.perf_counter() - start
+    assert all(len(r.output_tokens) == n for r, (_, n) in zip(replies, requests, strict=True))
+    remote.destroy()
+    return seconds
+
+
+_EXTRA_ROWS = {"1.5b_update_stall_ms": _update_stall, "1.5b_http_ratio": _http_ratio}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""Times of the decode step's own kernels on one GPU, against torch and the memory's bandwidth.
+
+Every number is a replay of a CUDA graph. The linear layers of 1 to 8 rows walk through the weights
+of all layers of a model, so that no weight is in the cache when its turn comes; each is timed with
+torch (`F.linear` alone, without the norm and activation ours include), with the plan of the table
+in `small_linear.py`, and with a set of other plans. The best are printed as a table to paste there,
+and all linear layers of one token are timed as a chain, with and without overlapping kernels.
+
+    python benchmark/small_kernels.py --json kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from report import Row, print_table, write_json
+from triton.runtime.errors import OutOfResources
+
+from areal.engine.native.cuda import block_kernels, step_kernels
+from areal.engine.native.cuda.small_linear import (
+    Plan,
+    norm_gate_up_silu,
+    norm_linear,
+    plan_for,
+    small_linear,
+)
+
+DTYPE = torch.bfloat16
+EPS = 1e-6
+ROWS = (1, 2, 4, 8)
+REPLAYS = 15
+PAGE_SIZE = 16
+
+ONE_ROW_VARIANTS = (
+    Plan(1, 1024, 4), Plan(2, 512, 2), Plan(2, 1024, 4), Plan(2, 2048, 4), Plan(4, 256, 1),
+    Plan(4, 512, 2), Plan(4, 1024, 4), Plan(4, 2048, 8), Plan(8, 512, 2), Plan(8, 1024, 4),
+    Plan(16, 256, 1, stages=6), Plan(32, 128, 2, stages=6),
+)  # fmt: skip
+FEW_ROWS_VARIANTS = (
+    Plan(16, 256, 1, stages=4), Plan(16, 256, 1, stages=6), Plan(16, 256, 2, stages=6),
+    Plan(32, 128, 2, stages=6), Plan(32, 256, 2, stages=4), Plan(32, 256, 4, stages=5),
+    Plan(64, 256, 4, stages=4),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dim: int
+    hidden_dim: int
+    vocab_size: int
+
+
+MODELS = (
+    Model("1.5b", 28, 12, 2, 128, 1536, 8960, 151936),
+    Model("7b", 28, 28, 4, 128, 3584, 18944, 152064),
+)
+
+
+class Linears:
+    """All weights of a model and one buffer of each activation: what a token's linears touch."""
+
+    def __init__(self, model: Model, num_rows: int, weights: dict[str, list[torch.Tensor]]) -> None:
+        self.num_rows, self.weights = num_rows, weights
+        qkv_dim = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        self.norm = _random(model.dim)
+        self.bias = _random(qkv_dim)
+        self.x, self.attended = _random(num_rows, model.dim), _random(num_rows, model.dim)
+        self.qkv = _random(num_rows, qkv_dim)
+        self.activated = _random(num_rows, model.hidden_dim)
+        self.logits = torch.empty(num_rows, model.vocab_size, device="cuda")
+
+    def run(self, kind: str, layer: int, plan: Plan | None) -> None:
+        weight = self.weights[kind][layer]
+        if kind == "qkv":
+            norm_linear(self.x, self.norm, EPS, weight, self.bias, self.qkv, plan)
+        elif kind == "o":
+            small_linear(self.attended, weight, None, self.x, self.x, plan)
+        elif kind == "gate_up":
+            norm_gate_up_silu(self.x, self.norm, EPS, weight, self.activated, plan)
+        elif kind == "down":
+            small_linear(self.activated, weight, None, self.x, self.x, plan)
+        else:
+            norm_linear(self.x, self.norm, EPS, weight, None, self.logits, plan)
+
+    def run_torch(self, kind: str, layer: int) -> None:
+        source = {"o": self.attended, "down": self.activated}.get(kind, self.x)
+        F.linear(source, self.weights[kind][layer], self.bias if kind == "qkv" else None)
+
+    def shape(self, kind: str) -> tuple[int, int]:
+        """Outputs and D: the key of a plan."""
+        rows, dim = self.weights[kind][0].shape
+        return (rows // 2 if kind == "gate_up" else rows), dim
+
+    def plan(self, kind: str) -> Plan:
+        return plan_for(self.num_rows, *self.shape(kind))
+
+    def time(self, kind: str, plan: Plan | None) -> float:
+        """Microseconds of one layer's linear; of torch's when there is no plan."""
+        layers = range(len(self.weights[kind]))
+
+        def walk() -> None:
+            for layer in layers:
+                if plan is None:
+                    self.run_torch(kind, layer)
+                else:
+                    self.run(kind, layer, plan)
+
+        return _microseconds(walk) / len(layers)
+
+    def time_token(self, plans: dict[str, Plan] | None, overlap: bool = True) -> float:
+        """Microseconds of all linears of one token, each waiting for the one before it."""
+        if plans and not overlap:
+            plans = {kind: replace(plan, overlap=False) for kind, plan in plans.items()}
+
+        def run(kind: str, layer: int) -> None:
+            if plans is None:
+                self.run_torch(kind, layer)
+            else:
+                self.run(kind, layer, plans[kind])
+
+        def walk() -> None:
+            for layer in range(len(self.weights["qkv"])):
+                for kind in ("qkv", "o", "gate_up", "down"):
+                    run(kind, layer)
+            run("head", 0)
+
+        return _microseconds(walk)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("small_kernels needs a CUDA device; found none", file=sys.stderr)
+        return 2
+    bandwidth = _copy_bandwidth()
+    rows = [Row("copy_bandwidth", bandwidth / 1e12, "TB/s, read and written")]
+    variants: list[dict] = []
+    for model in MODELS:
+        rows += _measure_blocks(model)
+        rows += _measure_linears(model, bandwidth, variants)
+    print_table(rows)
+    _print_best(variants)
+    if args.json:
+        write_json(args.json, rows, variants=variants)
+    return 0
+
+
+def _measure_linears(model: Model, bandwidth: float, variants: list[dict]) -> list[Row]:
+    rows: list[Row] = []
+    weights = _draw_weights(model)
+    num_bytes = sum(2 * weight.numel() for kind in weights.values() for weight in kind)
+    for num_rows in ROWS:
+        linears = Linears(model, num_rows, weights)
+        best: dict[str, Plan] = {}
+        for kind in weights:
+            found = _measure_variants(model, linears, kind, bandwidth)
+            variants += found
+            best[kind] = _fastest(found)
+            rows += _summary(f"{model.name}_{kind}_m{num_rows}", found)
+        planned = {kind: linears.plan(kind) for kind in weights}
+        times = {
+            "torch": linears.time_token(None),
+            "table": linears.time_token(planned),
+            "table_no_overlap": linears.time_token(planned, overlap=False),
+            "best": linears.time_token(best),
+            "best_no_overlap": linears.time_token(best, overlap=False),
+        }
+        for name, value in times.items():
+            share = num_bytes / (value * 1e-6) / bandwidth
+            unit = f"us, {share:.0%} of bandwidth"
+            rows.append(Row(f"{model.name}_all_linears_m{num_rows}_{name}", value, unit))
+    return rows
+
+
+def _measure_variants(model: Model, linears: Linears, kind: str, bandwidth: float) -> list[dict]:
+    """One entry per plan, the table's first after torch's."""
+    num_rows, planned = linears.num_rows, linears.plan(kind)
+    others = ONE_ROW_VARIANTS if num_rows == 1 else FEW_ROWS_VARIANTS
+    plans = [None, planned, *(plan for plan in others if plan != planned)]
+    num_bytes = 2 * linears.weights[kind][0].numel()
+    found = []
+    for plan in plans:
+        if kind == "gate_up" and plan is not None and plan.rows < 2:
+            continue
+        try:
+            microseconds = linears.time(kind, plan)
+        except OutOfResources:
+            continue  # more shared memory than this device has
+        found.append(
+            {
+                "model": model.name,
+                "kind": kind,
+                "shape": list(linears.shape(kind)),
+                "rows": num_rows,
+                "plan": None if plan is None else asdict(plan),
+                "in_table": plan == planned,
+                "microseconds": microseconds,
+                "share": num_bytes / (microseconds * 1e-6) / bandwidth,
+            }
+        )
+    return found
+
+
+def _summary(name: str, found: list[dict]) -> list[Row]:
+    torch_entry, planned = found[0], found[1]
+    best = min(found[1:], key=lambda entry: entry["microseconds"])
+    return [
+        Row(f"{name}_{label}", entry["microseconds"], f"us, {entry['share']:.0%} of bandwidth")
+        for label, entry in (("torch", torch_entry), ("table", planned), ("best", best))
+    ]
+
+
+def _fastest(found: list[dict]) -> Plan:
+    best = min(found[1:], key=lambda entry: entry["microseconds"])
+    return Plan(**best["plan"])
+
+
+def _print_best(variants: list[dict]) -> None:
+    """Per shape, the plan with the least time over all numbers of rows it is used for."""
+    for label, counts in (("one row", {1}), ("few rows", set(ROWS) - {1})):
+        print(f"best plans, {label}:")
+        totals: dict[tuple, dict[Plan, float]] = {}
+        for entry in variants:
+            if entry["rows"] in counts and entry["plan"]:
+                of_shape = totals.setdefault((entry["kind"], *entry["shape"]), {})
+                plan = Plan(**entry["plan"])
+                of_shape[plan] = of_shape.get(plan, 0.0) + entry["microseconds"]
+        for (kind, *shape), of_shape in totals.items():
+            ranked = sorted(of_shape.items(), key=lambda item: item[1])
+            tried = ", ".join(
+                f"{plan.rows}/{plan.block}/{plan.warps}/{plan.stages} {time / len(counts):.2f}"
+                for plan, time in ranked[:4]
+            )
+            print(f"    {tuple(shape)}: {kind}, rows/block/warps/stages us: {tried}")
+
+
+def _measure_blocks(model: Model) -> list[Row]:
+    rows = []
+    for num_rows in (1, 64, 512, 1024):
+        for name, run in _block_kernels(model, num_rows).items():
+            rows.append(Row(f"{model.name}_{name}_t{num_rows}", _microseconds(run, 20) / 20, "us"))
+    return rows
+
+
+def _block_kernels(model: Model, num_rows: int) -> dict[str, Callable[[], None]]:
+    """The kernels of a block and of a step, on activations that the cache holds."""
+    heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+    x, residual, out = (_random(num_rows, model.dim) for _ in range(3))
+    norm = _random(model.dim)
+    gate_up, activated = (
+        _random(num_rows, 2 * model.hidden_dim),
+        _random(num_rows, model.hidden_dim),
+    )
+    qkv = _random(num_rows, (heads + 2 * kv_heads) * head_dim)
+    cos, sin = (_random(num_rows, head_dim // 2) for _ in range(2))
+    write = torch.randperm(64 * num_rows, device="cuda")[:num_rows].int()
+    keys, values = (_random(4 * num_rows, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
+    q_out = _random(num_rows, heads, head_dim)
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device="cuda")
+
+    slots = torch.arange(num_rows, device="cuda").int()
+    slot_state = [zeros(num_rows + 1).fill_(1) for _ in range(3)]
+    pages, history = zeros(num_rows + 1, 512), zeros(num_rows + 1, 8192)
+    tokens, positions, write_out, logprobs = (zeros(num_rows) for _ in range(4))
+    ring = zeros(8, num_rows)
+    logprobs, logprob_ring, count = logprobs.float(), ring.float(), zeros(1)
+    return {
+        "rms_norm": lambda: block_kernels.rms_norm(x, norm, EPS, out),
+        "torch_rms_norm": lambda: F.rms_norm(x, (model.dim,), norm, EPS),
+        "add_rms_norm": lambda: block_kernels.add_rms_norm(x, residual, norm, EPS, out),
+        "silu_mul": lambda: block_kernels.silu_mul(gate_up, activated),
+        "rope_and_cache": lambda: block_kernels.rope_and_cache(
+            qkv, cos, sin, write, keys, values, q_out, None, None, EPS
+        ),
+        "prepare_decode": lambda: step_kernels.prepare_decode(
+            slots, *slot_state[:2], pages, PAGE_SIZE, tokens, positions, write_out
+        ),
+        "finish_decode": lambda: step_kernels.finish_decode(
+            slots, tokens, logprobs, *slot_state, history, count, ring, logprob_ring
+        ),
+    }
+
+
+def _draw_weights(model: Model) -> dict[str, list[torch.Tensor]]:
+    qkv_dim = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    shapes = {
+        "qkv": (qkv_dim, model.dim),
+        "o": (model.dim, model.num_heads * model.head_dim),
+        "gate_up": (2 * model.hidden_dim, model.dim),
+        "down": (model.dim, model.hidden_dim),
+    }
+    weights = {
+        kind: [_random(*shape, scale=0.02) for _ in range(model.num_layers)]
+        for kind, shape in shapes.items()
+    }
+    return weights | {"head": [_random(model.vocab_size, model.dim, scale=0.02)]}
+
+
+def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.empty(shape, dtype=DTYPE, device="cuda").normal_(std=scale)
+
+
+def _copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a copy far larger than the cache."""
+    source = _random(2**31)
+    target = torch.empty_like(source)
+    num_bytes = 2 * source.numel() * source.element_size()
+    return num_bytes / (_microseconds(lambda: target.copy_(source)) * 1e-6)
+
+
+def _microseconds(run: Callable[[], None], times: int = 1) -> float:
+    """Median time of a graph of `times` runs."""
+    run()  # compiles, outside of the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+    durations = []
+    for _ in range(REPLAYS + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # half a millisecond: the host is ahead when the clock starts
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        durations.append(start.elapsed_time(end) * 1000)
+    return statistics.median(durations[3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""Interactions of an agent: the prefix tree, rewards and their discount, and rows of tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward
+from areal.api.io_struct import ModelResponse
+
+
+def says(role: str, text: str | None, **more) -> dict:
+    return {"role": role, "content": text, **more}
+
+
+def reply_to(input_tokens, output_tokens, *, version=0, stop_reason="stop") -> ModelResponse:
+    return ModelResponse(
+        input_tokens=list(input_tokens),
+        output_tokens=list(output_tokens),
+        output_logprobs=[-0.5 - 0.25 * i for i in range(len(output_tokens))],
+        output_versions=[version] * len(output_tokens),
+        stop_reason=stop_reason,
+    )
+
+
+def interaction(messages, answer="a", parent=None, response=None, template="concat", **more):
+    return InteractionWithTokenLogpReward(
+        response or reply_to([1], [2]),
+        messages=messages,
+        output_message_list=[says("assistant", answer)],
+        parent=parent,
+        chat_template_type=template,
+        **more,
+    )
+
+
+def record(cache: InteractionCache, name: str, messages, answer="a", **more):
+    item = interaction(messages, answer, cache.find_parent(messages, more.get("tools")), **more)
+    cache.add(name, item)
+    return item
+
+
+# Tensors.
+
+
+def test_one_interaction_as_a_row():
+    item = interaction([], response=reply_to([5, 6], [7, 8], version=3), template="hf")
+    item.reward = 0.5
+    row = item.to_tensor_dict()
+    assert row["input_ids"].tolist() == [[5, 6, 7, 8]]
+    assert row["loss_mask"].tolist() == [[0, 0, 1, 1]]
+    assert row["logprobs"].tolist() == [[0.0, 0.0, -0.5, -0.75]]
+    assert row["versions"].tolist() == [[-1, -1, 3, 3]]
+    assert row["turn_ids"].tolist() == [[-1, -1, 0, 0]]
+    assert row["attention_mask"].tolist() == [[True] * 4]
+    assert row["rewards"].tolist() == row["original_rewards"].tolist() == [0.5]
+    assert row["seq_no_eos"].tolist() == [False]
+    assert row["input_ids"].dtype == row["turn_ids"].dtype == torch.int32
+
+
+def test_turns_are_stitched_in_front():
+    first = interaction([], response=reply_to([5], [7, 8], version=1))
+    second = interaction([], parent=first, response=reply_to([5, 7, 8, 9], [4], version=2))
+    third = interaction(
+        [],
+        parent=second,
+        response=reply_to([5, 7, 8, 9, 4, 6, 6], [3], version=2, stop_reason="length"),
+    )
+    third.reward, third.original_reward = -1.0, 0.25
+    row = third.to_tensor_dict()
+    assert row["input_ids"].tolist() == [[5, 7, 8, 9, 4, 6, 6, 3]]
+    assert row["turn_ids"].tolist() == [[-1, 0, 0, -1, 1, -1, -1, 2]]
+    assert row["loss_mask"].tolist() == [[0, 1, 1, 0, 1, 0, 0, 1]]
+    assert row["logprobs"].tolist() == [[0, -0.5, -0.75, 0, -0.5, 0, 0, -0.5]]
+    assert row["versions"].tolist() == [[-1, 1, 1, -1, 2, -1, -1, 2]]
+    assert row["rewards"].tolist() == [-1.0] and row["original_rewards"].tolist() == [0.25]
+    assert row["seq_no_eos"].tolist() == [True]
+
+
+def test_an_individual_row_has_its_own_turn_only():
+    first = interaction([], response=reply_to([5], [7]), template="hf")
+    second = interaction([], parent=first, response=reply_to([5, 7, 9], [4]), template="hf")
+    second.reward = 1.0
+    assert second.to_tensor_dict()["loss_mask"].tolist() == [[0, 0, 0, 1]]
+
+
+def test_tokens_that_do_not_continue_are_refused():
+    first = interaction([], response=reply_to([5], [7, 8]))
+    second = interaction([], parent=first, response=reply_to([5, 7, 9], [4]), reward=1.0)
+    with pytest.raises(ValueError, match="turn 1 does not go on"):
+        second.to_tensor_dict()
+
+
+def test_a_row_needs_a_reward():
+    with pytest.raises(ValueError, match="without a reward"):
+        interaction([]).to_tensor_dict()
+
+
+# The prefix tree.
+
+
+def test_the_parent_is_the_longest_prefix():
+    cache = InteractionCache()
+    question = [says("user", "q")]
+    first = record(cache, "1", question, "a")
+    longer = [*question, says("assistant", "a"), says("user", "again")]
+    second = record(cache, "2", longer, "b")
+    third = record(cache, "3", [*longer, says("assistant", "b"), says("user", "more")])
+    other = record(cache, "4", [*question, says("assistant", "other"), says("user", "again")])
+    assert (first.parent, second.parent, third.parent, other.parent) == (None, first, second, None)
+    assert list(cache.export_interactions("individual")) == ["1", "2", "3", "4"]
+    assert list(cache.export_interactions("concat")) == ["3", "4"]
+
+
+def test_the_newest_of_two_equal_replies_is_continued():
+    cache = InteractionCache()
+    record(cache, "1", [says("user", "q")])
+    retry = record(cache, "2", [says("user", "q")])
+    next_turn = [says("user", "q"), says("assistant", "a"), says("user", "x")]
+    assert record(cache, "3", next_turn).parent is retry
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        {"role": "assistant", "content": " a \n", "refusal": None, "annotations": []},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "a", "tool_calls": None},
+    ],
+)
+def test_a_reply_handed_back_in_another_form_is_the_same(echo):
+    cache = InteractionCache()
+    first = record(cache, "1", [says("user", "q")])
+    assert cache.find_parent([says("user", "q"), echo, says("user", "x")]) is first
+
+
+def test_tool_calls_are_compared_by_what_they_ask():
+    def call(arguments, name="f", call_id="x"):
+        function = {"name": name, "arguments": arguments}
+        return says("assistant", None, tool_calls=[{"id": call_id, "function": function}])
+
+    cache = InteractionCache()
+    question, result = says("user", "q"), says("tool", "2", tool_call_id="x")
+    first = interaction([question])
+    first.output_message_list = [call('{"a": 1, "b": 2}')]
+    cache.add("1", first)
+    assert cache.find_parent([question, call('{"b":2,"a":1}', call_id="y"), result]) is first
+    assert cache.find_parent([question, call('{"a": 2, "b": 2}'), result]) is None
+    assert cache.find_parent([question, call('{"a": 1, "b": 2}', name="g"), result]) is None
+
+
+def test_other_tools_make_another_chat():
+    cache = InteractionCache()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    first = record(cache, "1", [says("user", "q")], tools=tools)
+    longer = [says("user", "q"), says("assistant", "a"), says("user", "x")]
+    assert cache.find_parent(longer, tools) is first
+    assert cache.find_parent(longer) is None
+
+
+def test_the_matcher_can_be_replaced():
+    cache = InteractionCache(lambda prefix, messages: True)
+    first = record(cache, "1", [says("user", "q")])
+    unlike = [says("user", "x"), says("user", "y"), says("user", "z")]
+    assert cache.find_parent(unlike) is first
+
+
+# A chat is a path in a tree of small alphabets, so that prefixes are shared often.
+turns = st.lists(
+    st.tuples(st.sampled_from(["x", "y"]), st.sampled_from("ab")), min_size=1, max_size=4
+)
+
+
+def chat_of(turns) -> list[dict]:
+    """The messages of a request: all replies but the last are part of it."""
+    chat = []
+    for text, answer in turns:
+        chat += [says("user", text), says("assistant", answer)]
+    return chat[:-1]
+
+
+@given(st.lists(turns, min_size=1, max_size=8))
+def test_parents_and_leaves_of_any_session(chats):
+    cache = InteractionCache()
+    for number, chat in enumerate(chats):
+        record(cache, str(number), chat_of(chat), chat[-1][1])
+    items = list(cache.values())
+    for number, (item, chat) in enumerate(zip(items, chats, strict=True)):
+        before = [c for c in chats[:number] if c == chat[: len(c)] and len(c) < len(chat)]
+        longest = max(before, key=len, default=None)
+        assert (item.parent is None) == (longest is None)
+        if longest is not None:
+            newest = max(i for i, c in enumerate(chats[:number]) if c == longest)
+            assert item.parent is items[newest]
+    leaves = cache.export_interactions("concat")
+    assert all(item not in [x.parent for x in items] for item in leaves.values())
+    covered = {id(turn) for leaf in leaves.values() for turn in leaf.path()}
+    assert covered == {id(item) for item in items}, "every interaction is on the path to a leaf"
+
+
+# Rewards.
+
+
+def rewarded(rewards) -> InteractionCache:
+    cache = InteractionCache()
+    for number, reward in enumerate(rewards):
+        cache.add(str(number), interaction([says("user", str(number))], reward=reward))
+    return cache
+
+
+def test_discount_by_hand():
+    cache = rewarded([None, 1.0, None, 2.0])
+    cache.apply_reward_discount(0.5)
+    assert [item.reward for item in cache.values()] == [0.75, 1.5, 1.0, 2.0]
+    with pytest.raises(RuntimeError, match="discounted already"):
+        cache.apply_reward_discount(0.5)
+
+
+reward = st.none() | st.floats(-10, 10)
+
+
+@given(st.lists(reward, min_size=1, max_size=12), st.floats(0, 1))
+def test_discount_is_the_sum_of_what_follows(rewards, discount):
+    cache = rewarded(rewards)
+    if all(r is None for r in rewards):
+        with pytest.raises(ValueError, match="no completion of this session has a reward"):
+            cache.apply_reward_discount(discount)
+        return
+    cache.apply_reward_discount(discount)
+    for start, item in enumerate(cache.values()):
+        expected = sum((r or 0.0) * discount**i for i, r in enumerate(rewards[start:]))
+        assert item.reward == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("value", [1, True, 0.5])
+def test_any_real_number_is_a_reward(value):
+    cache = rewarded([None, None])
+    cache.set_last_reward(value)
+    cache.set_reward("0", value)
+    assert [item.reward for item in cache.values()] == [float(value)] * 2
+
+
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), [1.0]])
+def test_what_is_not_a_number_is_no_reward(value):
+    with pytest.raises(ValueError, match="a reward must be a finite number"):
+        rewarded([None]).set_last_reward(value)
+
+
+def test_a_reward_needs_its_completion():
+    with pytest.raises(ValueError, match="no completion 'x'.*it has 0, 1"):
+        rewarded([None, None]).set_reward("x", 1.0)
+    with pytest.raises(ValueError, match="the model was not asked"):
+        InteractionCache().set_last_reward(1.0)
+
+
+# Retries and styles.
+
+
+def test_retry_orphans_are_dropped():
+    cache = InteractionCache()
+    question = [says("user", "q")]
+    for name, answer in (("lost", "a"), ("kept", "b"), ("answered", "c")):
+        record(cache, name, question, answer)
+    record(cache, "next", [*question, says("assistant", "b"), says("user", "x")])
+    record(cache, "scored", [says("user", "other")], reward=1.0)
+    record(cache, "again", [says("user", "other")])
+    assert cache.drop_retry_orphans() == ["lost"]
+    assert list(cache) == ["kept", "answered", "next", "scored", "again"]
+
+
+def test_concat_needs_stitched_tokens():
+    cache = InteractionCache()
+    record(cache, "1", [says("user", "q")], template="hf")
+    with pytest.raises(ValueError, match="set chat_template_type to 'concat'"):
+        cache.export_interactions("concat")
+    with pytest.raises(ValueError, match="got 'both'"):
+        cache.export_interactions("both")
+
+
+def test_an_id_is_recorded_once():
+    cache = rewarded([None])
+    with pytest.raises(ValueError, match="recorded already"):
+        cache.add("0", interaction([]))

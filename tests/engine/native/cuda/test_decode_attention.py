@@ -1,0 +1,179 @@
+"""Decode attention against float64: shapes, lengths, splits, shared pages and padding rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_world import make_paged_world, relative_error
+
+from areal.engine.native.cuda.decode_attention import (
+    MAX_SPLITS,
+    DecodeTiles,
+    Workspace,
+    decode_attention,
+    rows_attention,
+    splits_for,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SMALL = DecodeTiles(tile=32, min_split=32, num_warps=4, num_stages=3)
+
+
+def decode(world, q_RNH, slots, lengths, num_splits, tiles=None, workspace=None):
+    """The output; lengths are those of the sequences, the scratch one comes by itself."""
+    device = q_RNH.device
+    if workspace is None and num_splits > 1:
+        workspace = make_workspace(q_RNH, world, num_splits)
+    out_RNH = torch.full_like(q_RNH, float("nan"))
+    decode_attention(
+        q_RNH,
+        world.keys,
+        world.values,
+        world.table_SP,
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor([*lengths, 1], dtype=torch.int32, device=device),
+        out_RNH,
+        workspace,
+        num_splits,
+        tiles,
+    )
+    return out_RNH
+
+
+def make_workspace(q_RNH, world, num_splits):
+    num_rows, num_heads, head_dim = q_RNH.shape
+    workspace = Workspace.make(
+        num_rows, num_heads, world.keys.shape[1], head_dim, q_RNH.device, num_splits
+    )
+    for part in (workspace.acc, workspace.score_max, workspace.weight_sum):
+        part.fill_(float("nan"))
+    return workspace
+
+
+def reference(world, q_RNH, slots, lengths):
+    lengths = [*lengths, 1]
+    rows = zip(q_RNH, slots, strict=True)
+    return torch.stack([world.attend(q_NH, slot, lengths[slot]) for q_NH, slot in rows])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "page_size"),
+    [(64, 2, 1, 16), (128, 1, 4, 64), (128, 2, 6, 16), (64, 1, 7, 64), (128, 1, 8, 16)],
+)
+def test_equals_dense_attention(head_dim, num_kv_heads, group, page_size, dtype, device):
+    lengths = [1, 16, 17, 63, 64, 65, 128, 200]
+    world = make_paged_world(
+        lengths,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+    )
+    slots = [3, 7, 0, 8, 6, 1, 5, 2, 4, 8]  # in any order; the scratch slot pads, twice
+    q_RNH = torch.randn(len(slots), num_kv_heads * group, head_dim).to(device, dtype)
+    out_RNH = decode(world, q_RNH, slots, lengths, num_splits=1)
+    wanted = reference(world, q_RNH, slots, lengths)
+    assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_splits", [2, 4, 64])
+def test_splits_are_combined_whatever_the_length(num_splits, dtype, device):
+    lengths = [1, 70, 257]  # at tiles of 32: fewer tiles than splits, and more
+    world = make_paged_world(
+        lengths, num_kv_heads=1, head_dim=64, page_size=16, dtype=dtype, device=device
+    )
+    slots = [2, 0, 1]
+    q_RNH = torch.randn(3, 6, 64).to(device, dtype)
+    workspace = make_workspace(q_RNH, world, num_splits)
+    out_RNH = decode(world, q_RNH, slots, lengths, num_splits, SMALL, workspace)
+    wanted = reference(world, q_RNH, slots, lengths)
+    assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
+    # The counters are back at 0, so a second launch gives the same bits.
+    assert not workspace.arrived.any()
+    assert torch.equal(out_RNH, decode(world, q_RNH, slots, lengths, num_splits, SMALL, workspace))
+
+
+@pytest.mark.parametrize("num_splits", [2, 4])
+def test_the_tiles_of_full_batches_split_long_rows_only(num_splits, dtype, device):
+    lengths = [70, 600, 1500]
+    world = make_paged_world(
+        lengths, num_kv_heads=1, head_dim=64, page_size=16, dtype=dtype, device=device
+    )
+    slots = [0, 1, 2]
+    q_RNH = torch.randn(3, 6, 64).to(device, dtype)
+    workspace = make_workspace(q_RNH, world, num_splits)
+    out_RNH = decode(world, q_RNH, slots, lengths, num_splits, workspace=workspace)
+    wanted = reference(world, q_RNH, slots, lengths)
+    assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
+    used = workspace.weight_sum.view(3, num_splits, 6).isfinite().all(2).sum(1)
+    assert used.tolist() == [0, 2, min(num_splits, 3)]  # a row of one split goes straight out
+
+
+def test_rows_that_share_pages(dtype, device):
+    lengths = [40, 55, 90]
+    world = make_paged_world(
+        lengths,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        dtype=dtype,
+        device=device,
+        shared_pages=2,
+    )
+    assert torch.equal(world.table_SP[0, :2], world.table_SP[2, :2])
+    q_RNH = torch.randn(3, 8, 64).to(device, dtype)
+    out_RNH = decode(world, q_RNH, [0, 1, 2], lengths, num_splits=1)
+    wanted = reference(world, q_RNH, [0, 1, 2], lengths)
+    assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
+
+
+def test_with_one_split_a_row_is_the_same_bits_alone_in_a_batch_and_as_a_prefill_row(dtype, device):
+    lengths = [131, 20, 77]
+    world = make_paged_world(
+        lengths, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, device=device
+    )
+    q_TNH = torch.randn(5, 12, 128).to(device, dtype)
+    chunks, positions = [0, 2, 1, 0, 2], [130, 76, 19, 70, 3]
+
+    def on_device(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    out_TNH = torch.full_like(q_TNH, float("nan"))
+    rows_attention(
+        q_TNH,
+        world.keys,
+        world.values,
+        world.table_SP,
+        on_device(chunks),
+        on_device(positions),
+        out_TNH,
+    )
+    for row, (chunk, position) in enumerate(zip(chunks, positions, strict=True)):
+        as_of_then = list(lengths)
+        as_of_then[chunk] = position + 1
+        alone = decode(world, q_TNH[row : row + 1], [chunk], as_of_then, num_splits=1)
+        assert torch.equal(alone[0], out_TNH[row])
+    wanted = reference(world, q_TNH[:3], [0, 2, 1], lengths)
+    assert relative_error(out_TNH[:3], wanted) < TOLERANCE[dtype]
+
+
+def test_rows_may_be_part_of_a_wider_tensor(dtype, device):
+    lengths = [30, 50]
+    world = make_paged_world(
+        lengths, num_kv_heads=1, head_dim=64, page_size=16, dtype=dtype, device=device
+    )
+    wide = torch.randn(2, 6, 64).to(device, dtype)
+    q_RNH = wide[:, :4]
+    out_RNH = decode(world, q_RNH, [1, 0], lengths, num_splits=1)
+    wanted = reference(world, q_RNH, [1, 0], lengths)
+    assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
+
+
+def test_few_rows_take_many_splits_and_the_workspace_holds_every_batch(device):
+    assert splits_for(1, 2) == MAX_SPLITS
+    assert [splits_for(rows, 2) for rows in (8, 64, 128, 512, 1024)] == [64, 8, 4, 2, 2]
+    workspace = Workspace.make(300, 12, 2, 64, device)
+    for rows in (1, 7, 8, 100, 299, 300):
+        assert rows * splits_for(rows, 2) * 12 <= len(workspace.acc) == len(workspace.score_max)
+    assert len(workspace.arrived) == 300 * 2

@@ -1,0 +1,97 @@
+"""Prefill attention against float64: chunks of all sizes, begun anywhere in their sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_world import make_paged_world, relative_error
+
+from areal.engine.native.cuda.prefill_attention import prefill_attention, tiles_for
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def check(chunks, *, group, dtype, device, tiles=None, shared_pages=0, **shape):
+    """`chunks`: (first position, rows) of one sequence each."""
+    lengths = [position + rows for position, rows in chunks]
+    world = make_paged_world(
+        lengths, dtype=dtype, device=device, shared_pages=shared_pages, **shape
+    )
+    starts = torch.tensor([0, *(rows for _, rows in chunks)]).cumsum(0)
+    num_heads = shape["num_kv_heads"] * group
+    q_TNH = torch.randn(int(starts[-1]), num_heads, shape["head_dim"]).to(device, dtype)
+    out_TNH = torch.full_like(q_TNH, float("nan"))
+    max_rows = max(rows for _, rows in chunks)
+    if tiles is None and device.type == "cpu":
+        # The interpreter computes in float32; the tiles it is to prove are those of bfloat16.
+        tiles = tiles_for(max_rows, group, torch.bfloat16)
+    prefill_attention(
+        q_TNH,
+        world.keys,
+        world.values,
+        world.table_SP,
+        starts.to(device, torch.int32),
+        torch.tensor([position for position, _ in chunks], dtype=torch.int32, device=device),
+        out_TNH,
+        max_rows,
+        tiles,
+    )
+    seen = [
+        (chunk, position + row + 1)
+        for chunk, (position, rows) in enumerate(chunks)
+        for row in range(rows)
+    ]
+    rows = zip(q_TNH, seen, strict=True)
+    wanted = torch.stack([world.attend(q_NH, *place) for q_NH, place in rows])
+    assert relative_error(out_TNH, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "page_size"),
+    [(64, 2, 1, 16), (128, 1, 4, 64), (128, 2, 6, 16), (64, 1, 7, 64), (128, 1, 8, 16)],
+)
+def test_mixed_chunks(head_dim, num_kv_heads, group, page_size, dtype, device):
+    chunks = [(0, 1), (0, 100), (37, 23), (64, 64), (130, 1), (0, 65)]
+    check(
+        chunks,
+        group=group,
+        dtype=dtype,
+        device=device,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+    )
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, 1)],
+        [(70, 1), (15, 1), (16, 1)],  # the last token of shared prompts
+        [(3, 2), (129, 5)],
+        [(0, 9), (61, 10)],
+        [(200, 150)],  # over several tiles of rows and of keys
+    ],
+)
+def test_each_size_of_tile(chunks, dtype, device):
+    shape = {"num_kv_heads": 1, "head_dim": 64, "page_size": 16}
+    check(chunks, group=6, dtype=dtype, device=device, **shape)
+
+
+def test_prompts_that_share_their_first_pages(dtype, device):
+    shape = {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "shared_pages": 3}
+    check([(48, 20), (50, 3), (48, 1)], group=4, dtype=dtype, device=device, **shape)
+
+
+def test_the_tiles_of_float32(device):
+    group = 20  # a tile holds at least one row
+    shape = {"num_kv_heads": 1, "head_dim": 64, "page_size": 16}
+    tiles = tiles_for(5, group, torch.float32)
+    assert tiles.pairs == 32
+    chunks = [(0, 5), (64, 2)]
+    check(chunks, group=group, dtype=torch.float32, device=device, tiles=tiles, **shape)
+
+
+def test_short_chunks_take_small_tiles():
+    pairs = [tiles_for(rows, 6, torch.bfloat16).pairs for rows in (1, 2, 3, 10, 11, 4096)]
+    assert pairs == [16, 16, 64, 64, 128, 128]

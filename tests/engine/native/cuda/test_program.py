@@ -1,0 +1,178 @@
+"""The device program behind the engine, without CUDA: kernels in order, several steps a launch.
+
+What the CUDA runner captures in graphs runs here one kernel after another, so that slots, pages,
+prefill, drawing and running ahead are checked against a plain forward of the same weights.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_model
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.engine.native import engine as engine_module
+from areal.engine.native.cuda.program import DeviceProgram
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.sequence import Finished, GenRequest
+from areal.models.common.attention_varlen import PackedAttention
+
+VOCAB = 64
+
+
+class Outputs:
+    def __init__(self, tokens_KR: torch.Tensor, logprobs_KR: torch.Tensor) -> None:
+        self._tokens, self._logprobs = tokens_KR.T.tolist(), logprobs_KR.T.tolist()
+
+    def read(self):
+        return self._tokens, self._logprobs
+
+
+class EagerRunner:
+    """The CUDA runner less streams and graphs."""
+
+    steps_per_launch = 3
+    launches_ahead = 1
+    max_prefill_tokens = 20
+
+    def __init__(self, model, table, *, max_prefill_tokens, **cache) -> None:
+        self._model = model
+        self._program = DeviceProgram(model, table, max_rows=len(table.num_tokens), **cache)
+
+    def prefill(self, chunks):
+        return self._program.prefill(chunks)
+
+    def draw(self, slots, hidden):
+        self._program.slots.update(slots)
+        return self._run(
+            slots, 1, lambda *out: self._program.draw(out[0], torch.stack(hidden), *out[1:])
+        )
+
+    def decode(self, slots, num_steps):
+        self._program.slots.update(slots)
+        return self._run(slots, num_steps, self._program.step)
+
+    def copy_pages(self, sources, targets):
+        self._program.copy_pages(sources, targets)
+
+    def load(self, weights):
+        for name, tensor in weights:
+            self._model.load_hf_tensor(name, tensor)
+
+    def _run(self, slots, num_steps, work) -> Outputs:
+        program = self._program
+        padded = np.full(len(slots) + 1, program.slots.scratch, np.int32)  # one row of padding
+        padded[:-1] = slots
+        outputs = program.new_outputs(num_steps, len(padded))
+        program.begin()
+        if work == program.step:
+            for _ in range(num_steps):
+                program.step(program.slots.upload(padded), *outputs)
+        else:
+            work(program.slots.upload(padded[:-1].copy()), *outputs)
+        return Outputs(*(x[:, : len(slots)] for x in outputs))
+
+
+@pytest.fixture
+def make_engine(monkeypatch, device):
+    monkeypatch.setattr(engine_module, "make_runner", EagerRunner)
+
+    def make(family="qwen3", seed=0, **options) -> NativeEngine:
+        model = tiny_model(family, seed=seed, head_dim=16).to(device)
+        options = {"page_size": 4, "num_pages": 100, "max_running": 12} | options
+        return NativeEngine(model, **options)
+
+    return make
+
+
+def run(engine: NativeEngine) -> dict[str, Finished]:
+    done: dict[str, Finished] = {}
+    for _ in range(500):
+        if not engine.has_work:
+            return done
+        done |= {finished.rid: finished for finished in engine.step()}
+    raise AssertionError(f"requests still run: {engine.stats()}")
+
+
+@torch.no_grad()
+def full_forward_logprobs(model, prompt, output, temperature=1.0):
+    device = model.tok_embeddings.weight.device
+    tokens = torch.tensor(prompt + output, device=device)
+    attend = PackedAttention(torch.tensor([0, len(tokens)]), len(tokens))
+    hidden = model(tokens, torch.arange(len(tokens), device=device), attend)
+    logprobs = torch.log_softmax(model.logits(hidden).double() / temperature, dim=-1)
+    rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
+    return logprobs[rows, tokens[len(prompt) :]].tolist()
+
+
+def mixed_requests(count: int, seed: int = 0) -> list[GenRequest]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB) for _ in range(9)]
+    return [
+        GenRequest(
+            str(i),
+            shared if i % 3 == 0 else [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))],
+            GenerationHyperparameters(
+                seed=i, max_new_tokens=rng.randrange(1, 11), ignore_eos=True, temperature=0.8
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "num_requests", [2, 11]
+)  # few rows, and more than the few-row kernels take
+def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
+    engine, requests = make_engine(family), mixed_requests(num_requests)
+    for request in requests:
+        engine.add(request)
+    done = run(engine)
+    for request in requests:
+        out = done[request.rid]
+        assert len(out.output_tokens) == request.gconfig.max_new_tokens
+        expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens, 0.8)
+        assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_logprobs_survive_preemption_and_new_weights(make_engine):
+    engine, requests = make_engine(num_pages=22), mixed_requests(8, seed=1)
+    for request in requests:
+        engine.add(request)
+    done: dict[str, Finished] = {}
+    for _ in range(2):
+        done |= {finished.rid: finished for finished in engine.step()}
+    engine.load_weights(tiny_model(seed=1, head_dim=16).named_hf_tensors(), 1, recompute_kv=True)
+    done |= run(engine)
+    assert engine.stats()["preemptions"] > 0
+    old, new = tiny_model(seed=0, head_dim=16), tiny_model(seed=1, head_dim=16)
+    for request in requests:
+        out = done[request.rid]
+        split = out.output_versions.count(0)
+        args = (request.input_ids, out.output_tokens, 0.8)
+        expected = full_forward_logprobs(old, *args)[:split]
+        expected += full_forward_logprobs(new, *args)[split:]
+        assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_greedy_tokens_and_stops_are_those_of_the_plain_engine(make_engine, monkeypatch):
+    options = GenerationHyperparameters(greedy=True, max_new_tokens=14, min_new_tokens=4)
+    requests = [GenRequest(str(i), [i, 2 * i, 5], options) for i in range(6)]
+    engine = make_engine(eos_ids=range(24))
+    for request in requests:
+        engine.add(request)
+    found = run(engine)
+    monkeypatch.undo()
+    plain = NativeEngine(tiny_model(head_dim=16), page_size=4, num_pages=100, eos_ids=range(24))
+    for request in requests:
+        plain.add(request)
+    expected = run(plain)
+    assert {rid: f.output_tokens for rid, f in found.items()} == {
+        rid: f.output_tokens for rid, f in expected.items()
+    }
+    assert all(len(f.output_tokens) > 4 for f in found.values())
+    assert "stop" in {f.stop_reason for f in found.values()}

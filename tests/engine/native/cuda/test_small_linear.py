@@ -1,0 +1,175 @@
+"""Linear layers of a few rows against float64: every shape of x, and weights of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from areal.engine.native.cuda.small_linear import (
+    Plan,
+    norm_gate_up_silu,
+    norm_linear,
+    plan_for,
+    small_linear,
+)
+
+EPS = 1e-6
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+# (outputs, D): whole and broken tiles of either, the inner sizes of real models.
+SHAPES = [(32, 1536), (22, 3584), (18, 8960), (66, 64), (7, 100)]
+VECTOR, MATRIX = Plan(rows=4, block=512, warps=2), Plan(rows=16, block=128, warps=2, stages=3)
+
+
+def draw(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(device, dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < (tolerance or TOLERANCE[out.dtype]), f"relative error {error:.2e}"
+
+
+def normed(x_MD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x_MD.double(), (x_MD.shape[1],), weight_D.double(), EPS)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 9))
+def test_any_number_of_rows(num_rows, dtype, device):
+    x = draw(num_rows, 1536, dtype=dtype, device=device)
+    weight = draw(50, 1536, dtype=dtype, device=device, scale=0.02)
+    out = poisoned(num_rows, 50, dtype=dtype, device=device)
+    small_linear(x, weight, None, out)
+    assert_near(out, x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bias_and_residual(shape, num_rows, dtype, device):
+    num_outputs, dim = shape
+    x = draw(num_rows, dim, dtype=dtype, device=device)
+    weight = draw(*shape, dtype=dtype, device=device, scale=dim**-0.5)
+    bias = draw(num_outputs, dtype=dtype, device=device)
+    residual = draw(num_rows, num_outputs, dtype=dtype, device=device, scale=10.0)
+    expected = x.double() @ weight.double().T + bias.double() + residual.double()
+    out = poisoned(num_rows, num_outputs, dtype=dtype, device=device)
+    small_linear(x, weight, bias, out, residual)
+    assert_near(out, expected)
+    small_linear(x, weight, bias, residual, residual)
+    assert torch.equal(residual, out), "the result differs when it is written over the residual"
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_linear(shape, num_rows, dtype, device):
+    num_outputs, dim = shape
+    # Rows of very different size: each has its own root mean square.
+    x = draw(num_rows, dim, dtype=dtype, device=device) * 10.0 ** torch.arange(
+        num_rows, dtype=dtype, device=device
+    ).unsqueeze(1)
+    norm = draw(dim, dtype=dtype, device=device) + 1
+    weight = draw(*shape, dtype=dtype, device=device, scale=dim**-0.5)
+    bias = draw(num_outputs, dtype=dtype, device=device)
+    out = poisoned(num_rows, num_outputs, dtype=dtype, device=device)
+    norm_linear(x, norm, EPS, weight, bias, out)
+    assert_near(out, normed(x, norm) @ weight.double().T + bias.double())
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_gate_up_silu(shape, num_rows, dtype, device):
+    width, dim = shape
+    x = draw(num_rows, dim, dtype=dtype, device=device)
+    norm = draw(dim, dtype=dtype, device=device) + 1
+    weight = draw(2 * width, dim, dtype=dtype, device=device, scale=dim**-0.5)
+    out = poisoned(num_rows, width, dtype=dtype, device=device)
+    norm_gate_up_silu(x, norm, EPS, weight, out)
+    gate, up = (normed(x, norm) @ weight.double().T).chunk(2, dim=1)
+    assert_near(out, F.silu(gate) * up, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("plan", [VECTOR, MATRIX, Plan(2, 256, 1), Plan(8, 2048, 8)], ids=str)
+def test_every_plan_computes_one_row(plan, dtype, device):
+    x = draw(1, 1536, dtype=dtype, device=device)
+    norm = draw(1536, dtype=dtype, device=device)
+    weight = draw(30, 1536, dtype=dtype, device=device, scale=0.02)
+    out = poisoned(1, 30, dtype=dtype, device=device)
+    norm_linear(x, norm, EPS, weight, None, out, plan)
+    assert_near(out, normed(x, norm) @ weight.double().T)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_logits_come_in_float32(num_rows, dtype, device):
+    x = draw(num_rows, 1536, dtype=dtype, device=device)
+    weight = draw(97, 1536, dtype=dtype, device=device, scale=0.02)
+    out = poisoned(num_rows, 97, dtype=torch.float32, device=device)
+    small_linear(x, weight, None, out)
+    assert_near(out, x.double() @ weight.double().T)
+
+
+def test_a_row_of_nan_stays_alone(dtype, device):
+    x = draw(3, 128, dtype=dtype, device=device)
+    x[1] = torch.nan
+    weight = draw(20, 128, dtype=dtype, device=device)
+    out = torch.zeros(3, 20, dtype=dtype, device=device)
+    norm_linear(x, torch.ones_like(x[0]), EPS, weight, None, out)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_plans_fit_their_kernel(num_rows):
+    for shape in [(2048, 1536), (1536, 1536), (8960, 1536), (1536, 8960), (151936, 1536), (9, 9)]:
+        assert plan_for(num_rows, *shape).uses_tensor_cores == (num_rows > 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    "shape", [(2048, 1536), (1536, 8960), (151936, 1536), (4608, 3584), (3584, 18944)], ids=str
+)
+def test_real_shapes(shape, num_rows, device):
+    num_outputs, dim = shape
+    x = draw(num_rows, dim, dtype=torch.bfloat16, device=device)
+    weight = draw(*shape, dtype=torch.bfloat16, device=device, scale=dim**-0.5)
+    out = poisoned(num_rows, num_outputs, dtype=torch.bfloat16, device=device)
+    small_linear(x, weight, None, out)
+    assert_near(out, x.double() @ weight.double().T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_captured_chain_of_overlapping_kernels_has_no_race(num_rows, device):
+    dim, width, layers = 1536, 8960, 16
+    dtype = torch.bfloat16
+    norm = draw(dim, dtype=dtype, device=device)
+    gate_up = [draw(2 * width, dim, dtype=dtype, device=device, scale=0.02) for _ in range(layers)]
+    down = [draw(dim, width, dtype=dtype, device=device, scale=0.02) for _ in range(layers)]
+    x = draw(num_rows, dim, dtype=dtype, device=device)
+    state, middle = torch.empty_like(x), draw(num_rows, width, dtype=dtype, device=device)
+
+    def chain():
+        state.copy_(x)
+        for layer in range(layers):
+            norm_gate_up_silu(state, norm, EPS, gate_up[layer], middle)
+            small_linear(middle, down[layer], None, state, state)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    expected = None
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = state.clone() if expected is None else expected
+        assert torch.equal(state, expected)
+    reference = x.double()
+    for layer in range(layers):
+        gate, up = (normed(reference, norm) @ gate_up[layer].double().T).chunk(2, dim=1)
+        reference = reference + (F.silu(gate) * up) @ down[layer].double().T
+    assert_near(state, reference, 0.05)

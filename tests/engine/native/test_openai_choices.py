@@ -1,0 +1,96 @@
+"""Chunks of a streamed choice: joined, they say what the whole reply says."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
+
+from areal.engine.native.openai_choices import ChatChoice, CompletionChoice, ReplyHead
+from areal.utils.openai_wire import (
+    Output,
+    chat_reply,
+    completion_reply,
+    parse_chat,
+    parse_completion,
+    visible_text,
+)
+
+TOKENIZER = byte_tokenizer()
+TOOL = {"type": "function", "function": {"name": "add"}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+texts = st.lists(
+    st.sampled_from([CALL, "<tool_call>", "ü ", "STOP", "\n", '{"name": "f"}', "a"]), max_size=6
+).map("".join)
+tokens = texts.map(TOKENIZER.encode) | st.lists(st.integers(2, VOCAB_SIZE - 1), max_size=20)
+sizes = st.lists(st.integers(1, 5), max_size=20)
+reasons = st.sampled_from(["stop", "length"])
+
+
+def head_of(call, parser="hermes"):
+    return ReplyHead(
+        call=call,
+        completion_id="c",
+        created=1,
+        tokenizer=TOKENIZER,
+        tool_parser=parser,
+        stop_ids=frozenset([EOS]),
+    )
+
+
+def streamed(choice, ids, logprobs, sizes, reason):
+    """Choices of all chunks, when tokens come in groups of these sizes, the rest at the end."""
+    chunks, position = choice.begin(), 0
+    for size in sizes:
+        if position + size >= len(ids):
+            break
+        part = slice(position, position + size)
+        chunks += choice.go_on(ids[part], logprobs[part])
+        position += size
+    chunks += choice.end(ids[position:], logprobs[position:], reason)
+    return [chunk["choices"][0] for chunk in chunks]
+
+
+@given(tokens, sizes, reasons, st.booleans(), st.sampled_from([None, ["STOP", "TO"]]))
+def test_completion_chunks_join_to_the_reply(ids, sizes, reason, ends, stop):
+    call = parse_completion({"model": "m", "prompt": "a", "logprobs": 0, "stop": stop})
+    text = visible_text(TOKENIZER, ids, call.gconfig)
+    ids = [*ids, EOS] if ends else ids
+    logprobs = [-0.5 * i for i in range(len(ids))]
+    output = Output(ids, logprobs, reason, text)
+    (whole,) = completion_reply(call, "c", 1, [output], 1, TOKENIZER)["choices"]
+    chunks = streamed(CompletionChoice(head_of(call), 0), ids, logprobs, sizes, reason)
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert sum((chunk["logprobs"][name] for chunk in chunks), []) == whole["logprobs"][name]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [reason]
+
+
+@given(tokens, sizes, reasons, st.booleans(), st.booleans(), st.sampled_from(["hermes", "llama"]))
+def test_chat_chunks_join_to_the_reply(ids, sizes, reason, has_tools, logprobs, parser):
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": logprobs}
+    call = parse_chat({**body, "tools": [TOOL] if has_tools else None})
+    values = [-0.5 * i for i in range(len(ids))]
+    output = Output(ids, values, reason, visible_text(TOKENIZER, ids, call.gconfig))
+    (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER, tool_parser=parser)["choices"]
+    chunks = streamed(ChatChoice(head_of(call, parser), 0), ids, values, sizes, reason)
+    deltas = [chunk["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant" and deltas[-1] == {}
+    content = "".join(delta.get("content", "") for delta in deltas)
+    assert content == (whole["message"]["content"] or "")
+    calls = sum((delta.get("tool_calls", []) for delta in deltas), [])
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    expected = [call["function"] for call in whole["message"].get("tool_calls", [])]
+    assert [call["function"] for call in calls] == expected
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"]
+    said = [chunk["logprobs"]["content"] for chunk in chunks if chunk["logprobs"]]
+    assert sum(said, []) == (whole["logprobs"]["content"] if logprobs else [])
+
+
+def test_text_before_a_tool_call_is_not_held_back():
+    call = parse_chat({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]})
+    choice = ChatChoice(head_of(call), 0)
+    ids = TOKENIZER.encode("Well, " + CALL)
+    shown = [choice.go_on([token], [0.0]) for token in ids]
+    assert "".join(c[0]["choices"][0]["delta"]["content"] for c in shown if c) == "Well,"

@@ -1,0 +1,376 @@
+"""The OpenAI routes over real HTTP, asked by the real `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+
+import openai
+import pytest
+from fastapi.testclient import TestClient
+from tiny import tiny_model, write_tiny_model
+from tiny_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+
+from areal.engine.native.control import ControlClient
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.loop import EngineLoop
+from areal.engine.native.remote_engine import launch_native_server
+from areal.engine.native.server import create_app
+from areal.utils.openai_wire import chat_prompt_ids, parse_chat
+from areal.weight_sync.publication import publish
+
+TOKEN = "token-of-this-run"
+HELLO = [{"role": "user", "content": "Grüße, how are you?"}]
+SAMPLING = {"max_tokens": 24, "seed": 7, "extra_body": {"ignore_eos": True}}
+MODEL = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(folder, **MODEL)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return write_byte_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    child, address = launch_native_server(folder, token=TOKEN, num_pages=800, setup_timeout_s=60)
+    yield address
+    child.terminate()
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(
+        base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0, timeout=20
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def control(address):
+    control = ControlClient(address, TOKEN, timeout_s=10)
+    yield control
+    control.post("/continue")
+    control.post("/abort", all=True)
+
+
+def generate(control, ids, **options):
+    """What /generate says to the same prompt."""
+    gconfig = {"max_new_tokens": 24, "seed": 7, "ignore_eos": True, **options}
+    return control.post("/generate", requests=[{"rid": "g", "input_ids": ids, "gconfig": gconfig}])
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def joined(chunks):
+    """Per choice of a streamed reply: (text, log-probabilities, finish reason)."""
+    texts, logprobs, reasons = {}, {}, {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            is_chat = hasattr(choice, "delta")
+            text = (choice.delta.content or "") if is_chat else choice.text
+            texts[choice.index] = texts.get(choice.index, "") + text
+            said = choice.logprobs
+            if said is not None:
+                values = [c.logprob for c in said.content] if is_chat else said.token_logprobs
+                logprobs.setdefault(choice.index, []).extend(values)
+            if choice.finish_reason is not None:
+                assert choice.index not in reasons
+                reasons[choice.index] = choice.finish_reason
+    return texts, logprobs, reasons
+
+
+def test_models(client, folder):
+    (model,) = client.models.list().data
+    assert model.id == str(folder)
+    assert client.models.retrieve("tiny").id == model.id
+
+
+def test_completion_is_what_generate_says(client, control, tokenizer):
+    prompt = "The answer is ü"
+    ids = tokenizer(prompt)["input_ids"]
+    expected = generate(control, ids)
+    for given in (prompt, ids):
+        reply = client.completions.create(model="tiny", prompt=given, logprobs=0, **SAMPLING)
+        (choice,) = reply.choices
+        assert choice.text == tokenizer.decode(expected["output_tokens"], skip_special_tokens=True)
+        assert choice.logprobs.token_logprobs == expected["output_logprobs"]
+        assert choice.finish_reason == "length"
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids), 24)
+        assert reply.object == "text_completion" and reply.model == "tiny"
+
+
+def test_chat_is_what_generate_says(client, control, tokenizer):
+    ids = chat_prompt_ids(tokenizer, parse_chat({"messages": HELLO}))
+    expected = generate(control, ids, temperature=0.7, top_p=0.9)
+    reply = client.chat.completions.create(
+        model="tiny", messages=HELLO, logprobs=True, temperature=0.7, top_p=0.9, **SAMPLING
+    )
+    (choice,) = reply.choices
+    assert choice.message.role == "assistant"
+    text = tokenizer.decode(expected["output_tokens"], skip_special_tokens=True)
+    assert choice.message.content == text
+    said = choice.logprobs.content
+    assert [entry.logprob for entry in said] == expected["output_logprobs"]
+    raw = b"".join(bytes(entry.bytes) for entry in said if not entry.token.startswith("<|"))
+    assert raw.decode(errors="replace") == text
+    assert reply.usage.prompt_tokens == len(ids)
+
+
+def test_several_prompts_and_samples(client):
+    prompts = ["one", "two"]
+    reply = client.completions.create(model="tiny", prompt=prompts, n=3, **SAMPLING)
+    assert [choice.index for choice in reply.choices] == list(range(6))
+    texts = [choice.text for choice in reply.choices]
+    assert len(set(texts)) == 6
+    for i, prompt in enumerate(prompts):
+        for sample in range(3):
+            options = {**SAMPLING, "seed": SAMPLING["seed"] + sample}
+            alone = client.completions.create(model="tiny", prompt=prompt, **options)
+            assert alone.choices[0].text == texts[3 * i + sample]
+    ids = [[70, 71], [72]]
+    assert len(client.completions.create(model="tiny", prompt=ids, **SAMPLING).choices) == 2
+
+
+def test_seeds(client):
+    def text(**options):
+        reply = client.chat.completions.create(model="tiny", messages=HELLO, **options)
+        return reply.choices[0].message.content
+
+    assert text(seed=3, max_tokens=20) == text(seed=3, max_completion_tokens=20)
+    assert text(seed=3, max_tokens=20) != text(seed=4, max_tokens=20)
+    assert text(max_tokens=20) != text(max_tokens=20)
+    assert text(temperature=0, max_tokens=20) == text(temperature=0, max_tokens=20)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_stream_says_the_same(client, seed):
+    options = {**SAMPLING, "max_tokens": 40, "seed": seed, "model": "tiny", "n": 2}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    whole = client.chat.completions.create(messages=HELLO, logprobs=True, **options)
+    chunks = list(client.chat.completions.create(messages=HELLO, logprobs=True, **options, **usage))
+    texts, logprobs, reasons = joined(chunks)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content
+        assert logprobs[choice.index] == [entry.logprob for entry in choice.logprobs.content]
+        assert reasons[choice.index] == "length"
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len(chunks) > 40 and len({chunk.id for chunk in chunks}) == 1
+
+    whole = client.completions.create(prompt="Once", logprobs=0, **options)
+    chunks = list(client.completions.create(prompt="Once", logprobs=0, stream=True, **options))
+    texts, logprobs, _ = joined(chunks)
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert logprobs == {c.index: c.logprobs.token_logprobs for c in whole.choices}
+
+
+def test_pieces_come_while_the_rest_is_generated(client, control):
+    options = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(model="tiny", prompt="a", stream=True, **options) as stream:
+        next(iter(stream))
+        assert control.get("/stats")["running"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(client, control, stream):
+    def ask(**options):
+        reply = client.completions.create(
+            model="tiny", prompt="Once", stream=stream, **{**SAMPLING, **options}
+        )
+        if stream:
+            texts, _, reasons = joined(reply)
+            return texts[0], reasons[0]
+        return reply.choices[0].text, reply.choices[0].finish_reason
+
+    text, reason = ask(max_tokens=60)
+    assert reason == "length"
+    start = next(i for i in range(8, len(text)) if "\ufffd" not in text[i : i + 3])
+    stop = text[start : start + 3]
+    before = control.get("/stats")["tokens_generated"]
+    assert ask(max_tokens=60, stop=["never there", stop]) == (text[: text.find(stop)], "stop")
+    assert control.get("/stats")["tokens_generated"] - before < 60
+    assert ask(max_tokens=60, stop="never there") == (text, "length")
+
+
+def test_generate_takes_stop_strings_too(control, tokenizer):
+    ids = tokenizer("Once")["input_ids"]
+    free = generate(control, ids)["output_tokens"]
+    text = tokenizer.decode(free[4:7], skip_special_tokens=False)
+    stopped = generate(control, ids, stop=[text])
+    assert stopped["stop_reason"] == "stop"
+    assert stopped["output_tokens"] == free[: len(stopped["output_tokens"])]
+    assert text in tokenizer.decode(stopped["output_tokens"], skip_special_tokens=False)
+
+
+def test_stop_tokens_end_the_text_before_them(client, control, tokenizer):
+    ids = tokenizer("Once")["input_ids"]
+    tokens = generate(control, ids)["output_tokens"]
+    last = tokens[5]
+    options = {"ignore_eos": True, "stop_token_ids": [last]}
+    reply = client.completions.create(
+        model="tiny", prompt="Once", max_tokens=24, seed=7, logprobs=0, extra_body=options
+    )
+    num_tokens = tokens.index(last) + 1
+    (choice,) = reply.choices
+    assert choice.finish_reason == "stop"
+    assert choice.text == tokenizer.decode(tokens[: num_tokens - 1], skip_special_tokens=True)
+    assert len(choice.logprobs.token_logprobs) == reply.usage.completion_tokens == num_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "error", "param", "message"),
+    [
+        ({"temperature": -1}, openai.BadRequestError, "temperature", "a number from 0"),
+        ({"logprobs": True, "top_logprobs": 2}, openai.BadRequestError, "top_logprobs", "only"),
+        ({"model": "gpt-4o"}, openai.NotFoundError, "model", "'gpt-4o'"),
+        ({"messages": [{"role": "user", "content": "a" * 3000}]}, openai.BadRequestError, None,
+         "no room for output"),
+        ({"extra_body": {"stop_token_ids": [9999]}}, openai.BadRequestError, None, "stop_token_id"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format",
+         "not supported"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_has_openais_shape(client, stream, options, error, param, message):
+    with pytest.raises(error, match=message) as caught:
+        client.chat.completions.create(
+            **{"model": "tiny", "messages": HELLO, "stream": stream, "max_tokens": 5, **options}
+        )
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_echo_is_refused_and_bodies_that_are_none(client, address):
+    with pytest.raises(openai.BadRequestError, match="echo: not supported"):
+        client.completions.create(model="tiny", prompt="a", echo=True)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    for method, path, body, status in [
+        ("POST", "/v1/completions", "{", 400),
+        ("POST", "/v1/chat/completions", "[]", 400),
+        ("GET", "/v1/nowhere", None, 404),
+        ("GET", "/v1/completions", None, 405),
+    ]:
+        connection = http.client.HTTPConnection(address, timeout=10)
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+        connection.close()
+
+
+def test_a_wrong_key(address):
+    with (
+        openai.OpenAI(base_url=f"http://{address}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError, match="Authorization") as caught,
+    ):
+        client.models.list()
+    assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_pages(client, control, stream, address):
+    wait_until(lambda: control.get("/stats")["running"] == 0)
+    before = control.get("/stats")["finished"]
+    body = {"prompt": "leaving", "n": 4, "max_tokens": 1500, "stream": stream, "ignore_eos": True}
+    connection = http.client.HTTPConnection(address, timeout=10)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {TOKEN}"}
+    )
+    wait_until(lambda: control.get("/stats")["running"] == 4)
+    if stream:
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.readline().startswith(b"data: {")
+        answer.close()
+    connection.close()
+    wait_until(lambda: control.get("/stats")["running"] == 0)
+    stats = control.get("/stats")
+    assert stats["finished"] == before  # ended, not finished
+    assert stats["pages_in_use"] <= 2 * stats["prefixes"]  # nothing but prompts kept for later
+
+
+async def test_thirty_streams_while_weights_change(address, control, tmp_path):
+    versions = [101, 102, 103]
+    for version in versions:
+        weights = tiny_model(seed=version, **MODEL).named_hf_tensors()
+        publish(weights, tmp_path / str(version), version)
+
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0, timeout=60
+    ) as client:
+
+        async def ask(number):
+            stream = await client.chat.completions.create(
+                model="tiny", messages=HELLO, stream=True, seed=number, logprobs=True,
+                max_tokens=80, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            texts, logprobs, reasons = joined([chunk async for chunk in stream])
+            return texts[0], logprobs[0], reasons[0]
+
+        async def update():
+            for version in versions:
+                await asyncio.sleep(0.1)
+                order = {"path": str(tmp_path / str(version)), "version": version}
+                await asyncio.to_thread(lambda: control.post("/update_weights", **order))  # noqa: B023
+
+        *answers, _ = await asyncio.gather(*map(ask, range(30)), update())
+    assert all(reason == "length" and len(logprobs) == 80 for _, logprobs, reason in answers)
+    assert len({text for text, _, _ in answers}) == 30
+    assert control.get("/health")["version"] == versions[-1]
+    assert control.get("/stats")["running"] == 0
+
+
+def test_a_model_without_a_tokenizer(tmp_path):
+    folder = write_tiny_model(tmp_path / "bare", **MODEL)
+    loop = EngineLoop(NativeEngine.from_pretrained(folder, num_pages=50))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with TestClient(create_app(loop, TOKEN, model=str(folder)), headers=headers) as client:
+        for path, body in [
+            ("/v1/chat/completions", {"messages": HELLO}),
+            ("/v1/completions", {"prompt": [5, 6]}),
+        ]:
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "has no tokenizer" in answer.json()["error"]["message"]
+        entry = {"rid": "a", "input_ids": [5], "gconfig": {"max_new_tokens": 2}}
+        assert client.post("/generate", json={"requests": [entry]}).status_code == 200
+        entry["gconfig"]["stop"] = ["x"]
+        answer = client.post("/generate", json={"requests": [entry]})
+        assert answer.status_code == 400
+        assert answer.json()["error"].startswith("gconfig.stop: the model folder")
+        assert len(client.get("/v1/models").json()["data"]) == 1
+    loop.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_ended_or_lost_its_weights(folder, stream):
+    """In process, because here the engine itself must break."""
+    body = {"prompt": "a", "stream": stream, "max_tokens": 5, "temperature": 0}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    engine = NativeEngine(tiny_model(**MODEL), num_pages=50)
+    loop = EngineLoop(engine)
+    app = create_app(loop, TOKEN, model=str(folder))
+    with TestClient(app, headers=headers, raise_server_exceptions=False) as client:
+        engine.model.norm.weight.data.fill_(float("nan"))
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 503
+        assert "not finite" in answer.json()["error"]["message"]
+        loop.close()
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "server_error"
