@@ -7,22 +7,26 @@ every sampled token returned, time from the first request to the last token (pre
 limit of a row counts the bytes and operations its steps cannot avoid, at the copy bandwidth and the
 matrix rate measured in the same run. `1.5b_group_tail` also says which share of the time the device
 had nothing to do, `1.5b_http_ratio` compares the same work through the server (its client in a
-process of its own), `1.5b_update_stall_ms` is how long generation stands still for new weights.
+process of its own), `1.5b_update_stall_ms` is how long generation stands still for new weights,
+`1.5b_invariant_ratio` the speed of batch-invariant numerics over the usual ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from report import Row, print_table, write_json
@@ -108,7 +112,7 @@ LOADS = {
     "7b_64": Load("7b", 64, 256, 512),
     "7b_1": Load("7b", 1, 256, 512),
 }
-EXTRA = ("1.5b_update_stall_ms", "1.5b_http_ratio")
+EXTRA = ("1.5b_update_stall_ms", "1.5b_http_ratio", "1.5b_invariant_ratio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,8 @@ class Ceilings:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[*LOADS, *EXTRA], metavar="ROW")
+    names = [*LOADS, *EXTRA]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="ROW")
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     parser.add_argument("--client", metavar="ADDRESS", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -131,30 +136,43 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmark/generation.py needs a CUDA device; none was found", file=sys.stderr)
         return 1
-    rows = _run(args.only)
+    rows = measure_apart(args.only) if len(_shapes(args.only)) > 1 else _run(args.only)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
     return 0
 
 
+def _shapes(names: list[str]) -> list[str]:
+    return [shape for shape in SHAPES if any(name.startswith(f"{shape}_") for name in names)]
+
+
+def measure_apart(names: list[str]) -> list[Row]:
+    """Each shape in a process of its own: none finds the memory of another in use."""
+    rows: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in _shapes(names):
+            file = Path(folder) / f"{shape}.json"
+            wanted = [name for name in names if name.startswith(f"{shape}_")]
+            subprocess.run(
+                [sys.executable, __file__, "--json", str(file), "--only", *wanted], check=True
+            )
+            for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+                rows[row["name"]] = Row(**row)
+    return list(rows.values())
+
+
 def _run(names: list[str]) -> list[Row]:
+    """All rows of one shape."""
     ceilings = measure_ceilings()
     rows = [
         Row("copy_bandwidth", ceilings.bytes_per_s / 1e12, "TB/s"),
         Row("matrix_rate", ceilings.flop_per_s / 1e12, "TFLOP/s"),
     ]
-    for shape in SHAPES:
-        wanted = [name for name in names if name.startswith(f"{shape}_")]
-        if not wanted:
-            continue
-        model = random_model(shape)
-        engine = NativeEngine(model, max_running=1024)
-        for name in wanted:
-            rows += _EXTRA_ROWS[name](engine) if name in EXTRA else _speed(name, engine, ceilings)
-            print_table(rows[-3:])
-        del engine, model
-        torch.cuda.empty_cache()
+    (shape,) = _shapes(names)
+    engine = NativeEngine(random_model(shape), max_running=1024)
+    for name in names:
+        rows += _EXTRA_ROWS[name](engine) if name in EXTRA else _speed(name, engine, ceilings)
     return rows
 
 
@@ -174,6 +192,7 @@ def _speed(name: str, engine: NativeEngine, ceilings: Ceilings) -> list[Row]:
     warm_up(engine, load)
     with device_clock(engine) as idle_share:
         seconds = generate(engine, load.requests())
+    assert not engine.stats()["preemptions"], "the cache is too small for this load"
     tokens = sum(load.lengths())
     limit = tokens / least_seconds(engine.model, load, ceilings)
     return [
@@ -355,7 +374,21 @@ async def _time_client(address: str) -> float:
     return seconds
 
 
-_EXTRA_ROWS = {"1.5b_update_stall_ms": _update_stall, "1.5b_http_ratio": _http_ratio}
+def _invariant_ratio(engine: NativeEngine) -> list[Row]:
+    load = LOADS["1.5b_64_256_256"]
+    warm_up(engine, load)
+    usual = generate(engine, load.requests())
+    invariant = NativeEngine(engine.model, max_running=64, batch_invariant=True)
+    warm_up(invariant, load)
+    seconds = generate(invariant, load.requests())
+    return [Row("1.5b_invariant_ratio", usual / seconds, "of the usual speed, 64 requests")]
+
+
+_EXTRA_ROWS = {
+    "1.5b_update_stall_ms": _update_stall,
+    "1.5b_http_ratio": _http_ratio,
+    "1.5b_invariant_ratio": _invariant_ratio,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

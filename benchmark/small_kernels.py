@@ -4,9 +4,11 @@ Every number is a replay of a CUDA graph. The linear layers of 1 to 8 rows walk 
 of all layers of a model, so that no weight is in the cache when its turn comes; each is timed with
 torch (`F.linear` alone, without the norm and activation ours include), with the plan of the table
 in `small_linear.py`, and with a set of other plans. The best are printed as a table to paste there,
-and all linear layers of one token are timed as a chain, with and without overlapping kernels.
+and all linear layers of one token are timed as a chain, with and without overlapping kernels. Those
+of 16 to 128 rows (`skinny_linear.py`) go the same way, without a norm.
 
     python benchmark/small_kernels.py --json kernels.json
+    python benchmark/small_kernels.py --only skinny
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ from report import Row, print_table, write_json
 from triton.runtime.errors import OutOfResources
 
 from areal.engine.native.cuda import block_kernels, step_kernels
+from areal.engine.native.cuda.skinny_linear import Plan as SkinnyPlan
+from areal.engine.native.cuda.skinny_linear import (
+    SkinnyWorkspace,
+    skinny_gate_up_silu,
+    skinny_linear,
+)
+from areal.engine.native.cuda.skinny_linear import plan_for as skinny_plan_for
 from areal.engine.native.cuda.small_linear import (
     Plan,
     norm_gate_up_silu,
@@ -33,20 +42,38 @@ from areal.engine.native.cuda.small_linear import (
 
 DTYPE = torch.bfloat16
 EPS = 1e-6
-ROWS = (1, 2, 4, 8)
-REPLAYS = 15
+ROWS = (1, 2, 8)
+SKINNY_ROWS = (16, 32, 64, 128)
+REPLAYS = 11
 PAGE_SIZE = 16
 
 ONE_ROW_VARIANTS = (
-    Plan(1, 1024, 4), Plan(2, 512, 2), Plan(2, 1024, 4), Plan(2, 2048, 4), Plan(4, 256, 1),
-    Plan(4, 512, 2), Plan(4, 1024, 4), Plan(4, 2048, 8), Plan(8, 512, 2), Plan(8, 1024, 4),
-    Plan(16, 256, 1, stages=6), Plan(32, 128, 2, stages=6),
+    Plan(2, 1024, 4), Plan(2, 2048, 4), Plan(4, 512, 2), Plan(4, 1024, 4),
+    Plan(4, 2048, 4, programs=660), Plan(2, 4096, 8), Plan(4, 4096, 8, programs=264),
 )  # fmt: skip
 FEW_ROWS_VARIANTS = (
-    Plan(16, 256, 1, stages=4), Plan(16, 256, 1, stages=6), Plan(16, 256, 2, stages=6),
-    Plan(32, 128, 2, stages=6), Plan(32, 256, 2, stages=4), Plan(32, 256, 4, stages=5),
-    Plan(64, 256, 4, stages=4),
+    Plan(16, 256, 1, stages=6), Plan(16, 256, 2, stages=6), Plan(32, 128, 2, stages=6),
+    Plan(32, 256, 4, stages=5),
 )  # fmt: skip
+# By the weight's kind: what could beat the default, which fills the device once.
+SKINNY_VARIANTS = {
+    "qkv": (
+        SkinnyPlan(64, 64, 4, 4, parts=4), SkinnyPlan(64, 64, 4, 4, parts=2),
+        SkinnyPlan(128, 64, 4, 4, parts=6),
+    ),
+    "o": (
+        SkinnyPlan(64, 64, 4, 4, parts=4), SkinnyPlan(64, 64, 4, 6, parts=3),
+        SkinnyPlan(128, 64, 4, 4, parts=8),
+    ),
+    "gate_up": (
+        SkinnyPlan(128, 64, 4, 3), SkinnyPlan(128, 64, 4, 4), SkinnyPlan(64, 128, 4, 3),
+        SkinnyPlan(256, 64, 8, 4),
+    ),
+    "down": (
+        SkinnyPlan(64, 64, 4, 4, parts=8), SkinnyPlan(128, 64, 4, 4, parts=9),
+        SkinnyPlan(128, 64, 4, 6, parts=4), SkinnyPlan(128, 64, 4, 4, parts=5),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +94,9 @@ MODELS = (
 )
 
 
+AnyPlan = Plan | SkinnyPlan
+
+
 class Linears:
     """All weights of a model and one buffer of each activation: what a token's linears touch."""
 
@@ -79,10 +109,13 @@ class Linears:
         self.qkv = _random(num_rows, qkv_dim)
         self.activated = _random(num_rows, model.hidden_dim)
         self.logits = torch.empty(num_rows, model.vocab_size, device="cuda")
+        self.workspace = SkinnyWorkspace.make(torch.device("cuda"))
 
-    def run(self, kind: str, layer: int, plan: Plan | None) -> None:
+    def run(self, kind: str, layer: int, plan: AnyPlan) -> None:
         weight = self.weights[kind][layer]
-        if kind == "qkv":
+        if isinstance(plan, SkinnyPlan):
+            self._run_skinny(kind, weight, plan)
+        elif kind == "qkv":
             norm_linear(self.x, self.norm, EPS, weight, self.bias, self.qkv, plan)
         elif kind == "o":
             small_linear(self.attended, weight, None, self.x, self.x, plan)
@@ -93,19 +126,44 @@ class Linears:
         else:
             norm_linear(self.x, self.norm, EPS, weight, None, self.logits, plan)
 
+    def _run_skinny(self, kind: str, weight: torch.Tensor, plan: SkinnyPlan) -> None:
+        if kind == "qkv":
+            skinny_linear(self.x, weight, self.bias, self.qkv, self.workspace, plan)
+        elif kind == "gate_up":
+            skinny_gate_up_silu(self.x, weight, self.activated, self.workspace, plan)
+        else:
+            source = self.attended if kind == "o" else self.activated
+            skinny_linear(source, weight, None, self.x, self.workspace, plan)
+
     def run_torch(self, kind: str, layer: int) -> None:
         source = {"o": self.attended, "down": self.activated}.get(kind, self.x)
         F.linear(source, self.weights[kind][layer], self.bias if kind == "qkv" else None)
 
     def shape(self, kind: str) -> tuple[int, int]:
-        """Outputs and D: the key of a plan."""
+        """The key of a plan: outputs and D, or the weight's shape for the skinny."""
         rows, dim = self.weights[kind][0].shape
-        return (rows // 2 if kind == "gate_up" else rows), dim
+        return (rows // 2 if kind == "gate_up" and not self.is_skinny else rows), dim
 
-    def plan(self, kind: str) -> Plan:
+    @property
+    def is_skinny(self) -> bool:
+        return self.num_rows > max(ROWS)
+
+    def plan(self, kind: str) -> AnyPlan:
+        """The table's."""
+        if self.is_skinny:
+            return skinny_plan_for(self.num_rows, *self.shape(kind))
         return plan_for(self.num_rows, *self.shape(kind))
 
-    def time(self, kind: str, plan: Plan | None) -> float:
+    def other_plans(self, kind: str) -> tuple[AnyPlan, ...]:
+        if self.is_skinny:
+            # 128 x 128 sums are too many for the registers of 4 warps.
+            return tuple(
+                replace(plan, warps=8) if plan.rows == self.num_rows == 128 else plan
+                for plan in SKINNY_VARIANTS[kind]
+            )
+        return ONE_ROW_VARIANTS if self.num_rows == 1 else FEW_ROWS_VARIANTS
+
+    def time(self, kind: str, plan: AnyPlan | None) -> float:
         """Microseconds of one layer's linear; of torch's when there is no plan."""
         layers = range(len(self.weights[kind]))
 
@@ -118,7 +176,7 @@ class Linears:
 
         return _microseconds(walk) / len(layers)
 
-    def time_token(self, plans: dict[str, Plan] | None, overlap: bool = True) -> float:
+    def time_token(self, plans: dict[str, AnyPlan] | None, overlap: bool = True) -> float:
         """Microseconds of all linears of one token, each waiting for the one before it."""
         if plans and not overlap:
             plans = {kind: replace(plan, overlap=False) for kind, plan in plans.items()}
@@ -133,7 +191,8 @@ class Linears:
             for layer in range(len(self.weights["qkv"])):
                 for kind in ("qkv", "o", "gate_up", "down"):
                     run(kind, layer)
-            run("head", 0)
+            if "head" in self.weights:
+                run("head", 0)
 
         return _microseconds(walk)
 
@@ -141,6 +200,7 @@ class Linears:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--only", choices=("blocks", "few", "skinny"), help="one part alone")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("small_kernels needs a CUDA device; found none", file=sys.stderr)
@@ -149,26 +209,38 @@ def main() -> int:
     rows = [Row("copy_bandwidth", bandwidth / 1e12, "TB/s, read and written")]
     variants: list[dict] = []
     for model in MODELS:
-        rows += _measure_blocks(model)
-        rows += _measure_linears(model, bandwidth, variants)
+        if args.only in (None, "blocks"):
+            rows += _measure_blocks(model)
+        weights = {} if args.only == "blocks" else _draw_weights(model)
+        if args.only in (None, "few"):
+            rows += _measure_linears(model, weights, ROWS, bandwidth, variants)
+        weights.pop("head", None)
+        if args.only in (None, "skinny"):
+            rows += _measure_linears(model, weights, SKINNY_ROWS, bandwidth, variants)
     print_table(rows)
     _print_best(variants)
     if args.json:
-        write_json(args.json, rows, variants=variants)
+        plain = [entry | {"plan": entry["plan"] and asdict(entry["plan"])} for entry in variants]
+        write_json(args.json, rows, variants=plain)
     return 0
 
 
-def _measure_linears(model: Model, bandwidth: float, variants: list[dict]) -> list[Row]:
+def _measure_linears(
+    model: Model,
+    weights: dict[str, list[torch.Tensor]],
+    row_counts: tuple[int, ...],
+    bandwidth: float,
+    variants: list[dict],
+) -> list[Row]:
     rows: list[Row] = []
-    weights = _draw_weights(model)
     num_bytes = sum(2 * weight.numel() for kind in weights.values() for weight in kind)
-    for num_rows in ROWS:
+    for num_rows in row_counts:
         linears = Linears(model, num_rows, weights)
-        best: dict[str, Plan] = {}
+        best: dict[str, AnyPlan] = {}
         for kind in weights:
             found = _measure_variants(model, linears, kind, bandwidth)
             variants += found
-            best[kind] = _fastest(found)
+            best[kind] = min(found[1:], key=lambda entry: entry["microseconds"])["plan"]
             rows += _summary(f"{model.name}_{kind}_m{num_rows}", found)
         planned = {kind: linears.plan(kind) for kind in weights}
         times = {
@@ -188,13 +260,10 @@ def _measure_linears(model: Model, bandwidth: float, variants: list[dict]) -> li
 def _measure_variants(model: Model, linears: Linears, kind: str, bandwidth: float) -> list[dict]:
     """One entry per plan, the table's first after torch's."""
     num_rows, planned = linears.num_rows, linears.plan(kind)
-    others = ONE_ROW_VARIANTS if num_rows == 1 else FEW_ROWS_VARIANTS
-    plans = [None, planned, *(plan for plan in others if plan != planned)]
+    plans = [None, planned, *(plan for plan in linears.other_plans(kind) if plan != planned)]
     num_bytes = 2 * linears.weights[kind][0].numel()
     found = []
     for plan in plans:
-        if kind == "gate_up" and plan is not None and plan.rows < 2:
-            continue
         try:
             microseconds = linears.time(kind, plan)
         except OutOfResources:
@@ -205,7 +274,7 @@ def _measure_variants(model: Model, linears: Linears, kind: str, bandwidth: floa
                 "kind": kind,
                 "shape": list(linears.shape(kind)),
                 "rows": num_rows,
-                "plan": None if plan is None else asdict(plan),
+                "plan": plan,
                 "in_table": plan == planned,
                 "microseconds": microseconds,
                 "share": num_bytes / (microseconds * 1e-6) / bandwidth,
@@ -223,28 +292,30 @@ def _summary(name: str, found: list[dict]) -> list[Row]:
     ]
 
 
-def _fastest(found: list[dict]) -> Plan:
-    best = min(found[1:], key=lambda entry: entry["microseconds"])
-    return Plan(**best["plan"])
-
-
 def _print_best(variants: list[dict]) -> None:
     """Per shape, the plan with the least time over all numbers of rows it is used for."""
-    for label, counts in (("one row", {1}), ("few rows", set(ROWS) - {1})):
-        print(f"best plans, {label}:")
-        totals: dict[tuple, dict[Plan, float]] = {}
+    groups = [("one row", {1}), ("few rows", set(ROWS) - {1})]
+    groups += [(f"{count} rows", {count}) for count in SKINNY_ROWS]
+    for label, counts in groups:
+        totals: dict[tuple, dict[AnyPlan, float]] = {}
         for entry in variants:
             if entry["rows"] in counts and entry["plan"]:
                 of_shape = totals.setdefault((entry["kind"], *entry["shape"]), {})
-                plan = Plan(**entry["plan"])
-                of_shape[plan] = of_shape.get(plan, 0.0) + entry["microseconds"]
+                time = of_shape.get(entry["plan"], 0.0) + entry["microseconds"]
+                of_shape[entry["plan"]] = time
+        if totals:
+            print(f"best plans, {label}, us (rows/block/warps/stages, then parts or programs):")
         for (kind, *shape), of_shape in totals.items():
             ranked = sorted(of_shape.items(), key=lambda item: item[1])
             tried = ", ".join(
-                f"{plan.rows}/{plan.block}/{plan.warps}/{plan.stages} {time / len(counts):.2f}"
-                for plan, time in ranked[:4]
+                f"{time / len(counts):.2f} ({_brief(plan)})" for plan, time in ranked[:5]
             )
-            print(f"    {tuple(shape)}: {kind}, rows/block/warps/stages us: {tried}")
+            print(f"    {kind} {tuple(shape)}: {tried}")
+
+
+def _brief(plan: AnyPlan) -> str:
+    last = plan.parts if isinstance(plan, SkinnyPlan) else plan.programs
+    return f"{plan.rows}/{plan.block}/{plan.warps}/{plan.stages}/{last}"
 
 
 def _measure_blocks(model: Model) -> list[Row]:

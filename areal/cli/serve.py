@@ -12,8 +12,16 @@ import ipaddress
 import json
 import os
 import secrets
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from areal.engine.native.engine import NativeEngine
+    from areal.engine.native.lockstep import LeadingEngine
 
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 
@@ -39,18 +47,31 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     parser.add_argument("--seed", type=int, default=0, help="for requests that bring no seed")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="on CUDA: a request's bits do not depend on the others; slower",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut the model over N processes of this machine, each with a device of its own",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     token = _token(args)
     _check(args)
+    from areal.engine.native.loop import EngineLoop
     from areal.engine.native.server import bind, create_app, serve
 
     # Before the seconds a model takes to load: a port in use is answered at once.
     listener = bind(args.host, args.port)
-    with listener:
-        loop = _start_engine(args)
+    with listener, _orderly_end(), _engine(args) as engine:
+        loop = EngineLoop(engine)
         host, port = listener.getsockname()[:2]
         ready = json.dumps({"host": host, "port": port, "pid": os.getpid()})
         app = create_app(loop, token, model=args.model)
@@ -59,6 +80,16 @@ def run(args: argparse.Namespace) -> int:
         finally:
             loop.close()
     return 0
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM raises: by default it would end the process before files and ranks are cleared."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _token(args: argparse.Namespace) -> str:
@@ -89,30 +120,44 @@ def _check(args: argparse.Namespace) -> None:
         )
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must lie between 0 and 65535, got {args.port}")
-    for name in ("max_running", "page_size", "threads", "num_pages"):
+    if args.tensor_parallel > 1 and args.batch_invariant:
+        raise ValueError("--batch-invariant needs one process: remove --tensor-parallel")
+    for name in ("max_running", "page_size", "threads", "num_pages", "tensor_parallel"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
-def _start_engine(args: argparse.Namespace):
+@contextmanager
+def _engine(args: argparse.Namespace) -> Iterator[NativeEngine | LeadingEngine]:
     import torch
 
     from areal.engine.native.engine import NativeEngine
-    from areal.engine.native.loop import EngineLoop
+    from areal.engine.native.ranks import leading_engine
 
     _check_device(args.device)
+    options = {
+        "device": args.device,
+        "page_size": args.page_size,
+        "num_pages": args.num_pages,
+        "max_running": args.max_running,
+        "batch_invariant": args.batch_invariant,
+        "seed": args.seed,
+    }
+    if args.tensor_parallel > 1:
+        options |= {"model_path": args.model, "threads": args.threads, "dtype": args.dtype}
+        with leading_engine(args.tensor_parallel, on_end=_end_with, **options) as engine:
+            yield engine
+        return
     torch.set_num_threads(args.threads)
-    engine = NativeEngine.from_pretrained(
-        args.model,
-        device=args.device,
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
-        page_size=args.page_size,
-        num_pages=args.num_pages,
-        max_running=args.max_running,
-        seed=args.seed,
-    )
-    return EngineLoop(engine)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    yield NativeEngine.from_pretrained(args.model, dtype=dtype, **options)
+
+
+def _end_with(fault: str) -> NoReturn:
+    """At once: the engine's thread may wait for a rank that is gone."""
+    print(f"areal: error: {fault}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _check_device(name: str) -> None:

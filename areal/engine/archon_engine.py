@@ -25,10 +25,12 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.engine.logprobs import next_token_logprobs
 from areal.engine.optim import MasterOptimizer
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.decoder import Decoder
+from areal.models.common.invariant import make_invariant
 from areal.models.hf_io import (
     SCORE_HEAD,
     build_model,
@@ -68,6 +70,8 @@ class ArchonEngine(TrainEngine):
             is_critic=self.config.is_critic,
         )
         self._fill_model(self._model)
+        if self.config.batch_invariant:
+            make_invariant(self._model)
         if self.config.optimizer is not None and ft_spec is not None:
             self._optimizer = MasterOptimizer(
                 self._model, self.config.optimizer, ft_spec.total_train_steps
@@ -132,7 +136,8 @@ class ArchonEngine(TrainEngine):
         At a sequence's last token, log p and entropy are junk.
         """
         tokens_T = mb["input_ids"].long()
-        attend = PackedAttention(mb["cu_seqlens"], mb["max_seqlen"])
+        packed = InvariantPackedAttention if self.config.batch_invariant else PackedAttention
+        attend = packed(mb["cu_seqlens"], mb["max_seqlen"])
         hidden_TD = self.model(tokens_T, attend.positions_T, attend)
         if self.config.is_critic:
             return (self.model.values(hidden_TD),)
@@ -145,6 +150,7 @@ class ArchonEngine(TrainEngine):
             labels_T,
             temperature=self.config.temperature,
             chunk_size=self.config.logprobs_chunk_size,
+            batch_invariant=self.config.batch_invariant,
         )
 
     def optimizer_step(self) -> dict[str, float]:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from areal.models import get_model_spec
 from areal.models.common.decoder import Decoder
+from areal.models.common.tensor_parallel import Ranks, build_share
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -47,10 +48,11 @@ def build_model(
     device: str | torch.device,
     dtype: torch.dtype,
     is_critic: bool = False,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """The module with undefined weights: follow with `load_hf` or `model.init_weights(seed)`.
 
-    A critic has a score per token in place of the LM head.
+    A critic has a score per token in place of the LM head. With `ranks` it is this rank's share.
     """
     is_config = isinstance(path_or_config, Mapping)
     config = path_or_config if is_config else read_hf_config(path_or_config)
@@ -58,7 +60,10 @@ def build_model(
     args = spec.model_args_class.from_hf_config(config)
     args = dataclasses.replace(args, is_critic=is_critic)
     with torch.device("meta"):
-        model = spec.model_class(args)
+        if ranks is None:
+            model = spec.model_class(args)
+        else:
+            model = build_share(spec.model_class, args, ranks)
     return model.to(dtype).to_empty(device=device)
 
 
@@ -73,7 +78,7 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
     Every weight must be there but those `without`, which keep the values they have.
     """
     files = _weight_files(Path(path))
-    own = {name: tuple(tensor.shape) for name, tensor in model.named_hf_tensors()}
+    own = model.hf_shapes()
     kept = {name: own[name] for name in without}
     check_hf_shapes(model, {**kept, **_read_shapes(files)}, source=str(path))
     for file in files:
@@ -84,7 +89,7 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
 
 def check_hf_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], *, source: str) -> None:
     """Refuse a set of named weights that would not fill the model exactly."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.named_hf_tensors()}
+    expected = model.hf_shapes()
     faults = [f"missing {name}" for name in expected if name not in shapes]
     faults += [
         f"unexpected {name}"

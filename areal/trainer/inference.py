@@ -49,6 +49,7 @@ def _engine_options(config: PPOConfig) -> dict[str, Any]:
         "page_size": native.page_size,
         "num_pages": native.num_pages,
         "max_running": native.max_running,
+        "batch_invariant": native.batch_invariant,
         "seed": config.seed,
     }
 
@@ -62,6 +63,7 @@ def _remote_engine(
         config.actor.path,
         token=token,
         threads=config.native.threads,
+        tensor_parallel=rollout.tensor_parallel,
         log_path=paths.logs / "server0.log",
         setup_timeout_s=rollout.setup_timeout,
         **options,

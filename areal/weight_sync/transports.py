@@ -4,6 +4,7 @@
 |----------|------------------------|-------------------------------------------------------------|
 | `direct` | one process            | the tensors themselves                                      |
 | `shm`    | processes of a machine | a publication in memory (`/dev/shm`, else a temporary folder)|
+| `ipc`    | processes on one GPU   | where the sender's tensors lie on the device                |
 | `disk`   | machines               | a publication in the run's folder, flushed to the disk      |
 
     with PublicationRoot("shm", run_name="demo", disk_root=paths.weights) as root:
@@ -31,7 +32,8 @@ import torch
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
-from areal.weight_sync.publication import publish
+from areal.weight_sync.cuda_ipc import HANDLES, open_handles, publish_handles
+from areal.weight_sync.publication import open_publication, publish
 
 _KEPT_VERSIONS = 2  # the newest, and the one a slow reader may still be mapping
 _SHARED_MEMORY = Path("/dev/shm")
@@ -75,7 +77,25 @@ def _send_published(engine, meta, named_tensors) -> None:
         remove_old_versions(Path(meta.path).parent)
 
 
-_SENDERS = {"direct": _send_direct, "shm": _send_published, "disk": _send_published}
+def _send_handles(engine, meta, named_tensors) -> None:
+    publish_handles(named_tensors, meta.path, meta.version)
+    engine.update_weights(meta)
+    remove_old_versions(Path(meta.path).parent)
+
+
+_SENDERS = {
+    "direct": _send_direct,
+    "shm": _send_published,
+    "disk": _send_published,
+    "ipc": _send_handles,
+}
+
+
+def open_sent(folder: str | Path, *, version: int) -> Iterable[tuple[str, torch.Tensor]]:
+    """What a sender left in `folder`, verified; PublicationError when it must not be loaded."""
+    if (Path(folder) / HANDLES).exists():
+        return open_handles(folder, version=version)
+    return open_publication(folder, version=version)
 
 
 def remove_old_versions(root: str | Path, keep: int = _KEPT_VERSIONS) -> None:
@@ -92,7 +112,7 @@ class PublicationRoot:
     """The folder a run publishes in, owned by this process until `close`."""
 
     def __init__(
-        self, type: Literal["direct", "shm", "disk"], *, run_name: str, disk_root: str | Path
+        self, type: Literal["direct", "shm", "ipc", "disk"], *, run_name: str, disk_root: str | Path
     ) -> None:
         if type not in _SENDERS:
             raise ValueError(f"unknown weight transport {type!r}, expected one of {list(_SENDERS)}")
@@ -101,7 +121,7 @@ class PublicationRoot:
         self._lock: int | None = None
         if type == "direct":
             return
-        if type == "shm":
+        if type != "disk":
             _remove_orphans(_memory_root())
         self.path = _choose_path(type, run_name, Path(disk_root))
         self._lock = _own(self.path)

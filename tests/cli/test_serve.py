@@ -81,6 +81,9 @@ def test_port_in_use(capsys, model):
         (["--host", "0.0.0.0"], "AREAL_SERVER_TOKEN"),
         (["--port", "70000", "--token", "t"], "--port must lie between"),
         (["--threads", "0", "--token", "t"], "--threads must be at least 1, got 0"),
+        (["--tensor-parallel", "0", "--token", "t"], "--tensor-parallel must be at least 1, got 0"),
+        (["--tensor-parallel", "3", "--token", "t"], "num_key_value_heads"),
+        (["--tensor-parallel", "2", "--batch-invariant", "--token", "t"], "--batch-invariant"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, model, args, message):

@@ -178,6 +178,7 @@ class PPOConfig(BaseExperimentConfig):
         self._inherit_from_trainer(self.actor, "rl")
         self._inherit_sampling()
         self._check_batch()
+        self._check_ranks()
         self._check_ref()
         self._check_critic()
         self._check_teacher()
@@ -246,6 +247,18 @@ class PPOConfig(BaseExperimentConfig):
             self.dynamic_filter_fn is not None or not self.dynamic_bs,
             "dynamic_bs needs dynamic_filter_fn: without a filter every prompt is accepted",
             self.dynamic_bs,
+        )
+
+    def _check_ranks(self) -> None:
+        if self.rollout.tensor_parallel == 1:
+            return
+        several = f"when rollout.backend is {self.rollout.backend!r}, several processes"
+        mode = self.actor.weight_update_mode
+        require(
+            mode in ("shm", "disk"), f"actor.weight_update_mode must be shm or disk {several}", mode
+        )
+        require(
+            not self.native.batch_invariant, f"native.batch_invariant must be false {several}", True
         )
 
     def _check_ref(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.agent import AgentConfig
 from areal.api.config.checks import require_above, require_at_least, require_fraction
 from areal.api.config.train_engine import check_backend
@@ -15,7 +16,8 @@ class InferenceEngineConfig:
     """How many episodes run at once, how old their weights may be, what a failure costs."""
 
     backend: str = "native:d1"
-    """Engine and parallel layout, like `native:d1`."""
+    """Engine and parallel layout, like `native:d1`; `native:d1t2` cuts the model over two
+    processes, each with a device of its own."""
     max_concurrent_rollouts: int | None = None
     """Most prompts in flight. Default: as many as staleness allows, (max_head_offpolicyness + 1)
     times consumer_batch_size."""
@@ -54,6 +56,11 @@ class InferenceEngineConfig:
         require_above(0, request_timeout=self.request_timeout, setup_timeout=self.setup_timeout)
         check_backend(self.backend, role="inference", runnable="native:d1")
 
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes the model is cut over."""
+        return ModelAllocation.from_str(self.backend).parallel.tensor_parallel_size
+
 
 @dataclass(kw_only=True)
 class NativeServerConfig:
@@ -69,6 +76,9 @@ class NativeServerConfig:
     """CPU threads of the server."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision. Default: that of the actor."""
+    batch_invariant: bool = False
+    """On CUDA, tokens and log-probabilities of a request do not depend on the others, bit for bit;
+    with actor.batch_invariant they equal the trainer's. Slower. On the CPU it is always so."""
 
     def __post_init__(self) -> None:
         require_at_least(

@@ -39,7 +39,6 @@ class FrozenModelConfig:
         self.backend = self.backend or actor.backend
         self.dtype = self.dtype or actor.dtype
         self.mb_spec = self.mb_spec or deepcopy(actor.mb_spec)
-        self.mb_spec = self.mb_spec or deepcopy(actor.mb_spec)
 
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
@@ -92,6 +91,8 @@ class PPOCriticConfig(TrainEngineConfig):
     """Optimizer steps per batch."""
     eps_clip: float = 0.5
     """A value moves at most this far from its old one before its loss is clipped."""
+    value_error: Literal["squared", "huber"] = "squared"
+    """What a wrong value costs: half its square, or beyond an error of 10 in proportion to it."""
     mb_spec: MicroBatchSpec | None = None
     """How a batch is cut into micro-batches. Default: actor.mb_spec."""
     mask_no_eos_with_zero: bool = False

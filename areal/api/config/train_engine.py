@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from areal.api.alloc_mode import AllocationMode, ModelAllocation
@@ -75,14 +75,18 @@ class TrainEngineConfig:
     """Divides the logits before log-probabilities. For RL it must equal `gconfig.temperature`."""
     logprobs_chunk_size: int = 1024
     """Tokens whose logits exist at the same time; bounds the memory of the LM head."""
+    batch_invariant: bool = False
+    """Forward passes with the kernels of native.batch_invariant: log-probabilities of both are then
+    equal bit for bit. Needs a CUDA device; slower."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How a batch is cut into micro-batches."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of the model. Default: bfloat16 on a GPU, float32 on a CPU."""
     optimizer: OptimizerConfig | None = None
     """Required to train."""
-    weight_update_mode: Literal["shm", "disk", "direct"] = "shm"
-    """How weights reach the inference engine: shared memory, a folder, or inside one process."""
+    weight_update_mode: Literal["shm", "ipc", "disk", "direct"] = "shm"
+    """How weights reach the inference engine: shared memory, the memory of a GPU both processes
+    use (ipc), a folder, or inside one process (direct)."""
 
     def __post_init__(self) -> None:
         if self.path is not None:  # a critic takes the actor's
@@ -108,8 +112,11 @@ def check_backend(backend: str, *, role: str, runnable: str) -> None:
             f"backend {backend!r} is for {allocation.role}, this section needs one for {role}, "
             f"like {runnable!r}"
         )
+    layout = allocation.parallel
+    if role == "inference":
+        layout = replace(layout, tensor_parallel_size=1)  # any number of them can run
     engine = runnable.partition(":")[0]
-    if allocation.backend != engine or allocation.world_size != 1:
+    if allocation.backend != engine or layout.world_size != 1:
         raise ValueError(f"backend {backend!r} cannot run in this version: use {runnable!r}")
 
 

@@ -41,9 +41,11 @@ from areal.api.io_struct import StopReason
 from areal.engine.native.pages import PagePool, Prefix
 from areal.engine.native.runner import Chunk, Drawn
 from areal.engine.native.runners import cache_bytes, make_runner
+from areal.engine.native.sampler import MAX_STOP_IDS
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
 from areal.models.common.decoder import Decoder
+from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
 
 
@@ -66,17 +68,19 @@ class NativeEngine:
         num_pages: int | None = None,
         max_running: int = 512,
         max_prefill_tokens: int | None = None,
+        batch_invariant: bool = False,
         seed: int = 0,
     ) -> None:
         """`num_pages=None`: enough for `max_running` full contexts, within what memory allows.
 
-        `seed` draws the seeds of requests that bring none.
+        `seed` draws the seeds of requests that bring none. `batch_invariant`: tokens and
+        log-probabilities of a request do not depend, bit for bit, on the requests beside it.
         """
         args, weight = model.args, model.tok_embeddings.weight
         token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * weight.itemsize
         if num_pages is None:
             context_pages = -(-args.max_position_embeddings // page_size) + 1
-            affordable = cache_bytes(weight.device) // (token_bytes * page_size)
+            affordable = cache_bytes(model) // (token_bytes * page_size)
             num_pages = 1 + min(max_running * context_pages, max(affordable, context_pages))
         self.model = model.eval()
         self.version = 0
@@ -93,6 +97,7 @@ class NativeEngine:
             num_pages=num_pages,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
+            batch_invariant=batch_invariant,
         )
         self._under_way: deque[_Launch] = deque()
         self._drained: list[Finished | Progress] = []  # while draining; the next step returns them
@@ -111,12 +116,17 @@ class NativeEngine:
         page_size: int = 16,
         num_pages: int | None = None,
         max_running: int = 512,
+        batch_invariant: bool = False,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> NativeEngine:
-        """A Hugging Face folder. `dtype=None`: float32 on the CPU, bfloat16 elsewhere."""
+        """A Hugging Face folder. `dtype=None`: float32 on the CPU, bfloat16 elsewhere.
+
+        With `ranks` it holds a share of the model, and all ranks make the same calls (lockstep.py).
+        """
         if dtype is None:
             dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-        model = build_model(path, device=device, dtype=dtype)
+        model = build_model(path, device=device, dtype=dtype, ranks=ranks)
         load_hf(model, path)
         return cls(
             model,
@@ -124,6 +134,7 @@ class NativeEngine:
             page_size=page_size,
             num_pages=num_pages,
             max_running=max_running,
+            batch_invariant=batch_invariant,
             seed=seed,
         )
 
@@ -226,6 +237,11 @@ class NativeEngine:
                     f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
                     f"got {min(tokens)} to {max(tokens)}"
                 )
+        if request.gconfig.min_new_tokens and len(stop_ids) + len(self._eos_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"min_new_tokens holds off at most {MAX_STOP_IDS} stop tokens, "
+                f"got {len(stop_ids)} stop_token_ids"
+            )
         if len(ids) >= self._max_tokens(request):
             raise ValueError(
                 f"input_ids has {len(ids)} tokens, which leaves no room for output: the limit of "

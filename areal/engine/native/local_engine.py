@@ -21,7 +21,7 @@ from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.model_text import ModelText
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, check_supported
-from areal.weight_sync.publication import open_publication
+from areal.weight_sync.transports import open_sent
 
 
 class NativeLocalEngine(InferenceEngine):
@@ -42,6 +42,7 @@ class NativeLocalEngine(InferenceEngine):
         page_size: int = 16,
         num_pages: int | None = None,
         max_running: int = 512,
+        batch_invariant: bool = False,
         seed: int = 0,
     ) -> None:
         self._model_path = model_path
@@ -52,6 +53,7 @@ class NativeLocalEngine(InferenceEngine):
             "page_size": page_size,
             "num_pages": num_pages,
             "max_running": max_running,
+            "batch_invariant": batch_invariant,
             "seed": seed,
         }
         self._started: EngineLoop | None = None
@@ -92,7 +94,7 @@ class NativeLocalEngine(InferenceEngine):
     ) -> None:
         source = named_tensors
         if source is None:
-            source = open_publication(meta.path, version=meta.version)
+            source = open_sent(meta.path, version=meta.version)
         self._loop.call(
             lambda engine: engine.load_weights(source, meta.version, recompute_kv=meta.recompute_kv)
         ).result()

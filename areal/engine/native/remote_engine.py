@@ -151,6 +151,8 @@ def launch_native_server(
     page_size: int = 16,
     num_pages: int | None = None,
     max_running: int = 512,
+    batch_invariant: bool = False,
+    tensor_parallel: int = 1,
     dtype: str | None = None,
     device: str = "cpu",
     seed: int = 0,
@@ -167,6 +169,7 @@ def launch_native_server(
         "page-size": page_size,
         "num-pages": num_pages,
         "max-running": max_running,
+        "tensor-parallel": tensor_parallel,
         "dtype": dtype,
         "device": device,
         "seed": seed,
@@ -175,6 +178,8 @@ def launch_native_server(
     for name, value in options.items():
         if value is not None:
             argv += [f"--{name}", str(value)]
+    if batch_invariant:
+        argv.append("--batch-invariant")
     # The token is not an argument: every user of the machine can read those.
     env = {"AREAL_SERVER_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
     child = ChildProcess(argv, name="native server", env=env, log_path=log_path)

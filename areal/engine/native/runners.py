@@ -20,22 +20,40 @@ _CUDA_PREFILL_TOKENS = 16384
 _SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 
 
-def cache_bytes(device: torch.device) -> int:
-    """What the key-value cache may take when its size is not given."""
+def cache_bytes(model: Decoder) -> int:
+    """What the key-value cache may take when its size is not given: ranks agree on the least."""
+    device = model.tok_embeddings.weight.device
     if device.type != "cuda":
         return _CPU_CACHE_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    return int(free * _SHARE_OF_FREE_DEVICE_MEMORY)
+    num_bytes = int(free * _SHARE_OF_FREE_DEVICE_MEMORY)
+    return num_bytes if model.share is None else model.share.ranks.least(num_bytes, device)
 
 
 def make_runner(
-    model: Decoder, table: SlotTable, *, max_prefill_tokens: int | None, **cache: Any
+    model: Decoder,
+    table: SlotTable,
+    *,
+    max_prefill_tokens: int | None,
+    batch_invariant: bool,
+    **cache: Any,
 ) -> Runner:
-    """Kernels and graphs where there is a CUDA device, plain torch elsewhere."""
-    if model.tok_embeddings.weight.device.type != "cuda":
+    """Kernels and graphs where there is a CUDA device, plain torch elsewhere (and for odd heads).
+
+    Plain torch on the CPU is batch-invariant as it is.
+    """
+    if model.tok_embeddings.weight.device.type != "cuda" or not _kernels_take(model):
         tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
         return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
     from areal.engine.native.cuda.runner import CudaRunner  # needs Triton
 
     tokens = max_prefill_tokens or _CUDA_PREFILL_TOKENS
-    return CudaRunner(model, table, max_prefill_tokens=tokens, **cache)
+    return CudaRunner(
+        model, table, max_prefill_tokens=tokens, batch_invariant=batch_invariant, **cache
+    )
+
+
+def _kernels_take(model: Decoder) -> bool:
+    """A tensor-core product wants a head of at least 16 numbers, a tile a power of two."""
+    head_dim = model.args.head_dim
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+MAX_STOP_IDS = 64  # stop tokens one request can ban
+
 
 @dataclass(slots=True)
 class SamplingOptions:

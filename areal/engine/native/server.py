@@ -39,7 +39,8 @@ from areal.engine.native.receiver import Receiver
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, decode_requests, encode_lines, parse_object
 from areal.utils.openai_wire import WireError, error_body
-from areal.weight_sync.publication import PublicationError, open_publication
+from areal.weight_sync.publication import PublicationError
+from areal.weight_sync.transports import open_sent
 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so they are the ones to close them
 _SHUTDOWN_S = 1  # for streams that are open when the server is told to end
@@ -148,7 +149,7 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
 
 async def _load(loop: EngineLoop, path: str, version: int, recompute_kv: bool) -> None:
     # Verified beside the running engine: only the copy itself happens between two steps.
-    publication = await asyncio.to_thread(open_publication, path, version=version)
+    publication = await asyncio.to_thread(open_sent, path, version=version)
     await asyncio.wrap_future(
         loop.call(
             lambda engine: engine.load_weights(publication, version, recompute_kv=recompute_kv)

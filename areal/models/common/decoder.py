@@ -13,7 +13,7 @@ Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from areal.models.common.attention import Attend, Attention
 from areal.models.common.feed_forward import FeedForward
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
+
+if TYPE_CHECKING:
+    from areal.models.common.tensor_parallel import Share
 
 
 class DecoderBlock(nn.Module):
@@ -59,6 +62,7 @@ class Decoder(nn.Module):
     def __init__(self, args: DecoderArgs):
         super().__init__()
         self.args = args
+        self.share: Share | None = None  # set when this is one rank's part of a model
         self.adapter = self.adapter_class(args)
         self.tok_embeddings = TokenEmbedding(args.vocab_size, args.dim)
         self.rope = RotaryEmbedding(args.rope, args.head_dim)
@@ -80,7 +84,11 @@ class Decoder(nn.Module):
         return self.norm(x_TD)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden_TD, self.output_weight)
+        return self.whole_logits(F.linear(hidden_TD, self.output_weight))
+
+    def whole_logits(self, logits_TW: torch.Tensor) -> torch.Tensor:
+        """[T, V] from the product with `output_weight`: the other ranks' columns come along."""
+        return logits_TW if self.share is None else self.share.gather_logits(logits_TW)
 
     def values(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """One float32 number per token, of a model built with `is_critic`."""
@@ -88,8 +96,11 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """The LM head [V, D]: its own parameter, or the embedding when they are tied."""
-        return self.tok_embeddings.weight if self.output is None else self.output.weight
+        """The LM head [V, D] (a rank's rows of it): its own parameter, or the tied embedding."""
+        if self.output is not None:
+            return self.output.weight
+        embedding = self.tok_embeddings.weight
+        return embedding if self.share is None else self.share.ranks.own_part(embedding, 0)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -117,15 +128,26 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             yield from self.adapter.convert_single_to_hf(name, parameter.detach())
 
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of `named_hf_tensors`, those of the whole model also for a share."""
+        if self.share is None:
+            return {name: tuple(tensor.shape) for name, tensor in self.named_hf_tensors()}
+        return {
+            hf_name: tuple(tensor.shape)
+            for name, shape in self.share.whole_shapes.items()
+            for hf_name, tensor in self.adapter.convert_single_to_hf(
+                name, torch.empty(shape, device="meta")
+            )
+        }
+
     @torch.no_grad()
     def load_hf_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor in; names that carry nothing to learn are passed over."""
         name = self.adapter.from_hf_name(hf_name)
         if name is None:
             return
-        parameter = self.get_parameter(name)
-        if parameter.shape != tensor.shape:
-            raise ValueError(
-                f"{hf_name} has shape {list(tensor.shape)}, expected {list(parameter.shape)}"
-            )
-        parameter.copy_(tensor)
+        parameter, share = self.get_parameter(name), self.share
+        expected = parameter.shape if share is None else share.whole_shapes[name]
+        if expected != tensor.shape:
+            raise ValueError(f"{hf_name} has shape {list(tensor.shape)}, expected {list(expected)}")
+        parameter.copy_(tensor if share is None else share.cut(name, tensor))

@@ -23,14 +23,22 @@ from torch import nn
 
 from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_mul
 from areal.engine.native.cuda.cache import PagedCache
+from areal.engine.native.cuda.skinny_linear import (
+    SkinnyWorkspace,
+    skinny_gate_up_silu,
+    skinny_linear,
+)
 from areal.engine.native.cuda.small_linear import (
     norm_gate_up_silu,
     norm_linear,
     small_linear,
 )
 from areal.models.common.decoder import Decoder, DecoderBlock
+from areal.models.common.lm_head import float32_logits
 
 MAX_FEW_ROWS = 8
+# Up to here reading the weights is most of a matrix product, and cuBLAS does it worse.
+MAX_SKINNY_ROWS = 64
 
 # attend(layer, q_TNH, out_TNH): the back end writes `out`; keys and values are in the cache.
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -63,24 +71,32 @@ class FusedDecoder:
         self._args = model.args
         self._blocks = [_Block(block) for block in model.layers.values()]
         self._eps = model.args.norm_eps
+        # What the kernels for few rows take: no feed-forward bias, the whole model on one device.
+        self._is_plain = not model.args.mlp_bias and model.share is None
+        self._skinny_space = SkinnyWorkspace.make(model.tok_embeddings.weight.device)
+        # Looked up by position: two launches a step instead of seven.
+        weight = model.tok_embeddings.weight
+        positions = torch.arange(model.args.max_position_embeddings, device=weight.device)
+        self._cos_table, self._sin_table = model.rope(positions, weight.dtype)
 
     def forward(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """Hidden states [T, D] after the final norm."""
         model = self._model
         residual_TD = F.embedding(rows.tokens_T, model.tok_embeddings.weight)
-        cos_TR, sin_TR = model.rope(rows.positions_T, residual_TD.dtype)
+        cos_TR, sin_TR = self._rope(rows.positions_T)
         normed_TD = torch.empty_like(residual_TD)
         rms_norm(residual_TD, self._blocks[0].attention_norm.weight, self._eps, normed_TD)
         next_norms = [block.attention_norm for block in self._blocks[1:]] + [model.norm]
+        # In float32 its tiles would not fit the shared memory.
+        halves = residual_TD.element_size() == 2
+        skinny = len(residual_TD) <= MAX_SKINNY_ROWS and self._is_plain and halves
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
-            qkv_TX = F.linear(normed_TD, block.qkv, block.qkv_bias)
+            qkv_TX = self._project(normed_TD, block.qkv, block.qkv_bias, skinny)
             attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
-            out_TD = F.linear(attended, block.wo.weight, block.wo.bias)
+            out_TD = self._project_back(attended, block.wo, skinny)
             add_rms_norm(out_TD, residual_TD, block.ffn_norm.weight, self._eps, normed_TD)
-            gate_up = F.linear(normed_TD, block.gate_up, block.gate_up_bias)
-            activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-            silu_mul(gate_up, activated)
-            out_TD = F.linear(activated, block.w2.weight, block.w2.bias)
+            activated = self._activate(normed_TD, block, skinny)
+            out_TD = self._project_back(activated, block.w2, skinny)
             add_rms_norm(out_TD, residual_TD, next_norm.weight, self._eps, normed_TD)
         return normed_TD
 
@@ -88,7 +104,7 @@ class FusedDecoder:
         """The same for at most MAX_FEW_ROWS rows of a model without feed-forward biases."""
         model = self._model
         x_TD = F.embedding(rows.tokens_T, model.tok_embeddings.weight)
-        cos_TR, sin_TR = model.rope(rows.positions_T, x_TD.dtype)
+        cos_TR, sin_TR = self._rope(rows.positions_T)
         for layer, block in enumerate(self._blocks):
             qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
             norm_linear(
@@ -105,19 +121,43 @@ class FusedDecoder:
         rms_norm(x_TD, model.norm.weight, self._eps, normed_TD)
         return normed_TD
 
+    def _project(
+        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, skinny: bool
+    ) -> torch.Tensor:
+        if not skinny:
+            return F.linear(x_TD, weight, bias)
+        out = x_TD.new_empty(len(x_TD), len(weight))
+        skinny_linear(x_TD, weight, bias, out, self._skinny_space)
+        return out
+
+    def _project_back(self, x: torch.Tensor, linear: nn.Linear, skinny: bool) -> torch.Tensor:
+        """To the model's dim; the module itself sums over the ranks, where there are several."""
+        return self._project(x, linear.weight, linear.bias, True) if skinny else linear(x)
+
+    def _activate(self, x_TD: torch.Tensor, block: _Block, skinny: bool) -> torch.Tensor:
+        activated = x_TD.new_empty(len(x_TD), len(block.gate_up) // 2)
+        if skinny:
+            skinny_gate_up_silu(x_TD, block.gate_up, activated, self._skinny_space)
+        else:
+            silu_mul(F.linear(x_TD, block.gate_up, block.gate_up_bias), activated)
+        return activated
+
+    def _rope(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # A row that ran past its end may stand past the table: its result is dropped anyway.
+        inside_T = positions_T.clamp(max=len(self._cos_table) - 1)
+        return F.embedding(inside_T, self._cos_table), F.embedding(inside_T, self._sin_table)
+
     def can_run_few(self) -> bool:
-        return not self._args.mlp_bias
+        return self._is_plain
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """float32 [T, V]: sums rounded to bfloat16 would cost the log-probabilities two digits."""
+        """float32 [T, V]."""
         weight = self._model.output_weight
         if len(hidden_TD) <= MAX_FEW_ROWS:
             logits_TV = hidden_TD.new_empty(len(hidden_TD), len(weight), dtype=torch.float32)
             small_linear(hidden_TD, weight, None, logits_TV, None)
-            return logits_TV
-        if weight.dtype == torch.float32:
-            return F.linear(hidden_TD, weight)
-        return torch.mm(hidden_TD, weight.t(), out_dtype=torch.float32)
+            return self._model.whole_logits(logits_TV)
+        return self._model.whole_logits(float32_logits(hidden_TD, weight))
 
     def _attention(
         self,

@@ -15,12 +15,19 @@ import numpy as np
 import torch
 
 from areal.engine.native.cuda.cache import PagedCache
-from areal.engine.native.cuda.decode_attention import Workspace, decode_attention, splits_for
+from areal.engine.native.cuda.decode_attention import (
+    Workspace,
+    decode_attention,
+    rows_attention,
+    splits_for,
+)
 from areal.engine.native.cuda.decoder import MAX_FEW_ROWS, Attend, FusedDecoder, Rows
+from areal.engine.native.cuda.module_decoder import ModuleDecoder
 from areal.engine.native.cuda.prefill_attention import prefill_attention
 from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
 from areal.engine.native.cuda.slots import DeviceSlots
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
+from areal.models.common.invariant import row_logprobs
 
 if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
@@ -30,9 +37,20 @@ if TYPE_CHECKING:
 
 class DeviceProgram:
     def __init__(
-        self, model: Decoder, table: SlotTable, *, num_pages: int, page_size: int, max_rows: int
+        self,
+        model: Decoder,
+        table: SlotTable,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        batch_invariant: bool,
     ) -> None:
-        """`max_rows`: most rows of a decode step."""
+        """`max_rows`: most rows of a decode step.
+
+        `batch_invariant`: one kernel per weight and no split of a row's attention, so that a row's
+        bits depend on nothing beside it (models/common/invariant.py).
+        """
         args, weight = model.args, model.tok_embeddings.weight
         self.device = weight.device
         self.cache = PagedCache(
@@ -47,7 +65,8 @@ class DeviceProgram:
         context = min(args.max_position_embeddings, table.pages.shape[1] * page_size)
         self.slots = DeviceSlots(table, context=context, device=weight.device)
         self._args = args
-        self._decoder = FusedDecoder(model, self.cache)
+        self._invariant = batch_invariant
+        self._decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)
         self._attention_space = Workspace.make(
             max_rows, args.n_heads, args.n_kv_heads, args.head_dim, weight.device
         )
@@ -80,7 +99,7 @@ class DeviceProgram:
             slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
             self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
         )  # fmt: skip
-        num_splits = splits_for(num_rows, self._args.n_kv_heads)
+        num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads)
 
         def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
             decode_attention(
@@ -106,11 +125,28 @@ class DeviceProgram:
         logits_RV = self._decoder.logits(hidden_RD)
         workspace = SamplingWorkspace.allocate(*logits_RV.shape, self.device)
         sample_rows(logits_RV, slot_R, slots.sampling, token_R, logprob_R, workspace)
+        if self._invariant:
+            logprob_R = self._trainer_logprobs(logits_RV, slot_R, token_R, logprob_R)
         finish_decode(
             slot_R, token_R, logprob_R, slots.last_token_S, slots.num_tokens_S,
             slots.sampling.num_output_S, slots.sampling.history_SC, self._step_count,
             tokens_KR, logprobs_KR,
         )  # fmt: skip
+
+    def _trainer_logprobs(
+        self,
+        logits_RV: torch.Tensor,
+        slot_R: torch.Tensor,
+        token_R: torch.Tensor,
+        logprob_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """The log-probabilities in the trainer's arithmetic, where nothing was cut away."""
+        options, slot_R = self.slots.sampling, slot_R.long()
+        scaled_RV = logits_RV / options.temperature_S[slot_R, None]
+        exact_R = row_logprobs(scaled_RV, token_R.long())
+        is_cut_R = (options.top_p_S < 1) | (options.top_k_S < logits_RV.shape[1])
+        is_cut_R = (is_cut_R & (options.greedy_S == 0))[slot_R]
+        return torch.where(is_cut_R, logprob_R, exact_R)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         source, target = self.slots.upload(np.array([sources, targets]))
@@ -135,10 +171,15 @@ class DeviceProgram:
         pages, first_row_C1 = upload(pages_CP), upload(first_row.astype(np.int32))
         first_position_C, max_rows = upload(starts.astype(np.int32)), int(lengths.max())
 
+        chunk_T = upload(np.repeat(np.arange(len(chunks), dtype=np.int32), lengths))
+
         def attend(layer: int, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+            keys, values = self.cache.layer(layer)
+            if self._invariant:
+                rows_attention(q_TNH, keys, values, pages, chunk_T, rows_3T[1], out_TNH)
+                return
             prefill_attention(
-                q_TNH, *self.cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH,
-                max_rows,
-            )  # fmt: skip
+                q_TNH, keys, values, pages, first_row_C1, first_position_C, out_TNH, max_rows
+            )
 
         return Rows(*rows_3T), attend, upload(first_row[1:] - 1)

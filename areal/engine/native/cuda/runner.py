@@ -68,7 +68,7 @@ class CudaRunner:
     launches_ahead = 1
 
     def __init__(
-        self, model: Decoder, table: SlotTable, *, max_prefill_tokens: int, **cache: Any
+        self, model: Decoder, table: SlotTable, *, max_prefill_tokens: int, **program: Any
     ) -> None:
         self.max_prefill_tokens = max_prefill_tokens
         self._model = model
@@ -77,7 +77,7 @@ class CudaRunner:
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             max_rows = _bucket_of(len(table.num_tokens))
-            self._program = DeviceProgram(model, table, max_rows=max_rows, **cache)
+            self._program = DeviceProgram(model, table, max_rows=max_rows, **program)
         self._graphs: dict[int, _Graph] = {}
         self._pool: tuple[int, int] | None = None
 

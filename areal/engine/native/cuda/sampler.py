@@ -19,8 +19,7 @@ import triton
 
 from areal.engine.native.cuda.launch import OVERLAP
 from areal.engine.native.cuda.sampling_kernels import cut_kernel, finish_kernel, race_kernel
-
-MAX_STOP_IDS = 64
+from areal.engine.native.sampler import MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from areal.engine.native.cuda.sampler import MAX_STOP_IDS, DeviceSampling
+from areal.engine.native.cuda.sampler import DeviceSampling
+from areal.engine.native.sampler import MAX_STOP_IDS
 
 if TYPE_CHECKING:
     from areal.engine.native.scheduler import SlotTable

@@ -5,11 +5,12 @@
     norm_gate_up_silu   silu(rms_norm(x) W1') * (rms_norm(x) W3'), W1 above W3 in one weight
 
 A program computes a few outputs of every row of x and walks over D. One row multiplies on the
-ordinary cores, its next tile of the weight held in registers; more rows multiply on the tensor
-cores, their tiles on the way through shared memory. Sums are float32. The norm costs no pass of
-its own: its root mean square is one factor per row, gathered in the same walk and applied to the
-sums. Results are rounded where the separate layers round theirs, but for the norm's. All tensors
-are contiguous.
+ordinary cores, its next tile of the weight held in registers; where a tile spans D, x is read and
+normed once per program, which walks over outputs instead. More rows multiply on the tensor cores,
+their tiles on the way through shared memory. Sums are float32. The norm costs no pass of its own:
+its root mean square is one factor per row, gathered in the same walk and applied to the sums.
+Results are rounded where the separate layers round theirs, but for the norm's. All tensors are
+contiguous.
 
 Where the device can, a kernel starts while the one before it ends (see launch.py); for one row it
 fetches its first tile of the weight before it waits for that one's results.
@@ -37,6 +38,7 @@ class Plan:
     block: int  # elements of D in one tile; at least 64 per warp, or the norm's loads get slow
     warps: int
     stages: int = 1  # tiles in flight, tensor cores only
+    programs: int = 1056  # at most, where a block spans D: about as many as the device holds
     overlap: bool = OVERLAP
 
     @property
@@ -48,8 +50,12 @@ class Plan:
 # MB is all latency: many programs, all of their bytes requested at once.
 ONE_ROW_DEFAULT = Plan(rows=4, block=1024, warps=4)
 ONE_ROW_PLANS: dict[tuple[int, int], Plan] = {
-    (1536, 1536): Plan(rows=2, block=1024, warps=4),
-    (1536, 8960): Plan(rows=2, block=1024, warps=4),
+    (2048, 1536): Plan(rows=2, block=2048, warps=4),
+    (1536, 1536): Plan(rows=2, block=2048, warps=4),
+    (8960, 1536): Plan(rows=4, block=2048, warps=4, programs=660),
+    (1536, 8960): Plan(rows=2, block=2048, warps=4),
+    (151936, 1536): Plan(rows=4, block=2048, warps=4, programs=660),
+    (3584, 18944): Plan(rows=2, block=2048, warps=4),
 }
 FEW_ROWS_DEFAULT = Plan(rows=32, block=128, warps=2, stages=6)
 FEW_ROWS_PLANS: dict[tuple[int, int], Plan] = {
@@ -103,9 +109,14 @@ def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=
     (num_rows, dim), num_outputs = x_MD.shape, out_MN.shape[1]
     plan = plan or plan_for(num_rows, num_outputs, dim)
     assert num_rows <= (MAX_ROWS if plan.uses_tensor_cores else 1), (num_rows, plan)
-    kernel = _few_rows_kernel if plan.uses_tensor_cores else _one_row_kernel
-    weight_rows = 2 * num_outputs if gated else num_outputs
-    kernel[(triton.cdiv(weight_rows, plan.rows),)](
+    programs = triton.cdiv(2 * num_outputs if gated else num_outputs, plan.rows)
+    if plan.uses_tensor_cores:
+        kernel = _few_rows_kernel
+    elif plan.block >= dim:
+        kernel, programs = _whole_row_kernel, min(programs, plan.programs)
+    else:
+        kernel = _one_row_kernel
+    kernel[(programs,)](
         x_MD, norm_D, weight, bias_N, residual_MN, out_MN,
         num_rows, num_outputs, dim, eps,
         ROWS=plan.rows,
@@ -122,9 +133,9 @@ def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=
 
 
 @triton.jit
-def _weight_rows(N, ROWS: tl.constexpr, GATED: tl.constexpr):
+def _weight_rows(group, N, ROWS: tl.constexpr, GATED: tl.constexpr):
     """int64 [ROWS]: gate and up of one output side by side; past the end, the last once more."""
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    index = group * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(index // 2, N - 1) + index % 2 * N if GATED else tl.minimum(index, N - 1)
     return rows.to(tl.int64)
 
@@ -142,10 +153,10 @@ def _one_row_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     column = tl.arange(0, BLOCK)
-    tile_ptr = weight_ptr + _weight_rows(N, ROWS, GATED)[:, None] * D + column[None, :]
+    tile_ptr = (
+        weight_ptr + _weight_rows(tl.program_id(0), N, ROWS, GATED)[:, None] * D + column[None, :]
+    )
     tile = tl.load(tile_ptr, column[None, :] < D, 0.0, eviction_policy="evict_first")
     if OVERLAP:
         device.gdc_wait()
@@ -167,10 +178,52 @@ def _one_row_kernel(
     y = tl.sum(sums, axis=1)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares) / D + eps)
+    _write_row(y, tl.program_id(0), bias_ptr, residual_ptr, out_ptr, N, ROWS, BIAS, RESIDUAL, GATED)
+
+
+@triton.jit
+def _whole_row_kernel(
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    num_groups = tl.cdiv(2 * N if GATED else N, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    first = tl.program_id(0)
+    weight_ptr += column[None, :]
+    tile_ptr = weight_ptr + _weight_rows(first, N, ROWS, GATED)[:, None] * D
+    tile = tl.load(tile_ptr, inside[None, :], 0.0, eviction_policy="evict_first")
+    if NORM:
+        norm = tl.load(norm_ptr + column, inside, 0.0).to(tl.float32)
+    if OVERLAP:
+        device.gdc_wait()
+        device.gdc_launch_dependents()
+    x = tl.load(x_ptr + column, inside, 0.0).to(tl.float32)
+    if NORM:
+        x *= norm * tl.rsqrt(tl.sum(x * x) / D + eps)
+    for group in range(first, num_groups, tl.num_programs(0)):
+        # The next tile is on its way while this one is multiplied.
+        ahead = group + tl.num_programs(0)
+        tile_ptr = weight_ptr + _weight_rows(ahead, N, ROWS, GATED)[:, None] * D
+        loaded = inside[None, :] & (ahead < num_groups)
+        next_tile = tl.load(tile_ptr, loaded, 0.0, eviction_policy="evict_first")
+        y = tl.sum(tile.to(tl.float32) * x[None, :], axis=1)
+        _write_row(y, group, bias_ptr, residual_ptr, out_ptr, N, ROWS, BIAS, RESIDUAL, GATED)
+        tile = next_tile
+
+
+@triton.jit
+def _write_row(
+    y, group, bias_ptr, residual_ptr, out_ptr, N,
+    ROWS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     if GATED:
         gate, up = tl.split(tl.reshape(y, [OUTPUTS, 2]))
         y = _gate(gate, up, dtype)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = group * OUTPUTS + tl.arange(0, OUTPUTS)
     written = output < N
     if BIAS:
         y += tl.load(bias_ptr + output, written).to(tl.float32)
@@ -190,7 +243,9 @@ def _few_rows_kernel(
     PADDED: tl.constexpr = 8  # the narrowest tile of the tensor cores
     row = tl.arange(0, PADDED)
     column = tl.arange(0, BLOCK)
-    tile_ptr = weight_ptr + _weight_rows(N, ROWS, GATED)[:, None] * D + column[None, :]
+    tile_ptr = (
+        weight_ptr + _weight_rows(tl.program_id(0), N, ROWS, GATED)[:, None] * D + column[None, :]
+    )
     x_ptr += row[:, None] * D + column[None, :]
     if OVERLAP:
         device.gdc_wait()

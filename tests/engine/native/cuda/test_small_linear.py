@@ -102,6 +102,22 @@ def test_every_plan_computes_one_row(plan, dtype, device):
     assert_near(out, normed(x, norm) @ weight.double().T)
 
 
+def test_few_programs_walk_over_many_outputs(dtype, device):
+    plan = Plan(rows=2, block=64, warps=1, programs=3)
+    x, norm = (draw(*shape, dtype=dtype, device=device) for shape in [(1, 48), (48,)])
+    width = 7  # pairs of rows, two or three for each of the programs
+    weight = draw(2 * width, 48, dtype=dtype, device=device, scale=0.1)
+    bias = draw(2 * width, dtype=dtype, device=device)
+    out = poisoned(1, 2 * width, dtype=dtype, device=device)
+    norm_linear(x, norm, EPS, weight, bias, out, plan)
+    products = normed(x, norm) @ weight.double().T
+    assert_near(out, products + bias.double())
+    gate, up = products.chunk(2, dim=1)
+    out = poisoned(1, width, dtype=dtype, device=device)
+    norm_gate_up_silu(x, norm, EPS, weight, out, plan)
+    assert_near(out, F.silu(gate) * up, 2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_logits_come_in_float32(num_rows, dtype, device):
     x = draw(num_rows, 1536, dtype=dtype, device=device)

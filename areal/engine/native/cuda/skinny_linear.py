@@ -1,0 +1,251 @@
+"""Linear layers of up to 128 rows: more than small_linear's, too few to be bound by arithmetic.
+
+    skinny_linear         out = x W' (+ bias)
+    skinny_gate_up_silu   silu(x W1') * (x W3'), W1 above W3 in one weight
+
+A program computes a tile of outputs for all rows of x. The weight is the left side of the product,
+whose tiles are 64 rows at least, and x the right side, whose tile is no wider than its rows need.
+The weight comes from memory once; x comes from the level-2 cache once per tile of outputs, so a
+tile has more outputs than x has rows where it can: what the cache delivers is the second limit.
+
+Where the tiles of outputs are too few for the device, D is cut into parts: each leaves float32 sums
+in the workspace, and the program that arrives last at its tile adds them in the order of the parts:
+one launch, and the same bits at every replay. Where the device can, a kernel starts while the one
+before it ends (see launch.py) and calls its first columns of the weight into the level-2 cache.
+Sums are float32; results are rounded where the separate layers round theirs. All tensors are
+contiguous.
+
+Shape legend: M rows of x, D and N features in and out, F features of the gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as device
+
+from areal.engine.native.cuda.launch import OVERLAP
+
+MAX_ROWS = 128
+_NUM_PROCESSORS = 132  # of an H100 or H200; elsewhere the parts are a little off their best
+_SHARED_BYTES = 224 * 2**10  # of one of them, less what each program is charged besides
+_MAX_SPLIT_TILES = 512
+_MAX_PARTIAL_SUMS = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: int  # of the weight, in one program (2 make one gated output); from 64 on wgmma
+    block: int  # elements of D in one tile
+    warps: int
+    stages: int  # tiles on their way or in use
+    parts: int = 1  # of D
+    ahead: int = 256  # columns of a part called into the cache before the kernel's turn
+    overlap: bool = OVERLAP
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyWorkspace:
+    """What parts leave for each other. One serves all launches of a stream, one after another."""
+
+    sums: torch.Tensor  # float32, per (tile of outputs, part): [rows of the weight, rows of x]
+    arrived: torch.Tensor  # [tiles] int32, 0 between launches
+
+    @classmethod
+    def make(cls, device: torch.device) -> SkinnyWorkspace:
+        return cls(
+            sums=torch.empty(_MAX_PARTIAL_SUMS, dtype=torch.float32, device=device),
+            arrived=torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device),
+        )
+
+
+# (padded rows of x, rows of the weight, D) -> a plan that beats `_default_plan`.
+PLANS: dict[tuple[int, int, int], Plan] = {}
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of x in the kernel: every number of rows of one size takes the same plan."""
+    return max(16, triton.next_power_of_2(num_rows))
+
+
+def plan_for(num_rows: int, weight_rows: int, dim: int) -> Plan:
+    padded = padded_rows(num_rows)
+    return PLANS.get((padded, weight_rows, dim)) or _default_plan(padded, weight_rows, dim)
+
+
+def _default_plan(padded: int, weight_rows: int, dim: int) -> Plan:
+    """All programs resident at once, so that none comes late, with as many stages as fit then.
+
+    The last to arrive reads the sums of all parts alone: as few parts as fill the device once.
+    """
+    rows = 128 if weight_rows >= 3072 else 64
+    tiles = triton.cdiv(weight_rows, rows)
+    parts = max(1, min(_NUM_PROCESSORS // tiles, dim // 256))
+    resident = min(triton.cdiv(tiles * parts, _NUM_PROCESSORS), 3)
+    block = 128 if resident == 1 else 64
+    stage_bytes = 2 * block * (rows + padded)
+    tiles_of_part = triton.cdiv(triton.cdiv(dim, parts), block)
+    stages = min(max(_SHARED_BYTES // resident // stage_bytes, 3), 6, tiles_of_part + 1)
+    return Plan(rows, block, warps=8 if rows == padded == 128 else 4, stages=stages, parts=parts)
+
+
+def skinny_linear(
+    x_MD: torch.Tensor,
+    weight_ND: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    workspace: SkinnyWorkspace,
+    plan: Plan | None = None,
+) -> None:
+    _launch(x_MD, weight_ND, bias_N, out_MN, workspace, plan, gated=False)
+
+
+def skinny_gate_up_silu(
+    x_MD: torch.Tensor,
+    weight_2FD: torch.Tensor,
+    out_MF: torch.Tensor,
+    workspace: SkinnyWorkspace,
+    plan: Plan | None = None,
+) -> None:
+    _launch(x_MD, weight_2FD, None, out_MF, workspace, plan, gated=True)
+
+
+def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, gated) -> None:
+    (num_rows, dim), weight_rows, padded = x_MD.shape, len(weight), padded_rows(len(x_MD))
+    assert num_rows <= MAX_ROWS, num_rows
+    plan = plan or plan_for(num_rows, weight_rows, dim)
+    tiles = triton.cdiv(weight_rows, plan.rows)
+    # Whole tiles of D in every part; the last part may be shorter.
+    span = triton.cdiv(triton.cdiv(dim, plan.parts), plan.block) * plan.block
+    parts = triton.cdiv(dim, span)
+    if parts > 1:
+        assert tiles * parts * plan.rows * padded <= workspace.sums.numel(), plan
+        assert tiles <= workspace.arrived.numel(), plan
+    _skinny_kernel[(tiles, parts)](
+        x_MD, weight, bias_N, out_MN, workspace.sums, workspace.arrived,
+        num_rows, out_MN.shape[1], dim, span,
+        BLOCK_M=padded,
+        ROWS=plan.rows,
+        BLOCK=plan.block,
+        PARTS=parts,
+        BIAS=bias_N is not None,
+        GATED=gated,
+        WHOLE=dim % plan.block == 0,
+        AHEAD=plan.ahead,
+        LANES=max(plan.rows, 32 * plan.warps),
+        OVERLAP=plan.overlap,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        launch_pdl=plan.overlap,
+    )  # fmt: skip
+
+
+@triton.jit
+def _weight_rows(index, N, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """int64: the gates of a program's outputs, then their ups; past the end, the last once more."""
+    first = tl.program_id(0) * ROWS
+    if GATED:
+        HALF: tl.constexpr = ROWS // 2
+        rows = tl.minimum(first // 2 + index % HALF, N - 1) + index // HALF * N
+    else:
+        rows = tl.minimum(first + index, N - 1)
+    return rows.to(tl.int64)
+
+
+@triton.jit
+def _call_ahead(
+    weight_ptr, N, D, begin, end,
+    ROWS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Into the level-2 cache: the first AHEAD columns of the program's part, a row per thread."""
+    lane = tl.arange(0, LANES)
+    row = _weight_rows(lane % ROWS, N, ROWS, GATED)
+    address = (weight_ptr + row * D + begin).to(tl.int64, bitcast=True)
+    num_bytes = tl.minimum(end - begin, AHEAD) * (
+        weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    )
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred some;
+            setp.gt.s32 some, $2, 0;
+            @some cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, tl.where(lane < ROWS, num_bytes, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, sums_ptr, arrived_ptr, M, N, D, span,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    LANES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    begin = part * span
+    end = tl.minimum(begin + span, D)
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK)
+    weight_row = _weight_rows(tl.arange(0, ROWS), N, ROWS, GATED)
+    if OVERLAP:
+        if WHOLE and AHEAD > 0:
+            _call_ahead(weight_ptr, N, D, begin, end, ROWS, GATED, AHEAD, LANES)
+        device.gdc_wait()
+        device.gdc_launch_dependents()
+    weight_tile_ptr = weight_ptr + weight_row[:, None] * D + column[None, :]
+    x_tile_ptr = x_ptr + tl.minimum(row, M - 1)[:, None] * D + column[None, :]
+    sums = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(begin, end, BLOCK):
+        if WHOLE:
+            weight = tl.load(weight_tile_ptr + start, eviction_policy="evict_first")
+            x = tl.load(x_tile_ptr + start)
+        else:
+            inside = (start + column < D)[None, :]
+            weight = tl.load(weight_tile_ptr + start, inside, 0.0, eviction_policy="evict_first")
+            x = tl.load(x_tile_ptr + start, inside, 0.0)
+        sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+    if PARTS == 1:
+        _write(sums, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED)
+    else:
+        place = tl.arange(0, ROWS)[:, None] * BLOCK_M + row[None, :]
+        real = (row < M)[None, :]
+        sums_ptr += tile * PARTS * ROWS * BLOCK_M
+        tl.store(sums_ptr + part * ROWS * BLOCK_M + place, sums, real)
+        # Every thread's stores come before the one thread's release of the counter.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(arrived_ptr + tile, 0)
+            total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+            for other in tl.static_range(PARTS):
+                # ".cg": from the level-2 cache, where the other programs' stores are.
+                other_ptr = sums_ptr + other * ROWS * BLOCK_M + place
+                total += tl.load(other_ptr, real, 0.0, cache_modifier=".cg")
+            _write(total, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED)
+
+
+@triton.jit
+def _write(
+    y, bias_ptr, out_ptr, M, N,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    row = tl.arange(0, BLOCK_M)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    if GATED:
+        # A gate and its up are half a tile apart: registers of one thread.
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    if BIAS:
+        y += tl.load(bias_ptr + output, output < N, 0.0).to(tl.float32)[:, None]
+    written = (output < N)[:, None] & (row < M)[None, :]
+    tl.store(out_ptr + row[None, :].to(tl.int64) * N + output[:, None], y.to(dtype), written)

@@ -1,0 +1,95 @@
+"""Batch-invariant numerics: a row's result has the same bits whatever rows are beside it.
+
+Libraries choose a matrix kernel by the number of rows, and kernels sum in different orders. Here
+every linear layer takes one kernel, chosen by its weight alone (invariant_matmul.py); all else in
+the decoder but attention works row by row anyway. With the attention of `rows_attention` on both
+sides, log-probabilities of the native engine equal those of the trainer exactly.
+
+CUDA only; gradients are computed by the usual kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from areal.models.common.decoder import Decoder
+
+
+def make_invariant(model: Decoder) -> None:
+    """Give every linear layer of `model` the one kernel. Parameters and their names stay."""
+    if not model.tok_embeddings.weight.is_cuda:
+        raise ValueError("batch_invariant: its kernels need a CUDA device, the model is on the CPU")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, InvariantLinear(child))
+
+
+class InvariantLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return _InvariantLinear.apply(x_TD, self.weight, self.bias)
+
+
+class _InvariantLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_ND, bias_N):
+        from areal.models.common.invariant_matmul import invariant_matmul  # needs Triton
+
+        ctx.save_for_backward(x_TD, weight_ND)
+        ctx.has_bias = bias_N is not None
+        return invariant_matmul(x_TD, weight_ND, bias_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TN):
+        x_TD, weight_ND = ctx.saved_tensors
+        grad_bias = grad_TN.float().sum(0).to(grad_TN.dtype) if ctx.has_bias else None
+        return grad_TN @ weight_ND, grad_TN.T @ x_TD, grad_bias
+
+
+def invariant_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """`float32_logits` by the one kernel."""
+    from areal.models.common.invariant_matmul import invariant_matmul  # needs Triton
+
+    return invariant_matmul(hidden_TD, weight_VD, None, out_dtype=torch.float32)
+
+
+def row_logprobs(logits_TV: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+    """log p of one token per row. Softmax gives each row a block of its own, so the bits of a row
+    depend on the vocabulary's size only; a plain reduction would be cut by the number of rows."""
+    return torch.log_softmax(logits_TV, dim=-1).gather(1, tokens_T[:, None]).squeeze(1)
+
+
+def with_gradients_of(
+    reference: Callable[..., torch.Tensor],
+    fast: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """`fast(*tensors)`, differentiated as `reference(*tensors)`, which is computed again for it."""
+    return _Recomputed.apply(reference, fast, *tensors)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, reference, fast, *tensors):
+        ctx.reference = reference
+        ctx.save_for_backward(*tensors)
+        return fast(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        tensors = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.reference(*tensors)
+        return None, None, *torch.autograd.grad(out, tensors, grad)

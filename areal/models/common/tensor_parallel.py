@@ -1,0 +1,141 @@
+"""One decoder cut over several ranks, each of which computes every token with a part of the heads.
+
+    ranks = Ranks.of(dist.group.WORLD)
+    with torch.device("meta"):
+        model = build_share(Qwen3Model, args, ranks)     # then as any model: to_empty, load_hf
+
+Cut: query, key and value heads, feed-forward columns, rows of the LM head. Whole on every rank:
+norms, the embedding (a tied head reads its share of its rows) and biases of what is summed. The
+outputs of `wo` and `w2` are partial sums, added over the ranks; logits are gathered. So the hidden
+states and logits of all ranks are the same bits, and what is drawn from them the same token.
+
+Weights keep going in by their Hugging Face names as whole tensors: each rank copies its slice.
+`model.args` are those of the share, except `vocab_size`.
+
+Shapes: T tokens, V vocabulary, W a rank's share of it, the last one perhaps smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+if TYPE_CHECKING:
+    from areal.models.common.args import DecoderArgs
+    from areal.models.common.decoder import Decoder
+
+# The dimension a parameter is cut along, by the end of its name. The others are whole everywhere.
+CUT_DIMS: dict[str, int] = {
+    **{f"attention.{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")},
+    **{f"feed_forward.{w}.{kind}": 0 for w in ("w1", "w3") for kind in ("weight", "bias")},
+    "attention.wo.weight": 1,
+    "feed_forward.w2.weight": 1,
+    "output.weight": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that hold one model together. All of them call, in the same order."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of the ranks' numbers."""
+        numbers = torch.tensor(number, device=device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.group)
+        return int(numbers)
+
+    def own_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's slice, a view."""
+        width = -(-whole.shape[dim] // self.size)
+        start = min(self.rank * width, whole.shape[dim])
+        return whole.narrow(dim, start, min(width, whole.shape[dim] - start))
+
+
+class SummedLinear(nn.Linear):
+    """A linear layer whose input is cut over the ranks: partial products, summed, then the bias."""
+
+    def __init__(self, whole: nn.Linear, ranks: Ranks) -> None:
+        super().__init__(whole.in_features, whole.out_features, bias=whole.bias is not None)
+        self._ranks = ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        summed = self._ranks.add_up(F.linear(x, self.weight))
+        return summed if self.bias is None else summed + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank's model must know of the whole one."""
+
+    ranks: Ranks
+    whole_shapes: Mapping[str, torch.Size]  # by our names
+    vocab_size: int
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The part of the parameter `name` that belongs here, a view of `whole`."""
+        dim = cut_dim(name)
+        return whole if dim is None else self.ranks.own_part(whole, dim)
+
+    def gather_logits(self, logits_TW: torch.Tensor) -> torch.Tensor:
+        """[T, V] on every rank from each one's columns."""
+        width = -(-self.vocab_size // self.ranks.size)
+        padded_TW = F.pad(logits_TW, (0, width - logits_TW.shape[1])).contiguous()
+        parts = padded_TW.new_empty(self.ranks.size, *padded_TW.shape)
+        dist.all_gather(list(parts.unbind()), padded_TW, group=self.ranks.group)
+        return parts.transpose(0, 1).flatten(1)[:, : self.vocab_size].contiguous()
+
+
+def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> Decoder:
+    """This rank's model. Call it under the meta device: the whole one is built for its shapes."""
+    whole = model_class(args)
+    model = model_class(share_of(args, ranks.size))
+    for block in model.layers.values():
+        block.attention.wo = SummedLinear(block.attention.wo, ranks)
+        block.feed_forward.w2 = SummedLinear(block.feed_forward.w2, ranks)
+    if model.output is not None:
+        own_rows = ranks.own_part(model.output.weight, 0)
+        model.output = nn.Linear(args.dim, len(own_rows), bias=False)
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    model.share = Share(ranks, shapes, args.vocab_size)
+    return model
+
+
+def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
+    """Args of one of `num_ranks` shares. ValueError when the model cannot be cut so often."""
+    counts = {"num_key_value_heads": args.n_kv_heads, "intermediate_size": args.hidden_dim}
+    for key, count in counts.items():
+        if count % num_ranks:
+            raise ValueError(
+                f"tensor parallelism over {num_ranks} ranks: {key} of the model's config.json "
+                f"must be a multiple of it, got {count}; choose another number of ranks"
+            )
+    return replace(
+        args,
+        n_heads=args.n_heads // num_ranks,
+        n_kv_heads=args.n_kv_heads // num_ranks,
+        hidden_dim=args.hidden_dim // num_ranks,
+    )
+
+
+def cut_dim(name: str) -> int | None:
+    """The dimension our parameter `name` is cut along; None when every rank has all of it."""
+    return CUT_DIMS.get(name.partition("layers.")[2].partition(".")[2] or name)

@@ -1,0 +1,95 @@
+"""Weights between two processes on one GPU: not copied out, only where they lie is published.
+
+    weight_update_v7/handles.json      version; for each weight dtype, shape, the CUDA IPC handle of
+                                       its storage and a checksum computed on the device
+
+The receiver maps the sender's memory and verifies every weight before it copies one. The sender
+must leave its weights alone until the receiver has answered, which `send_weights` waits for.
+
+    publish_handles(actor.hf_weights(), folder, 7)                  # training process
+    for name, tensor in open_handles(folder, version=7): ...        # inference process
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal.utils.fs import atomic_folder
+from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES
+from areal.weight_sync.publication import PublicationError
+
+HANDLES = "handles.json"
+FORMAT = "areal-handles-1"
+
+
+def publish_handles(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path, version: int
+) -> None:
+    entries = {}
+    for name, tensor in named_tensors:
+        if not tensor.is_cuda:
+            raise ValueError(f"the weight {name} lies on the CPU: ipc needs a trainer on a GPU")
+        entries[name] = _describe(tensor.detach())
+    torch.cuda.synchronize()
+    body = {"format": FORMAT, "version": version, "tensors": entries}
+    with atomic_folder(folder, durable=False) as scratch:
+        (scratch / HANDLES).write_text(json.dumps(body), encoding="utf-8")
+
+
+def open_handles(folder: str | Path, *, version: int) -> list[tuple[str, torch.Tensor]]:
+    """The sender's own tensors, verified. PublicationError names the file and the fault."""
+    file = Path(folder) / HANDLES
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+        if (body["format"], body["version"]) != (FORMAT, version):
+            raise PublicationError(
+                f"{file} holds {body['format']} version {body['version']}, "
+                f"expected {FORMAT} version {version}"
+            )
+        return [(name, _open(name, entry, file)) for name, entry in body["tensors"].items()]
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise PublicationError(f"{file} cannot be read: {type(err).__name__}: {err}") from err
+
+
+def device_checksum(tensor: torch.Tensor) -> int:
+    """A sum of the weight's bits that depends on their places, modulo 2**64."""
+    words = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    places = torch.arange(1, len(words) + 1, device=words.device)
+    return int((words.long() * places).sum())
+
+
+def _describe(tensor: torch.Tensor) -> dict[str, Any]:
+    device, *handle = tensor.untyped_storage()._share_cuda_()
+    return {
+        "dtype": DTYPE_NAMES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "offset": tensor.storage_offset(),
+        "device": device,
+        "handle": [_to_text(part) for part in handle],
+        "checksum": device_checksum(tensor),
+    }
+
+
+def _open(name: str, entry: dict[str, Any], file: Path) -> torch.Tensor:
+    handle = [_from_text(part) for part in entry["handle"]]
+    storage = torch.UntypedStorage._new_shared_cuda(entry["device"], *handle)
+    tensor = torch.empty(0, dtype=DTYPES[entry["dtype"]], device=f"cuda:{entry['device']}")
+    tensor.set_(storage, entry["offset"], entry["shape"], entry["stride"])
+    if device_checksum(tensor) != entry["checksum"]:
+        raise PublicationError(f"{file}: the weight {name} is not what was published")
+    return tensor
+
+
+def _to_text(part: Any) -> Any:
+    return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
+
+
+def _from_text(part: Any) -> Any:
+    return base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
