@@ -28,6 +28,7 @@ DATA = ROOT / "tests" / "data"
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(EXAMPLES.rglob("*.yaml"))
 SCRIPTS = {  # script -> the recipe it is run with
+    "agents/train_agent.py": "agents/arithmetic_grpo.yaml",
     "alignment/train_dpo.py": "alignment/arithmetic_dpo.yaml",
     "countdown/train_countdown.py": "countdown/countdown_grpo.yaml",
     "math/train_grpo.py": "math/arithmetic_grpo.yaml",
@@ -54,6 +55,12 @@ def tiny_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     vocab_size = len(build_char_tokenizer(folder))
     return write_tiny_model(folder, vocab_size=vocab_size, max_position_embeddings=2048)
+
+
+@pytest.fixture(autouse=True)
+def checkout_on_the_path(monkeypatch):
+    """As for a user who starts in the checkout: recipes name code beside them."""
+    monkeypatch.syspath_prepend(ROOT)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)

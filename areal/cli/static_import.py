@@ -46,7 +46,8 @@ def _find_module(module: str) -> ModuleSpec:
         if spec is None or spec.submodule_search_locations is None:
             break
         found = f"{found}.{part}"
-        spec = PathFinder.find_spec(found, spec.submodule_search_locations)
+        # By its last part: a folder without __init__.py would look for its parent's import.
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations)
     if spec is None or found != module:
         raise ValueError(f"there is no module {module!r} (looked for {found!r} on the Python path)")
     return spec
@@ -54,7 +55,7 @@ def _find_module(module: str) -> ModuleSpec:
 
 def _is_submodule(spec: ModuleSpec, name: str) -> bool:
     locations = spec.submodule_search_locations
-    return bool(locations) and PathFinder.find_spec(f"{spec.name}.{name}", locations) is not None
+    return bool(locations) and PathFinder.find_spec(name, locations) is not None
 
 
 def _defined_names(tree: ast.AST) -> Iterator[str]:

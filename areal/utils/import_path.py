@@ -27,7 +27,15 @@ def load_named(name: str, table: Mapping[str, str], *, key: str) -> Any:
 
 
 def load(path: str, *, key: str) -> Any:
-    """Import `package.module.name`. `key` is the config key that the errors begin with."""
+    """The function or class `package.module.name`. Errors begin with the config key `key`."""
+    found = load_object(path, key=key)
+    if not callable(found):
+        raise ValueError(f"{key}: {path!r} is {found!r:.200}, expected a function or a class")
+    return found
+
+
+def load_object(path: str, *, key: str) -> Any:
+    """Whatever `package.module.name` is."""
     module_name, _, name = path.rpartition(".")
     if not all(part.isidentifier() for part in path.split(".")) or not module_name:
         raise ValueError(f"{key}: expected an import path 'package.module.name', got {path!r}")
@@ -41,10 +49,7 @@ def load(path: str, *, key: str) -> Any:
     if not hasattr(module, name):
         suggestion = _suggestion(name, [n for n in vars(module) if not n.startswith("_")])
         raise ValueError(f"{key}: module {module_name!r} has no {name!r}{suggestion}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise ValueError(f"{key}: {path!r} is {found!r:.200}, expected a function or a class")
-    return found
+    return getattr(module, name)
 
 
 def _suggestion(name: str, known: Any) -> str:

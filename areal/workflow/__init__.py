@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from areal.utils import import_path
 
-if TYPE_CHECKING:
-    from areal.api.workflow_api import RolloutWorkflow
-
-# Names for `workflow` in the YAML. Any other class is given by its import path.
+# Names for `workflow` in the YAML. Anything else is given by its import path.
 WORKFLOWS = {
     "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
     "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
 }
 
 
-def get_workflow_class(name: str, *, key: str = "workflow") -> type[RolloutWorkflow]:
-    """The class behind a name or an import path; `key` is the config key that errors name."""
-    from areal.api.workflow_api import RolloutWorkflow
+def find_workflow(name: str, *, key: str = "workflow") -> Any:
+    """What a name or an import path stands for: a RolloutWorkflow or an agent, or its class.
 
-    found = import_path.load_named(name, WORKFLOWS, key=key)
-    if not isinstance(found, type) or not issubclass(found, RolloutWorkflow):
-        raise ValueError(f"{key}: {name!r} is not a RolloutWorkflow class, got {found!r:.200}")
+    `key` is the config key that errors name.
+    """
+    from areal.api.workflow_api import RolloutWorkflow, is_agent
+
+    if name in WORKFLOWS or "." not in name:
+        return import_path.load_named(name, WORKFLOWS, key=key)
+    found = import_path.load_object(name, key=key)
+    kind = found if isinstance(found, type) else type(found)
+    if not issubclass(kind, RolloutWorkflow) and not is_agent(found):
+        raise ValueError(
+            f"{key}: {name!r} is neither a RolloutWorkflow nor an agent (a class or an object with "
+            f"`async def run(self, data, **kwargs)`), got {found!r:.200}"
+        )
     return found

@@ -35,6 +35,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_folders_without_an_init_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bare_folder" / "deep").mkdir(parents=True)
+    (tmp_path / "bare_folder" / "deep" / "code.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_import_path("bare_folder.deep.code.Workflow")
+    with pytest.raises(ValueError, match="there is no module 'bare_folder.deep.other'"):
+        check_import_path("bare_folder.deep.other.Workflow")
+
+
 @pytest.mark.parametrize("name", ["inner_fn", "second", "Workflow", "run", "where"])
 def test_names_of_a_module_are_found(package: Path, name: str) -> None:
     check_import_path(f"user_code_for_check.deep.rewards.{name}")

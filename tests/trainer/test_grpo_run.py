@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tiny_run import grpo_config, query
@@ -125,3 +127,26 @@ def test_an_earlier_run_is_not_overwritten(finished_run):
     config = grpo_config(paths.root.parents[1], "recover.mode=off", "recover.keep=9")
     with pytest.raises(ValueError, match=r"holds an earlier run.*recover\.mode=on.*trial_name"):
         run_experiment(config)
+
+
+def test_rewards_normalised_by_group_are_trained_on_and_told_as_they_were(tmp_path):
+    config = grpo_config(
+        tmp_path,
+        "gconfig.reward_normalization=true",
+        "~actor.reward_norm",
+        "actor.weight_update_mode=direct",
+        "total_train_steps=3",  # a recover point after 2: the trajectories of the last are kept
+        "evaluator.freq_steps=3",
+    )
+    run_experiment(config)
+    root = RunPaths.of(config).root
+    rows = query(root, "SELECT data FROM tasks JOIN trajectories USING (task_id) WHERE step = 2")
+    groups = [decode(data) for (data,) in rows]
+    assert len(groups) == BATCH
+    for group in groups:
+        assert group["rewards"].mean().item() == pytest.approx(0.0, abs=1e-6)
+    raw = torch.cat([group["original_rewards"] for group in groups])
+    ((text,),) = query(root, "SELECT stats FROM steps WHERE step = 2")
+    stats = json.loads(text)
+    assert stats["rollout/reward"] == pytest.approx(raw.mean().item(), abs=1e-5)
+    assert stats["rollout/reward"] > 0 and stats["eval/reward"] > 0

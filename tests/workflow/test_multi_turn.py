@@ -13,7 +13,7 @@ from areal.engine.native.local_engine import NativeLocalEngine
 from areal.models.common.attention_varlen import PackedAttention
 from areal.rollout.context import episode
 from areal.utils import stats_tracker
-from areal.workflow import get_workflow_class
+from areal.workflow import find_workflow
 from areal.workflow.multi_turn import MultiTurnWorkflow, feedback_ids
 from areal.workflow.rlvr import RLVRWorkflow
 
@@ -184,4 +184,4 @@ def test_impossible_options_are_refused(make_workflow, kwargs, message):
 
 
 def test_by_name():
-    assert get_workflow_class("multi_turn") is MultiTurnWorkflow
+    assert find_workflow("multi_turn") is MultiTurnWorkflow

@@ -15,7 +15,7 @@ from areal.api.reward_api import RewardError
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.rollout.context import episode
 from areal.utils import stats_tracker
-from areal.workflow import get_workflow_class
+from areal.workflow import find_workflow
 from areal.workflow.rlvr import RLVRWorkflow
 from areal.workflow.transcript import Transcript
 
@@ -176,7 +176,7 @@ async def test_a_batch_of_episodes_costs_little(make_workflow, tokenizer):
 def test_tokenizer_by_path_and_errors_of_names(tokenizer, tmp_path):
     build_char_tokenizer(tmp_path)
     gconfig = GenerationHyperparameters(max_new_tokens=4)
-    workflow = get_workflow_class("rlvr")("gsm8k", gconfig, str(tmp_path))
+    workflow = find_workflow("rlvr")("gsm8k", gconfig, str(tmp_path))
     assert workflow.tokenizer.eos_token_id == tokenizer.eos_token_id
     workflow.close()
     with pytest.raises(ValueError, match="reward_fn: unknown name 'gsm8'.*did you mean 'gsm8k'"):
@@ -184,9 +184,9 @@ def test_tokenizer_by_path_and_errors_of_names(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="reward_fn: cannot import 'no_such_module.fn'"):
         RLVRWorkflow("no_such_module.fn", gconfig, tokenizer)
     with pytest.raises(ValueError, match="workflow: unknown name 'rlrv'"):
-        get_workflow_class("rlrv")
-    with pytest.raises(ValueError, match="is not a RolloutWorkflow class"):
-        get_workflow_class("areal.workflow.chat_turn.messages_of")
+        find_workflow("rlrv")
+    with pytest.raises(ValueError, match="neither a RolloutWorkflow nor an agent"):
+        find_workflow("areal.workflow.chat_turn.messages_of")
 
 
 def test_an_empty_output_is_still_a_trajectory():

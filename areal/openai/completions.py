@@ -1,0 +1,197 @@
+"""A call to the model: messages into tokens, tokens into a reply, both into the session.
+
+    parse_call -> prompt_ids -> engine.agenerate -> visible text, tool calls -> recorded, answered
+
+Token in, token out: what a model wrote stays as it was sampled. With `chat_template_type: concat`
+a later turn puts the new messages' tokens after it and never tokenises the past again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from areal.api.interaction import InteractionWithTokenLogpReward
+from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.utils import logging
+from areal.utils.openai_wire import (
+    ChatCall,
+    Output,
+    WireError,
+    chat_prompt_ids,
+    chat_prompt_text,
+    chat_reply,
+    parse_chat,
+    visible_text,
+)
+
+if TYPE_CHECKING:
+    from areal.api.config.generation import GenerationHyperparameters
+    from areal.openai.routes import Route
+    from areal.openai.session import Session, SessionOptions
+
+logger = logging.getLogger("AgentProxy")
+
+# Stands for a reply in a rendered chat. Random, so that no message can hold it.
+_REPLY_PLACE = f"@reply-{secrets.token_hex(8)}@"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one call gave: the reply for the client and the interaction of the session."""
+
+    asked: dict[str, Any]  # the body, in the words of its route
+    call: ChatCall
+    reply: dict[str, Any]  # a chat completion of OpenAI's
+    interaction: InteractionWithTokenLogpReward
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return self.reply["choices"][0]["message"]
+
+    @property
+    def finish_reason(self) -> str:
+        return self.reply["choices"][0]["finish_reason"]
+
+
+async def complete(session: Session, route: Route, body: dict[str, Any]) -> Completion:
+    """Answer one request and record it.
+
+    A WireError is the caller's fault. Anything else is ours: the session remembers it as its
+    failure until a call succeeds.
+    """
+    call = parse_call(session.options, route.chat_body(body, session.cache))
+    parent = session.cache.find_parent(call.messages, call.tools)
+    input_ids = prompt_ids(session.options, call, parent)
+    response = await _generate(session, call.gconfig, input_ids)
+    session.failure = None
+    reply = chat_reply(
+        call,
+        f"{route.id_prefix}{uuid.uuid4().hex}",
+        int(time.time()),
+        [_output(session.options.tokenizer, call.gconfig, response)],
+        prompt_tokens=len(input_ids),
+        tokenizer=session.options.tokenizer,
+        tool_parser=session.options.config.tool_call_parser,
+    )
+    interaction = InteractionWithTokenLogpReward(
+        response,
+        messages=call.messages,
+        output_message_list=[reply["choices"][0]["message"]],
+        parent=parent,
+        chat_template_type=session.options.config.chat_template_type,
+        tools=call.tools,
+    )
+    done = Completion(body, call, reply, interaction)
+    route.note(done)
+    session.cache.add(reply["id"], interaction)
+    return done
+
+
+def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
+    """The request, with the run's `gconfig` for what it leaves open."""
+    given = {name: value for name, value in body.items() if value is not None}
+    defaults = options.gconfig.new(n_samples=1).to_openai_completions_args_dict()
+    defaults |= defaults.pop("extra_body", {})
+    if "max_tokens" in given:
+        del defaults["max_completion_tokens"]
+    call = parse_chat({**defaults, **given})
+    if call.gconfig.n_samples > 1:
+        raise WireError(
+            400, "n: one completion is one interaction here, so it must be 1; call again", "n"
+        )
+    if not call.gconfig.ignore_eos:
+        gconfig = call.gconfig.new_with_stop_and_pad_token_ids(options.tokenizer)
+        call = dataclasses.replace(call, gconfig=gconfig)
+    _check_temperature(options.gconfig, call.gconfig)
+    return call
+
+
+def prompt_ids(
+    options: SessionOptions, call: ChatCall, parent: InteractionWithTokenLogpReward | None
+) -> list[int]:
+    """The whole prompt; with `concat` it begins with every token of the parent."""
+    if parent is None or options.config.chat_template_type == "hf":
+        return chat_prompt_ids(options.tokenizer, call)
+    before = [*parent.model_response.input_tokens, *parent.model_response.output_tokens]
+    new = call.messages[len(parent.whole_chat()) :]
+    after = _ids_after_reply(options.tokenizer, call, parent.messages, new)
+    # The model has ended its turn itself, or the template does it.
+    return before + (after[1:] if after[:1] == before[-1:] else after)
+
+
+def _ids_after_reply(
+    tokenizer: Any, call: ChatCall, before: list[dict[str, Any]], new: list[dict[str, Any]]
+) -> list[int]:
+    """Tokens from the end of the assistant's turn through `new` to the header of its next.
+
+    Taken as text after the place of the reply: a template may rewrite earlier turns (leave out
+    their thoughts), and nothing that stands before that place is used.
+    """
+    chat = [*before, {"role": "assistant", "content": _REPLY_PLACE}, *new]
+    text = chat_prompt_text(tokenizer, dataclasses.replace(call, messages=chat))
+    _, found, after = text.rpartition(_REPLY_PLACE)
+    if not found:
+        raise WireError(
+            400,
+            "messages: the model's chat template leaves out earlier turns, so their tokens cannot "
+            "be continued; set rollout.agent.chat_template_type to hf",
+            "messages",
+        )
+    return tokenizer(after, add_special_tokens=False)["input_ids"]
+
+
+async def _generate(
+    session: Session, gconfig: GenerationHyperparameters, input_ids: list[int]
+) -> ModelResponse:
+    seed = gconfig.seed if gconfig.seed is not None else session.next_seed()
+    request = ModelRequest(
+        input_ids=input_ids,
+        gconfig=gconfig.new(seed=seed),
+        tokenizer=session.options.tokenizer,
+    )
+    try:
+        response = await session.engine.agenerate(request)
+    except ValueError as error:  # the engine cannot do what was asked: too long, an odd option
+        raise WireError(400, str(error)) from error
+    except Exception as error:
+        session.failure = error
+        raise
+    if response.stop_reason == "abort":
+        session.failure = RuntimeError(f"generation was aborted after {response.output_len} tokens")
+        raise session.failure
+    return response
+
+
+def _output(tokenizer: Any, gconfig: GenerationHyperparameters, response: ModelResponse) -> Output:
+    shown = response.output_tokens
+    if shown and shown[-1] in gconfig.stop_token_ids:
+        shown = shown[:-1]
+    return Output(
+        response.output_tokens,
+        response.output_logprobs,
+        response.stop_reason,
+        visible_text(tokenizer, shown, gconfig),
+    )
+
+
+def _check_temperature(wanted: GenerationHyperparameters, asked: GenerationHyperparameters) -> None:
+    """Training recomputes log-probabilities at the run's temperature."""
+    given = 0.0 if asked.greedy else asked.temperature
+    if not wanted.greedy and given != wanted.temperature:
+        _warn_of_temperature(given, wanted.temperature)
+
+
+@functools.cache
+def _warn_of_temperature(given: float, wanted: float) -> None:
+    logger.warning(
+        "an agent samples with temperature %g, and its tokens are trained on with "
+        "gconfig.temperature=%g: leave the temperature to the run",
+        given,
+        wanted,
+    )

@@ -1,0 +1,294 @@
+"""The server agents talk to: OpenAI's and Anthropic's routes on the controller's event loop.
+
+| route                     | key     | answer                                                    |
+|---------------------------|---------|-----------------------------------------------------------|
+| POST /v1/chat/completions | session | a chat completion, or a stream of its chunks              |
+| POST /v1/responses        | session | a response, or a stream of its events                     |
+| POST /v1/messages         | session | a message of Anthropic's, or a stream of its events       |
+| GET /v1/models            | session | the one model there is                                    |
+| POST /rl/set_reward       | session | {"reward", "interaction_id"?}: the newest, or by id       |
+| POST /rl/end_session      | session | {"reward"?}: the episode is over                          |
+| POST /rl/start_session    | admin   | {"session_id", "api_key", "base_url", "data"} of the next |
+
+A key travels as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses: 400 the caller's fault,
+401 no or a wrong key, 409 the session has ended, 429 no session to start now, 500 ours. It listens
+on this machine only. A client that goes away has its generation cancelled and nothing recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from areal.openai.completions import Completion, complete
+from areal.openai.routes import ROUTES, Route
+from areal.openai.session import Session, SessionEndedError
+from areal.utils import logging
+from areal.utils.openai_wire import WireError, error_body
+
+logger = logging.getLogger("AgentProxy")
+
+_HOST = "127.0.0.1"
+_CLIENT_LEFT = 499  # nobody reads it
+
+
+class AgentProxy:
+    """Started by its first user on the event loop it then belongs to.
+
+    proxy = AgentProxy(port=0)
+    await proxy.start()
+    proxy.admit(session)             # its key opens the routes
+    ...                              # an agent talks to proxy.base_url
+    proxy.release(session)
+    await proxy.stop()
+    """
+
+    def __init__(self, *, port: int = 0, admin_key: str | None = None) -> None:
+        """With an `admin_key` clients may start the sessions that are `offer`ed."""
+        self._port = port
+        self._admin_key = admin_key
+        self._sessions: dict[str, Session] = {}
+        self._offered: deque[Session] = deque()
+        self._starting = asyncio.Lock()
+        self._listener: socket.socket | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task | None = None
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client calls `base_url`."""
+        return f"http://{_HOST}:{self._port}/v1"
+
+    async def start(self) -> None:
+        """Returns when requests are accepted. Calling it again is fine."""
+        async with self._starting:
+            if self._serving is not None:
+                return
+            listener = _bind(self._port)
+            self._port = listener.getsockname()[1]
+            self._server = _Server(_config(create_app(self)))
+            self._serving = asyncio.create_task(
+                self._server.serve(sockets=[listener]), name="agent-proxy"
+            )
+            while not self._server.started:
+                if self._serving.done():
+                    self._serving.result()
+                    raise RuntimeError("the server for agents ended while it was starting")
+                await asyncio.sleep(0.005)
+            logger.info("agents talk to %s", self.base_url)
+
+    async def stop(self) -> None:
+        for session in [*self._sessions.values(), *self._offered]:
+            session.close()
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._serving = None
+
+    def admit(self, session: Session) -> None:
+        self._sessions[session.id] = session
+
+    def offer(self, session: Session) -> None:
+        """Let the next client that asks have it."""
+        self._offered.append(session)
+
+    def release(self, session: Session) -> None:
+        """The session's key opens nothing from now on."""
+        session.close()
+        self._sessions.pop(session.id, None)
+        if session in self._offered:
+            self._offered.remove(session)
+
+    def start_offered(self) -> Session:
+        if not self._offered:
+            raise WireError(429, "no session can start now: the run has enough; ask again later")
+        session = self._offered.popleft()
+        self.admit(session)
+        session.started.set()
+        return session
+
+    def session_of(self, request: Request) -> Session:
+        key = _key_of(request)
+        # Found by the public part of the key, then compared as a whole.
+        session = self._sessions.get(key.removeprefix("sk-areal-").partition("-")[0])
+        if session is None or not session.has_key(key):
+            raise WireError(401, "expected 'Authorization: Bearer KEY' with the key of a session")
+        return session
+
+    def check_admin(self, request: Request) -> None:
+        expected = self._admin_key
+        if expected is None:
+            raise WireError(404, "sessions are started by the run itself (rollout.agent.mode)")
+        if not hmac.compare_digest(_key_of(request).encode(), expected.encode()):
+            raise WireError(401, "expected 'Authorization: Bearer KEY' with the admin key")
+
+
+def create_app(proxy: AgentProxy) -> FastAPI:
+    app = FastAPI(openapi_url=None)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(WireError, _answer(lambda error: error))
+    app.add_exception_handler(
+        SessionEndedError, _answer(lambda error: WireError(409, "the session has ended"))
+    )
+    app.add_exception_handler(
+        Exception, _answer(lambda error: WireError(500, f"{type(error).__name__}: {error}"))
+    )
+
+    for path, route in ROUTES.items():
+        app.add_api_route(path, _endpoint(proxy, route), methods=["POST"])
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        proxy.session_of(request)
+        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
+
+    @app.post("/rl/set_reward")
+    async def set_reward(request: Request) -> dict[str, Any]:
+        session, body = proxy.session_of(request), await _body(request)
+        if session.ended.is_set():
+            raise SessionEndedError
+        name, reward = body.get("interaction_id"), body.get("reward")
+        with _callers_fault("reward"):
+            session.set_reward(reward if name is None else {name: reward})
+        return {"interactions": len(session.cache)}
+
+    @app.post("/rl/end_session")
+    async def end_session(request: Request) -> dict[str, Any]:
+        session, body = proxy.session_of(request), await _body(request)
+        with _callers_fault("reward"):
+            session.end(body.get("reward"))
+        return {"interactions": len(session.cache)}
+
+    @app.post("/rl/start_session")
+    async def start_session(request: Request) -> dict[str, Any]:
+        proxy.check_admin(request)
+        session = proxy.start_offered()
+        return {
+            "session_id": session.id,
+            "api_key": session.key,
+            "base_url": proxy.base_url,
+            "data": session.data,
+        }
+
+    return app
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process it is a guest of."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def _config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _bind(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"rollout.agent.port: cannot listen on {_HOST}:{port} ({error.strerror}); choose "
+            "another port, or 0"
+        ) from None
+    return listener
+
+
+def _endpoint(proxy: AgentProxy, route: Route):
+    async def answer(request: Request) -> Response:
+        session, body = proxy.session_of(request), await _body(request)
+        done = await _while_connected(request, _ask(session, route, body))
+        if done is None:
+            return Response(status_code=_CLIENT_LEFT)
+        if done.call.stream:
+            return StreamingResponse(route.events(done), media_type="text/event-stream")
+        return JSONResponse(route.reply(done))
+
+    return answer
+
+
+async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Completion:
+    try:
+        return await session.call(complete(session, route, body))
+    except (WireError, SessionEndedError):
+        raise
+    except Exception as error:  # the engine's: told to the agent, and kept by the session
+        logger.warning("a call of an agent failed", exc_info=error)
+        raise WireError(500, f"{type(error).__name__}: {error}") from error
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Completion]) -> Any:
+    """The result of `work`, or None when the client left before; `work` is cancelled then."""
+    task = asyncio.create_task(work, name="agent-call")
+    watcher = asyncio.create_task(_left(request), name="client-watch")
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    raw = await request.body()
+    try:
+        body = json.loads(raw) if raw else {}
+    except (ValueError, RecursionError) as error:
+        raise WireError(400, f"body: not JSON ({str(error)[:100]})") from None
+    if not isinstance(body, dict):
+        raise WireError(400, f"body: expected a JSON object, got {type(body).__name__}")
+    return body
+
+
+def _key_of(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+@contextlib.contextmanager
+def _callers_fault(param: str):
+    try:
+        yield
+    except ValueError as error:
+        raise WireError(400, str(error), param) from None
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_LEFT)
+
+
+def _answer(wire_error: Callable[[Exception], WireError]):
+    async def answer(request: Request, error: Exception) -> Response:
+        told = wire_error(error)
+        route = ROUTES.get(request.url.path)
+        body = error_body(told) if route is None else route.error(told)
+        return JSONResponse(body, status_code=told.status)
+
+    return answer

@@ -1,0 +1,34 @@
+"""A chat completion as server-sent events.
+
+The engine answers whole, so the reply is known when the stream begins: the agent's interaction is
+recorded before its first event, and a client that leaves in the middle changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from areal.openai.completions import Completion
+from areal.utils.openai_wire import chat_chunk, usage_chunk
+
+
+async def chat_events(done: Completion) -> AsyncIterator[bytes]:
+    for chunk in _chunks(done):
+        yield f"data: {json.dumps(chunk)}\n\n".encode()
+    yield b"data: [DONE]\n\n"
+
+
+def _chunks(done: Completion) -> Iterator[dict[str, Any]]:
+    reply, choice = done.reply, done.reply["choices"][0]
+    place = (done.call, reply["id"], reply["created"])
+    yield chat_chunk(*place, 0, {"role": "assistant", "content": ""})
+    if done.message["content"]:
+        delta = {"content": done.message["content"]}
+        yield chat_chunk(*place, 0, delta, logprobs=choice["logprobs"])
+    for index, call in enumerate(done.message.get("tool_calls", ())):
+        yield chat_chunk(*place, 0, {"tool_calls": [{"index": index, **call}]})
+    yield chat_chunk(*place, 0, {}, finish_reason=done.finish_reason)
+    if done.call.include_usage:
+        yield usage_chunk(*place, reply["usage"])

@@ -1,0 +1,12 @@
+"""One tiny engine and one event loop for the tests of this folder."""
+
+from __future__ import annotations
+
+import pytest
+from agent_world import open_agent_world
+
+
+@pytest.fixture(scope="package")
+def world(tmp_path_factory):
+    with open_agent_world(tmp_path_factory.mktemp("model")) as opened:
+        yield opened
