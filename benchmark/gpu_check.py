@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,10 @@ class Check:
     def holds(self) -> bool:
         return self.value <= self.bound
 
+    @property
+    def row(self) -> Row:
+        return Row(self.name, self.value, f"{self.unit}, at most {self.bound:g}")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -89,21 +94,24 @@ def main() -> int:
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}")
     rng = random.Random(seed)
-    checks = [] if args.skip_kernels else check_kernels()
-    for name, config in (("heads_64", CONFIG), ("heads_128", CONFIG | HEADS_OF_128)):
-        checks += check_parity(name, config, rng)
-    checks += check_load(rng)
-    checks += check_soak(rng, args.minutes)
+    parts: list[Callable[[], list[Check]]] = [] if args.skip_kernels else [check_kernels]
+    parts += [
+        lambda: check_parity("heads_64", CONFIG, rng),
+        lambda: check_parity("heads_128", CONFIG | HEADS_OF_128, rng),
+        lambda: check_load(rng),
+        lambda: check_soak(rng, args.minutes),
+    ]
+    checks: list[Check] = []
+    for part in parts:
+        found = part()
+        print_table([check.row for check in found])  # one by one: the parts take minutes
+        checks += found
     return report(checks, args.json, seed)
 
 
 def report(checks: list[Check], file: str | None, seed: int) -> int:
-    rows = [
-        Row(check.name, check.value, f"{check.unit}, at most {check.bound:g}") for check in checks
-    ]
-    print_table(rows)
     if file:
-        write_json(file, rows, seed=seed)
+        write_json(file, [check.row for check in checks], seed=seed)
     broken = [check.name for check in checks if not check.holds]
     print(f"FAILED: {', '.join(broken)}" if broken else "all checks hold")
     return 1 if broken else 0

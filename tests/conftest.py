@@ -17,6 +17,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import torch  # noqa: E402 (after its variables)
+
+if not torch.cuda.is_available():
+    # The tests of kernels run them in Triton's interpreter. Triton reads this when it is imported,
+    # which some libraries do, so it must be there before any of them.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Wall-clock limits per example fail on a busy machine for no fault of the code.
 settings.register_profile(
     "areal", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

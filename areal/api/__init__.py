@@ -36,6 +36,7 @@ _HOMES = {
     "SchedulingSpec": "scheduler_api",
     "SchedulingStrategy": "scheduler_api",
     "Worker": "scheduler_api",
+    "Agent": "workflow_api",
     "RolloutWorkflow": "workflow_api",
     "WorkflowLike": "workflow_api",
     "GenerationHyperparameters": "config.generation",

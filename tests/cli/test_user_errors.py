@@ -251,7 +251,7 @@ def edit_config(model: Path, **changes) -> None:
         (["workflow_kwargs={judge: 1}"], "workflow_kwargs do not fit RLVRWorkflow"),
         (["workflow=broken_parts.NeedsMore"], "workflow_kwargs do not fit NeedsMore"),
         (["workflow=broken_parts.NoArguments"], "workflow_kwargs do not fit NoArguments"),
-        (["workflow=broken_parts.not_a_workflow"], "is not a RolloutWorkflow class"),
+        (["workflow=broken_parts.not_a_workflow"], "is neither a RolloutWorkflow nor an agent"),
         (["workflow_kwargs={reward_kwargs: {patience: 1}}"], "workflow_kwargs"),
         (["workflow_kwargs={reward_kwargs: {max_workers: 0}}"], "max_workers must be at least 1"),
         (["reward_fn=raises_at_import.score"], "reward_fn: cannot import"),

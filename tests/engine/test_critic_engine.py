@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import write_tiny_model
+from tiny import draw_score_head, write_tiny_model
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from areal.api.config.optimizer import OptimizerConfig
@@ -61,8 +61,14 @@ def reference_values(trunk, head_weight, batch) -> torch.Tensor:
     return out
 
 
+def test_a_new_critic_has_no_opinion(folder):
+    """GAE then credits the rewards alone, until the critic has learned something."""
+    assert not open_critic(folder).forward_batch(make_batch()).any()
+
+
 def test_values_equal_transformers(folder):
     engine, batch = open_critic(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=10)), make_batch()
+    draw_score_head(engine.model)
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = reference_values(trunk, engine.model.score.weight, batch)
@@ -73,6 +79,7 @@ def test_values_equal_transformers(folder):
 
 def test_a_step_equals_plain_torch(folder):
     engine, batch = open_critic(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=10)), make_batch()
+    draw_score_head(engine.model)
     head = engine.model.score.weight.detach().clone().requires_grad_()
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
     mask = batch["loss_mask"]

@@ -5,14 +5,12 @@ The interpreter is right in float32 only; bfloat16 joins the dtypes on a device.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 
 def _interpret_kernels() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    # tests/conftest.py has set TRITON_INTERPRET.
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
