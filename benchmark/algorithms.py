@@ -1,26 +1,34 @@
 """Every algorithm on the arithmetic task: final accuracy and time to 0.8 at staleness 0, 2 and 8.
 
-    python benchmark/algorithms.py --model runs/demo/arithmetic/sft/model --json FILE --plot FILE
-    python benchmark/algorithms.py --results FILE --plot FILE [--curves docs/assets/curves]
+    python benchmark/algorithms.py --model runs/demo/arithmetic/sft/model --json FILE --plot PNG
+    python benchmark/algorithms.py --model ... --json FILE --cpu --jobs 8 --deadline 450
+    python benchmark/algorithms.py --results FILE --plot PNG [--curves docs/assets/curves]
 
 The algorithms are the recipes `examples/math/arithmetic_*.yaml`, started from the same model with
 the same seed and number of steps; each run is `areal train` in a process of its own, `--jobs` at a
-time. The second form draws what an earlier run measured. Beside the usual rows the JSON file has
-`curves`: for each run the held-out accuracy by step.
+time, each on its own share of the cores. The last form draws what was measured and runs nothing.
+
+The JSON file is written whenever a run ends, and the runs it has are not repeated: the same command
+given again does what is missing. Beside the usual rows it has `curves`, for each run the held-out
+accuracy by step, and `errors`, for each failed run the last line it said. The exit code is 0 when
+no run failed and none is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 from report import Row, print_table, write_json
 
@@ -29,6 +37,9 @@ from areal.utils.run_db import open_read_only
 
 STALENESS = (0, 2, 8)
 GOAL = 0.8
+# A third of the recipes' own, which suits data up to 2 versions old: what the steps of 8 versions
+# can move the weights by must stay small, whatever the objective corrects.
+LEARNING_RATE = 3e-4
 RECIPES = Path(recipe_path("arithmetic_grpo.yaml")).parent
 
 
@@ -42,6 +53,11 @@ class Run:
     @property
     def name(self) -> str:
         return f"{self.algorithm}_staleness_{self.staleness}"
+
+    @classmethod
+    def named(cls, name: str) -> Run:
+        algorithm, _, staleness = name.partition("_staleness_")
+        return cls(algorithm, int(staleness))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +75,95 @@ class Curve:
         return next((seconds for _, seconds, value in self.points if value >= GOAL), None)
 
 
+@dataclass(slots=True)
+class Results:
+    """What is known so far."""
+
+    steps: int
+    curves: dict[Run, Curve] = field(default_factory=dict)
+    errors: dict[Run, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path) -> Results:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        curves = {
+            Run.named(name): Curve([tuple(point) for point in points])
+            for name, points in report["curves"].items()
+        }
+        return cls(report["steps"], curves)  # what failed is tried again
+
+    def write(self, file: str) -> None:
+        write_json(
+            file,
+            self.rows(),
+            steps=self.steps,
+            curves={run.name: curve.points for run, curve in self.curves.items()},
+            errors={run.name: error for run, error in self.errors.items()},
+        )
+
+    def rows(self) -> list[Row]:
+        rows = []
+        for run in sorted(self.curves, key=lambda run: (run.algorithm, run.staleness)):
+            curve = self.curves[run]
+            rows.append(Row(f"{run.name}_accuracy", curve.final, "held-out greedy accuracy"))
+            if curve.seconds_to_goal is not None:
+                rows.append(Row(f"{run.name}_time_to_{GOAL}", curve.seconds_to_goal, "s"))
+        rows += [Row(f"{run.name}_failed", 1, error) for run, error in self.errors.items()]
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What every run is given, and what all of them together."""
+
+    model: str
+    steps: int
+    jobs: int
+    on_cpu: bool
+    deadline_s: float | None
+
+
 def main() -> int:
+    args = _parse()
+    if args.results:
+        results, missing = Results.read(Path(args.results)), 0
+    else:
+        budget = Budget(args.model, args.steps, args.jobs, args.cpu, args.deadline)
+        runs = [Run(name, eta) for name in args.only or _all_algorithms() for eta in STALENESS]
+        results = _earlier(args.json, args.steps)
+        _measure(runs, budget, results, args.json)
+        missing = sum(run not in results.curves for run in runs)
+    if not results.rows():
+        raise SystemExit("no run has ended: give more time by --deadline")
+    print_table(results.rows())
+    if missing:
+        print(f"{missing} runs failed or were not started: give the command again", file=sys.stderr)
+    if args.plot:
+        _plot_final(results.curves, args.plot)
+    if args.curves:
+        _plot_curves(results.curves, Path(args.curves))
+    return 1 if missing else 0
+
+
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="folder of the warm-started model every run begins with")
     source.add_argument("--results", metavar="FILE", help="draw these results, run nothing")
     parser.add_argument("--only", nargs="*", help="names of algorithms; default: all")
-    parser.add_argument("--steps", type=int, default=300, help="training steps per run")
+    parser.add_argument("--steps", type=int, default=240, help="training steps per run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--json", metavar="FILE", help="write rows and curves")
+    parser.add_argument("--cpu", action="store_true", help="leave a GPU of this machine alone")
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="start no run later than this"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write rows and curves; go on from there")
     parser.add_argument("--plot", metavar="PNG", help="draw final accuracy by algorithm")
     parser.add_argument("--curves", metavar="FOLDER", help="draw one picture per algorithm")
     args = parser.parse_args()
-    if args.results:
-        curves = _read_curves(Path(args.results))
-    else:
-        curves = _measure(args.only or _all_algorithms(), args.model, args.steps, args.jobs)
-    rows = _rows(curves)
-    print_table(rows)
-    if args.json:
-        points = {run.name: curve.points for run, curve in curves.items()}
-        write_json(args.json, rows, curves=points)
-    if args.plot:
-        _plot_final(curves, args.plot)
-    if args.curves:
-        _plot_curves(curves, Path(args.curves))
-    return 0
+    if unknown := sorted(set(args.only or ()) - set(_all_algorithms())):
+        parser.error(f"--only: no recipe arithmetic_{unknown[0]}.yaml, see {RECIPES}")
+    return args
 
 
 def _all_algorithms() -> list[str]:
@@ -92,34 +171,89 @@ def _all_algorithms() -> list[str]:
     return sorted(set(stems) - {"sft"})
 
 
-def _measure(algorithms: Sequence[str], model: str, steps: int, jobs: int) -> dict[Run, Curve]:
-    runs = [Run(algorithm, eta) for algorithm in algorithms for eta in STALENESS]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        curves = pool.map(lambda run: _train(run, model, steps, Path(folder)), runs)
-        return dict(zip(runs, curves, strict=True))
+def _earlier(file: str | None, steps: int) -> Results:
+    """What `file` has from an earlier call, or nothing."""
+    if file is None or not Path(file).exists():
+        return Results(steps)
+    results = Results.read(Path(file))
+    if results.steps != steps:
+        raise SystemExit(
+            f"{file} holds runs of {results.steps} steps, --steps is {steps}: name another file"
+        )
+    return results
 
 
-def _train(run: Run, model: str, steps: int, folder: Path) -> Curve:
+def _measure(runs: Sequence[Run], budget: Budget, results: Results, file: str | None) -> None:
+    """Fill `results` with the runs it lacks, and `file` with them whenever one ends."""
+    began = time.monotonic()
+    shares = _core_shares(budget.jobs)
+
+    def train_in_time(run: Run) -> Curve | None:
+        if budget.deadline_s is not None and time.monotonic() - began > budget.deadline_s:
+            return None
+        return _train(run, budget, Path(folder))
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(budget.jobs, initializer=_take_cores, initargs=(shares,)) as pool,
+    ):
+        missing = [run for run in runs if run not in results.curves]
+        running = {pool.submit(train_in_time, run): run for run in missing}
+        for done in as_completed(running):
+            run = running[done]
+            try:
+                curve = done.result()
+            except RuntimeError as error:
+                results.errors[run] = str(error)
+                print(f"{run.name}: {error}", file=sys.stderr, flush=True)
+            else:
+                if curve is None:
+                    continue
+                results.curves[run] = curve
+                print(f"{run.name}: {curve.final:.3f}", file=sys.stderr, flush=True)
+            if file is not None:
+                results.write(file)
+
+
+def _core_shares(jobs: int) -> SimpleQueue[set[int]]:
+    """The cores of each job, disjoint when there are enough of them."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    width = max(len(cores) // jobs, 1)
+    shares: SimpleQueue[set[int]] = SimpleQueue()
+    for first in range(0, jobs * width, width):
+        shares.put({cores[i % len(cores)] for i in range(first, first + width) if cores})
+    return shares
+
+
+def _take_cores(shares: SimpleQueue[set[int]]) -> None:
+    """Bind this thread, and so the processes it starts: each run sees only its share."""
+    if share := shares.get():
+        os.sched_setaffinity(0, share)
+
+
+def _train(run: Run, budget: Budget, folder: Path) -> Curve:
     overrides = {
         "cluster.fileroot": folder,
         "experiment_name": "algorithms",
         "trial_name": run.name,
         "seed": 1,
-        "actor.path": model,
-        "total_train_steps": steps,
+        "actor.path": budget.model,
+        "total_train_steps": budget.steps,
+        "actor.optimizer.lr": LEARNING_RATE,
         "rollout.max_head_offpolicyness": run.staleness,
-        "evaluator.freq_steps": max(steps // 10, 1),
+        "evaluator.freq_steps": max(budget.steps // 10, 1),
         "evaluator.eval_before_train": "true",
     }
     file = RECIPES / f"arithmetic_{run.algorithm}.yaml"
     arguments = [f"{key}={value}" for key, value in overrides.items()]
     command = [sys.executable, "-m", "areal.cli.main", "train", str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    hidden_gpu = {"CUDA_VISIBLE_DEVICES": ""} if budget.on_cpu else {}
+    env = {**os.environ, **hidden_gpu}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
-        raise RuntimeError(f"{run.name}: {done.stderr.strip().splitlines()[-1]}")
-    curve = _read_curve(folder / "algorithms" / run.name / "run.db")
-    print(f"{run.name}: {curve.final:.3f}", file=sys.stderr, flush=True)
-    return curve
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(lines[-1])
+    return _read_curve(folder / "algorithms" / run.name / "run.db")
 
 
 def _read_curve(database: Path) -> Curve:
@@ -136,32 +270,18 @@ def _read_curve(database: Path) -> Curve:
     )
 
 
-def _rows(curves: dict[Run, Curve]) -> list[Row]:
-    rows = []
-    for run, curve in curves.items():
-        rows.append(Row(f"{run.name}_accuracy", curve.final, "held-out greedy accuracy"))
-        if curve.seconds_to_goal is not None:
-            rows.append(Row(f"{run.name}_time_to_{GOAL}", curve.seconds_to_goal, "s"))
-    return rows
-
-
-def _read_curves(file: Path) -> dict[Run, Curve]:
-    curves = {}
-    for name, points in json.loads(file.read_text(encoding="utf-8"))["curves"].items():
-        algorithm, _, staleness = name.partition("_staleness_")
-        curves[Run(algorithm, int(staleness))] = Curve([tuple(point) for point in points])
-    return curves
-
-
 def _plot_final(curves: dict[Run, Curve], path: str) -> None:
     from matplotlib import pyplot
 
-    algorithms = list(dict.fromkeys(run.algorithm for run in curves))
+    algorithms = sorted({run.algorithm for run in curves})
     figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.35 * len(algorithms)))
     for row, eta in enumerate(STALENESS):
-        values = [curves[Run(algorithm, eta)].final for algorithm in algorithms]
-        heights = [place + 0.25 * (1 - row) for place in range(len(algorithms))]
-        axes.barh(heights, values, height=0.25, label=f"staleness {eta}")
+        bars = {
+            place + 0.25 * (row - 1): curves[Run(algorithm, eta)].final
+            for place, algorithm in enumerate(algorithms)
+            if Run(algorithm, eta) in curves
+        }
+        axes.barh(list(bars), list(bars.values()), height=0.25, label=f"staleness {eta}")
     axes.set_yticks(range(len(algorithms)), algorithms)
     axes.invert_yaxis()
     axes.set(xlabel="held-out greedy accuracy", xlim=(0, 1))
@@ -175,9 +295,11 @@ def _plot_curves(curves: dict[Run, Curve], folder: Path) -> None:
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
-    for algorithm in dict.fromkeys(run.algorithm for run in curves):
+    for algorithm in sorted({run.algorithm for run in curves}):
         figure, axes = pyplot.subplots(figsize=(6, 3))
         for eta in STALENESS:
+            if Run(algorithm, eta) not in curves:
+                continue
             points = curves[Run(algorithm, eta)].points
             axes.plot([p[0] for p in points], [p[2] for p in points], label=f"staleness {eta}")
         axes.set(xlabel="step", ylabel="held-out accuracy", title=algorithm, ylim=(0, 1))

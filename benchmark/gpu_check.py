@@ -5,8 +5,9 @@
 | part    | compared with                                                                          |
 |---------|----------------------------------------------------------------------------------------|
 | kernels | float64 references on fresh random inputs (the tests of tests/engine/native/cuda)      |
-| parity  | the Archon trainer's forward: mean difference under 2e-3, none over 0.1; with          |
-|         | batch-invariant numerics none at all                                                   |
+| parity  | the Archon trainer's forward: mean difference under 1e-2, none over 0.1 (random        |
+|         | weights; rounding to bfloat16 alone makes about 0.006); with batch-invariant numerics  |
+|         | none at all                                                                            |
 | load    | a float32 forward of the weights of each token's version, across shared prompts,       |
 |         | preemption, aborts and weight updates                                                  |
 | soak    | itself: `--minutes` of random requests hold no page and no memory at the end           |
@@ -185,7 +186,7 @@ def check_parity(name: str, config: dict, rng: random.Random) -> list[Check]:
                 ]
             )
             kind = "invariant" if invariant else "plain"
-            mean, most = (0.0, 0.0) if invariant else (2e-3, 0.1)
+            mean, most = (0.0, 0.0) if invariant else (1e-2, 0.1)
             checks += [
                 Check(f"parity_{name}_{kind}_mean", float(gaps.mean()), mean, "nats"),
                 Check(f"parity_{name}_{kind}_max", float(gaps.max()), most, "nats"),

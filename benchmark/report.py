@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from areal.utils.fs import atomic_write_text
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -34,7 +36,7 @@ def write_json(path: str, rows: Sequence[Row], **more: Any) -> None:
         "commit": _commit(),
         **more,
     }
-    Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    atomic_write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 def _machine() -> str:

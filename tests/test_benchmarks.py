@@ -33,14 +33,29 @@ def test_async_speedup_reports_every_load(tmp_path):
 
 
 @pytest.mark.slow
-def test_algorithms_reports_accuracy_and_draws_it_again_from_its_report(tmp_path):
-    make_model(tmp_path / "model")
+def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
-    options = ("--steps", "1", "--jobs", "2", "--only", "grpo", "--json", report)
-    run("algorithms.py", "--model", tmp_path / "model", *options)
-    written = json.loads(report.read_text())
-    assert written.keys() == KEYS | {"curves"}
+    options = ("--steps", "1", "--jobs", "2", "--only", "grpo", "--cpu", "--json", report)
+
+    def measure(model: Path, *more: str) -> tuple[int, dict]:
+        command = [sys.executable, BENCHMARKS / "algorithms.py", "--model", model, *options, *more]
+        done = subprocess.run(command, check=False, timeout=300)
+        written = json.loads(report.read_text())
+        assert written.keys() == KEYS | {"steps", "curves", "errors"}
+        return done.returncode, written
+
+    missing, model = tmp_path / "missing", tmp_path / "model"
+    code, written = measure(missing)
     names = [row["name"] for row in written["rows"]]
-    assert names == [f"grpo_staleness_{eta}_accuracy" for eta in (0, 2, 8)]
+    assert code == 1 and sorted(names) == [f"grpo_staleness_{eta}_failed" for eta in (0, 2, 8)]
+    assert all("missing" in error for error in written["errors"].values())
+
+    make_model(model)
+    code, written = measure(model)
+    names = [row["name"] for row in written["rows"]]
+    assert code == 0 and names == [f"grpo_staleness_{eta}_accuracy" for eta in (0, 2, 8)]
+    assert written["errors"] == {}
+
+    assert measure(missing) == (0, written), "finished runs are not repeated"
     run("algorithms.py", "--results", report, "--plot", plot, "--curves", tmp_path / "curves")
     assert plot.stat().st_size and (tmp_path / "curves" / "grpo.png").stat().st_size

@@ -67,3 +67,11 @@ def write_tiny_model(
     model = tiny_model(family, seed, **overrides)
     save_hf(model.named_hf_tensors(), tiny_config(family, **overrides), folder)
     return folder
+
+
+def draw_score_head(model) -> None:
+    """In place of the zeros a critic starts with, so that its trunk has a gradient to compare."""
+    import torch
+
+    with torch.no_grad():
+        model.score.weight.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tiny import draw_score_head
 
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.ppo import PPOActorConfig
@@ -35,6 +36,8 @@ def open_critic(folder, **options) -> PPOCritic:
 def open_engine(config) -> ArchonEngine:
     engine = ArchonEngine(config)
     engine.initialize(FinetuneSpec(1, 100, 1))
+    if config.is_critic:
+        draw_score_head(engine.model)
     return engine
 
 

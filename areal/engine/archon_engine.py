@@ -9,7 +9,7 @@ equal runs, or a run resumed from `save(dcp)`, end with the same bits.
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
 
 With `config.is_critic` the model has a score head in place of the LM head, and values take the
-place of log-probabilities; one that starts from a language model draws that head from the seed.
+place of log-probabilities; one that starts from a language model says 0 of every token at first.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from areal.weight_sync.transports import send_weights
 
 class ArchonEngine(TrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
-        """`seed` draws what `config.path` does not hold: the score head of a new critic, or every
-        weight with `config.init_from_scratch`."""
+        """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
         self.device = torch.device(best_device())
@@ -82,7 +81,7 @@ class ArchonEngine(TrainEngine):
         if self.config.init_from_scratch:
             model.init_weights(self._seed)
         elif self.config.is_critic and not has_score_head(path):
-            model.init_score(self._seed)
+            model.init_score()
             load_hf(model, path, without=[SCORE_HEAD])
         else:
             load_hf(model, path)

@@ -15,6 +15,7 @@ from areal.algorithm.advantage import shift_left
 from areal.algorithm.sft import sft_loss
 from areal.api.engine_api import TrainEngine
 from areal.trainer.batches import Rows, text_batch
+from areal.trainer.offline import EvalLoss
 
 
 class LMLearner:
@@ -30,9 +31,13 @@ class LMLearner:
         self.engine.step_lr_scheduler()
         return {**stats, "ppl": _perplexity(stats["loss"])}
 
-    def evaluate(self, batch: dict[str, Any]) -> dict[str, float]:
-        """Mean cross-entropy of the learned tokens, in nats, and its exponential."""
-        loss = self.engine.eval_batch(_aligned(batch), _loss, _loss_tokens).item()
+    def evaluate(self, batch: dict[str, Any]) -> EvalLoss:
+        """Mean cross-entropy of the learned tokens, in nats."""
+        batch = _aligned(batch)
+        loss = self.engine.eval_batch(batch, _loss, _loss_tokens).item()
+        return EvalLoss(loss, _loss_tokens(batch).item())
+
+    def summary(self, loss: float) -> dict[str, float]:
         return {"loss": loss, "ppl": _perplexity(loss)}
 
 

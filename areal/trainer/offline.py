@@ -8,7 +8,7 @@ would have seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from areal.utils import stats_tracker
 from areal.utils.perf_tracer import phase
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     Batch = dict[str, torch.Tensor]
 
 
+class EvalLoss(NamedTuple):
+    """The loss of a batch, and how much it counts beside that of other batches."""
+
+    mean: float
+    weight: float  # tokens or pairs
+
+
 class Learner(Protocol):
     """One way to learn from rows."""
 
@@ -34,8 +41,12 @@ class Learner(Protocol):
         """One optimizer step and one of the schedule; its statistics, with `loss`."""
         ...
 
-    def evaluate(self, batch: Batch) -> dict[str, float]:
+    def evaluate(self, batch: Batch) -> EvalLoss:
         """How good the model is on `batch`; more may go to `stats_tracker`."""
+        ...
+
+    def summary(self, loss: float) -> dict[str, float]:
+        """What is recorded of an evaluation whose mean loss is `loss`."""
         ...
 
 
@@ -44,7 +55,7 @@ def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | No
     run = trainer.run
     first = run.resume()
     if first == 0 and trainer.config.evaluator.eval_before_train:
-        stats = evaluate_on_rows(learner, trainer.valid_dataset)
+        stats = _evaluate(trainer, learner)
         run.stats_logger.commit(-1, {**stats_tracker.export_all(), **stats})
     for step in run.steps(first):
         with phase("train"):
@@ -53,17 +64,27 @@ def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | No
         stats["tokens"] = batch["attention_mask"].sum().item()
         if run.evaluation_due(step):
             with phase("evaluate"):
-                stats |= evaluate_on_rows(learner, trainer.valid_dataset)
+                stats |= _evaluate(trainer, learner)
         recorded = run.finish_step(step, trainer.tokenizer, stats)
         if on_step is not None:
             on_step(step.global_step + 1, run.total_steps, recorded)
     run.finish(trainer.tokenizer)
 
 
-def evaluate_on_rows(learner: Learner, rows: Rows) -> dict[str, float]:
+def evaluate_on_rows(learner: Learner, rows: Rows, batch_size: int) -> dict[str, float]:
+    """The statistics of all `rows`, of which only `batch_size` are collated at a time."""
+    batches = (rows[i : i + batch_size] for i in range(0, len(rows), batch_size))
     with stats_tracker.scope("eval"):
-        stats = learner.evaluate(learner.collate(rows))
-    return {f"eval/{name}": value for name, value in stats.items()}
+        losses = [learner.evaluate(learner.collate(batch)) for batch in batches]
+    mean = sum(loss.mean * loss.weight for loss in losses) / sum(loss.weight for loss in losses)
+    return {f"eval/{name}": value for name, value in learner.summary(mean).items()}
+
+
+def _evaluate(trainer: Trainer, learner: Learner) -> dict[str, float]:
+    config = trainer.config
+    # What fits in memory to train on also fits to be looked at.
+    batch_size = max(config.valid_dataset.batch_size, config.train_dataset.batch_size)
+    return evaluate_on_rows(learner, trainer.valid_dataset, batch_size)
 
 
 def _rows(source: PromptSource, number: int) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from areal.algorithm.preference import reward_model_loss
 from areal.api.config.preference import DPOActorConfig
 from areal.api.engine_api import TrainEngine
 from areal.trainer.batches import PAIR, Rows, pair_batch
+from areal.trainer.offline import EvalLoss
 from areal.utils import stats_tracker
 from areal.utils.import_path import load_named
 
@@ -33,8 +34,11 @@ class RWLearner:
     def train(self, batch: dict[str, Any]) -> dict[str, float]:
         return _train(self.engine, batch, _score_loss)
 
-    def evaluate(self, batch: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: dict[str, Any]) -> EvalLoss:
         return _evaluate(self.engine, batch, _score_loss)
+
+    def summary(self, loss: float) -> dict[str, float]:
+        return {"loss": loss}
 
 
 class DPOLearner:
@@ -52,8 +56,11 @@ class DPOLearner:
     def train(self, batch: dict[str, Any]) -> dict[str, float]:
         return _train(self.engine, self._with_reference(batch), self._loss)
 
-    def evaluate(self, batch: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: dict[str, Any]) -> EvalLoss:
         return _evaluate(self.engine, self._with_reference(batch), self._loss)
+
+    def summary(self, loss: float) -> dict[str, float]:
+        return {"loss": loss}
 
     def _with_reference(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch aligned to predictions, with what the reference model says of its tokens."""
@@ -82,8 +89,9 @@ def _train(engine: TrainEngine, batch: dict[str, Any], loss_fn: Any) -> dict[str
     return stats
 
 
-def _evaluate(engine: TrainEngine, batch: dict[str, Any], loss_fn: Any) -> dict[str, float]:
-    return {"loss": engine.eval_batch(batch, loss_fn, _num_pairs, rows_per_unit=PAIR).item()}
+def _evaluate(engine: TrainEngine, batch: dict[str, Any], loss_fn: Any) -> EvalLoss:
+    loss = engine.eval_batch(batch, loss_fn, _num_pairs, rows_per_unit=PAIR).item()
+    return EvalLoss(loss, len(batch["input_ids"]) // PAIR)
 
 
 def _num_pairs(mb: dict[str, Any]) -> torch.Tensor:

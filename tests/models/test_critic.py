@@ -35,7 +35,7 @@ def values(model, ids: torch.Tensor) -> torch.Tensor:
 def test_values_equal_a_transformers_trunk_with_a_linear_head(family, tmp_path):
     folder = write_tiny_model(tmp_path / "lm", family, seed=3)
     model = critic(family)
-    model.init_score(7)
+    model.init_weights(7)
     load_hf(model, folder, without=[SCORE_HEAD])
     head = torch.nn.Linear(32, 1, bias=False)
     head.weight.data.copy_(model.score.weight.data)
@@ -76,12 +76,14 @@ def test_the_trunk_starts_like_the_language_models(tmp_path):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_the_head_of_a_critic_is_a_function_of_the_seed():
-    first, same, other = critic("llama"), critic("llama"), critic("llama")
-    for model, seed in ((first, 1), (same, 1), (other, 2)):
-        model.init_score(seed)
-    assert torch.equal(first.score.weight, same.score.weight)
-    assert not torch.equal(first.score.weight, other.score.weight)
+def test_a_fresh_head_values_nothing():
+    """Values of a drawn head are larger than the rewards and drown them in the advantages."""
+    model = critic("llama")
+    model.init_weights(1)
+    ids = torch.arange(2, 13)
+    assert values(model, ids).abs().max() > 0.05
+    model.init_score()
+    assert torch.equal(values(model, ids), torch.zeros(len(ids)))
 
 
 def test_models_of_the_other_kind_are_refused(tmp_path):

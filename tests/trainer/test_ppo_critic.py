@@ -7,6 +7,7 @@ import torch
 from tiny import write_tiny_model
 from tiny_ppo import PLAIN_SGD, group, open_critic, two_groups, weights_of
 
+from areal.algorithm.value import HUBER_DELTA
 from areal.api.config.train_engine import MicroBatchSpec
 from areal.trainer.ppo.batch import collect
 from areal.utils import stats_tracker
@@ -61,6 +62,19 @@ def test_values_learn_the_returns(folder):
         history.append(stats["critic/explained_variance"])
         assert stats["critic/update_successful__count"] == 2
     assert history[-1] > 0.8 > history[0]
+
+
+def test_the_config_chooses_the_error(folder):
+    """Returns of 100 are far beyond the bound from which a Huber error grows in proportion."""
+    losses = {}
+    for name in ("squared", "huber"):
+        critic = open_critic(folder, ppo_n_minibatches=1, value_error=name)
+        data = with_returns(critic, two_groups())
+        data["returns"] = torch.full_like(data["returns"], 100.0)
+        critic.ppo_update(data)
+        losses[name] = stats_tracker.export()["critic/loss"]
+    assert losses["squared"] == pytest.approx(100**2 / 2, rel=0.05)
+    assert losses["huber"] == pytest.approx(HUBER_DELTA * (100 - HUBER_DELTA / 2), rel=0.05)
 
 
 def test_answers_cut_off_by_length_can_be_left_out(folder):

@@ -13,6 +13,7 @@ from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.preference import DPOActorConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.engine.archon_engine import ArchonEngine
+from areal.trainer.offline import evaluate_on_rows
 from areal.trainer.preference import DPOLearner, RWLearner
 from areal.utils import stats_tracker
 
@@ -68,7 +69,7 @@ def test_a_reward_model_step(folders, spec):
     loss.backward()
 
     batch = learner.collate(ROWS)
-    assert learner.evaluate(batch)["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert learner.evaluate(batch) == (pytest.approx(loss.item(), rel=1e-4), 3)
     stats_tracker.export()
     stats = learner.train(batch)
     assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
@@ -121,7 +122,7 @@ def test_a_dpo_step(folders, loss_type: str, spec):
 
 def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin(folders):
     same = [folders[0], folders[0]]
-    loss = dpo_learner(same).evaluate(dpo_learner(same).collate(ROWS))["loss"]
+    loss = dpo_learner(same).evaluate(dpo_learner(same).collate(ROWS)).mean
     assert loss == pytest.approx(0.6931472, abs=1e-6)
 
 
@@ -138,6 +139,15 @@ def test_both_learn_which_answer_was_chosen(folders):
         learner.evaluate(batch)
         stats = stats_tracker.export()
         assert stats["reward_accuracy"] == 1 and stats["reward_margin"] > 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_evaluation_in_batches_is_that_of_all_pairs_at_once(folders, batch_size):
+    for learner in (reward_learner(folders[0]), dpo_learner(folders)):
+        whole = evaluate_on_rows(learner, ROWS, len(ROWS)) | stats_tracker.export()
+        parts = evaluate_on_rows(learner, ROWS, batch_size) | stats_tracker.export()
+        assert parts.keys() == whole.keys() and "eval/reward_margin" in parts
+        assert parts == pytest.approx(whole, rel=1e-4)
 
 
 def test_the_reference_model_does_not_move(folders):

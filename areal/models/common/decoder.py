@@ -115,9 +115,13 @@ class Decoder(nn.Module):
                     module.bias.zero_()
 
     @torch.no_grad()
-    def init_score(self, seed: int) -> None:
-        """A fresh score head alone: what a critic that starts from a language model lacks."""
-        self._draw(self.score.weight, torch.Generator().manual_seed(seed))
+    def init_score(self) -> None:
+        """A fresh score head alone: what a critic that starts from a language model lacks.
+
+        Zeros: a drawn head gives values that are larger than the rewards and mean nothing, and
+        the advantages made of them unlearn the policy before the critic has learned anything.
+        """
+        self.score.weight.zero_()
 
     def _draw(self, weight: torch.Tensor, generator: torch.Generator) -> None:
         drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")

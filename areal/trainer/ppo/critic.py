@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from areal.algorithm import VALUE_ERRORS
 from areal.algorithm.value import value_loss
 from areal.api.config.roles import PPOCriticConfig
 from areal.api.engine_api import TrainEngine
 from areal.trainer.ppo.batch import minibatches, required, token_outputs
 from areal.utils import stats_tracker
+from areal.utils.import_path import load_named
 
 _BATCH_KEYS = ("loss_mask", "values", "returns", "seq_no_eos")
 
@@ -24,6 +26,7 @@ class PPOCritic:
     def __init__(self, config: PPOCriticConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
+        self._error = load_named(config.value_error, VALUE_ERRORS, key="critic.value_error")
 
     def compute_values(self, data: Mapping[str, Any]) -> torch.Tensor:
         """The value before each next token `[B, S]`."""
@@ -51,7 +54,12 @@ class PPOCritic:
 
     def _loss(self, values_T: torch.Tensor, mb: dict[str, Any]) -> torch.Tensor:
         loss, metrics = value_loss(
-            values_T, mb["values"], mb["returns"], mb["loss_mask"], eps_clip=self.config.eps_clip
+            values_T,
+            mb["values"],
+            mb["returns"],
+            mb["loss_mask"],
+            eps_clip=self.config.eps_clip,
+            error=self._error,
         )
         stats_tracker.denominator(n_tokens=mb["loss_mask"])
         stats_tracker.stat("n_tokens", values=values_T.detach(), returns=mb["returns"])
