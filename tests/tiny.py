@@ -38,6 +38,26 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False},
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 12,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+    },
 }
 
 

@@ -1,1 +1,28 @@
-"""Engines: those that train (archon) and those that generate (native)."""
+"""Engines: those that train (archon, fsdp) and those that generate (native)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from areal.api.alloc_mode import ModelAllocation
+
+if TYPE_CHECKING:
+    from areal.api.engine_api import TrainEngine
+
+# By import path: what one engine needs is not loaded for another.
+TRAIN_ENGINES = {
+    "archon": "areal.engine.archon_engine.ArchonEngine",
+    "fsdp": "areal.engine.fsdp_engine.FSDPEngine",
+}
+
+
+def train_engine_class(backend: str) -> type[TrainEngine]:
+    """The class that trains with `backend`, like `fsdp:d1`."""
+    name = ModelAllocation.from_str(backend).backend
+    if name not in TRAIN_ENGINES:
+        raise ValueError(
+            f"backend {backend!r} has no training engine here: use one of {list(TRAIN_ENGINES)}"
+        )
+    module, _, class_name = TRAIN_ENGINES[name].rpartition(".")
+    return getattr(importlib.import_module(module), class_name)

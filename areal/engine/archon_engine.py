@@ -1,12 +1,17 @@
-"""Archon on one rank: our own models trained on the CPU or on one GPU.
+"""Archon: our own models trained on one rank or on many, on CPUs or GPUs.
 
 The model is the module the native engine decodes with, so log-probabilities of both agree to
 float rounding. Given one torch thread on a CPU, training is a function of (weights, batches): two
 equal runs, or a run resumed from `save(dcp)`, end with the same bits.
 
     engine = ArchonEngine(config)
+    engine.create_process_group(parallel_strategy)     # only for several ranks, each in a process
     engine.initialize(ft_spec)
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
+
+On several ranks each call is made by all of them. The ranks of one data-parallel place give it the
+same rows; other places have other rows, perhaps more or fewer, or none. What is returned is the
+same everywhere, but the rows of `forward_batch`.
 
 With `config.is_critic` the model has a score head in place of the LM head, and values take the
 place of log-probabilities; one that starts from a language model says 0 of every token at first.
@@ -15,31 +20,37 @@ place of log-probabilities; one that starts from a language model says 0 of ever
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
-from areal.engine.invariant_attention import InvariantPackedAttention
-from areal.engine.logprobs import next_token_logprobs
 from areal.engine.optim import MasterOptimizer
-from areal.models.common.attention_varlen import PackedAttention
+from areal.engine.process_group import any_rank, join_ranks
+from areal.engine.token_outputs import token_outputs
+from areal.engine.weight_stream import stream_weights
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
+from areal.models.common.moe import balance_experts
 from areal.models.hf_io import (
     SCORE_HEAD,
     build_model,
     critic_config,
     has_score_head,
+    language_config,
     load_hf,
     read_hf_config,
     save_hf,
 )
+from areal.models.parallel_dims import ParallelDims, ParallelMesh
+from areal.models.parallelize import check_layout, parallelize
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 from areal.weight_sync.transports import send_weights
@@ -51,30 +62,81 @@ class ArchonEngine(TrainEngine):
         self.config = config
         self.mb_spec = config.mb_spec
         self.device = torch.device(best_device())
+        self.dp_group: dist.ProcessGroup | None = None
+        self._dims = ParallelDims()
+        self._mesh: ParallelMesh | None = None  # None on one rank
         self._seed = seed
         self._version = 0
         self._model: Decoder | None = None
         self._optimizer: MasterOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
 
+    def create_process_group(
+        self, parallel_strategy: ParallelStrategy, *, num_replicas: int = 1
+    ) -> None:
+        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody.
+
+        num_replicas: data-parallel ranks shard the weights within as many groups, each of which
+        holds all of them; groups exchange gradients alone.
+        """
+        self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
+        if self._dims.world_size == 1:
+            return
+        if self.config.batch_invariant:
+            raise ValueError(
+                f"batch_invariant computes on one rank, got archon:{parallel_strategy}: turn it "
+                "off, or use archon:d1"
+            )
+        self.device = join_ranks()
+        self._mesh = self._dims.build_mesh(self.device.type)
+        self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return 0 if self._mesh is None else self._mesh["dp"].get_local_rank()
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return self._dims.dp
+
+    def is_data_parallel_head(self) -> bool:
+        """Whether this is the first of the ranks that compute the same rows together."""
+        return self._mesh is None or self._mesh["cp_tp"].get_local_rank() == 0
+
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
         if self.device.type == "cpu":
             use_plain_blas()
-        self._hf_config = read_hf_config(self.config.path)
-        self._model = build_model(
-            self._hf_config,
-            device=self.device,
-            dtype=self._dtype(),
-            is_critic=self.config.is_critic,
-        )
+        self._hf_config = language_config(read_hf_config(self.config.path))
+        self._model = self._build_model() if self._mesh is None else self._build_shards()
         self._fill_model(self._model)
         if self.config.batch_invariant:
             make_invariant(self._model)
         if self.config.optimizer is not None and ft_spec is not None:
             self._optimizer = MasterOptimizer(
-                self._model, self.config.optimizer, ft_spec.total_train_steps
+                self._model, self.config.optimizer, ft_spec.total_train_steps, self._ranks
             )
+
+    def _build_model(self) -> Decoder:
+        return build_model(
+            self._hf_config,
+            device=self.device,
+            dtype=self._dtype(),
+            is_critic=self.config.is_critic,
+        )
+
+    def _build_shards(self) -> Decoder:
+        model = build_model(
+            self._hf_config, device="meta", dtype=torch.float32, is_critic=self.config.is_critic
+        )
+        check_layout(model.args, self._dims)
+        parallelize(model, self._mesh, self._dtype())
+        return model.to_empty(device=self.device)
+
+    @property
+    def _ranks(self) -> dist.ProcessGroup | None:
+        """All of this engine's; None when there is one."""
+        return None if self._mesh is None else dist.group.WORLD
 
     def _fill_model(self, model: Decoder) -> None:
         path = self.config.path
@@ -122,52 +184,37 @@ class ArchonEngine(TrainEngine):
         outputs = []
         with torch.set_grad_enabled(not forward_only):
             for index, mb in enumerate(mbs):
-                output = output_fn(index, *self._outputs(mb.data))
+                tokens = token_outputs(self.model, mb.data, self.config, self._mesh)
+                output = output_fn(index, *tokens)
                 if not forward_only:
                     output.backward()
                     self.optimizer.collect_gradients()
                 outputs.append(output.detach())
+        if self._mesh is not None:
+            self.model.reshard()  # a pass without backward leaves the head whole, soon out of date
         return outputs
 
-    def _outputs(self, mb: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
-
-        At a sequence's last token, log p and entropy are junk.
-        """
-        tokens_T = mb["input_ids"].long()
-        packed = InvariantPackedAttention if self.config.batch_invariant else PackedAttention
-        attend = packed(mb["cu_seqlens"], mb["max_seqlen"])
-        hidden_TD = self.model(tokens_T, attend.positions_T, attend)
-        if self.config.is_critic:
-            return (self.model.values(hidden_TD),)
-        labels_T = tokens_T.roll(-1)
-        # Junk that does not depend on which sequence happens to come next.
-        labels_T[mb["cu_seqlens"][1:].long() - 1] = 0
-        return next_token_logprobs(
-            hidden_TD,
-            self.model.output_weight,
-            labels_T,
-            temperature=self.config.temperature,
-            chunk_size=self.config.logprobs_chunk_size,
-            batch_invariant=self.config.batch_invariant,
-        )
-
     def optimizer_step(self) -> dict[str, float]:
-        return self.optimizer.step()
+        stats = self.optimizer.step()
+        balance_experts(self.model, group=self._mesh and self._mesh.get_group("tokens"))
+        return stats
 
     def step_lr_scheduler(self) -> None:
         self.optimizer.set_lr_step(self.optimizer.lr_step + 1)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write into the folder `meta.path`; for all-or-nothing give a scratch folder."""
+        """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
+        `hf` give a scratch folder."""
         if meta.weight_format == "dcp":
-            checkpoint.save(
-                meta.path, self.model, self._optimizer_if(meta.with_optim), self._version
-            )
+            optimizer = self._optimizer_if(meta.with_optim)
+            checkpoint.save(meta.path, self.model, optimizer, self._version, self._ranks)
             return
         _refuse_optimizer(meta)
+        self._stream_to(lambda weights: self._save_hf(weights, meta))
+
+    def _save_hf(self, weights: Iterator[tuple[str, torch.Tensor]], meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
-        save_hf(self.hf_weights(), config, meta.path)
+        save_hf(weights, config, meta.path)
         base_model = Path(meta.base_model_path or self.config.path)
         generation_config = base_model / "generation_config.json"
         if generation_config.is_file():
@@ -180,7 +227,7 @@ class ArchonEngine(TrainEngine):
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
             self._version = checkpoint.load(
-                meta.path, self.model, self._optimizer_if(meta.with_optim)
+                meta.path, self.model, self._optimizer_if(meta.with_optim), self._ranks
             )
             return
         _refuse_optimizer(meta)
@@ -189,7 +236,26 @@ class ArchonEngine(TrainEngine):
             self._optimizer.read_model()
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.model.named_hf_tensors()
+        """On several ranks all iterate, to the end: rank 0 is given the tensors, others none."""
+        if self._mesh is None:
+            return self.model.named_hf_tensors()
+        return stream_weights(self.model, self._dtype(), is_receiver=dist.get_rank() == 0)
+
+    def _stream_to(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+        """Rank 0 gives the weights to `consume`; what it raises there ends the call on all."""
+        weights = self.hf_weights()
+        if self._mesh is None:
+            return consume(weights)
+        failure: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                consume(weights)
+            except Exception as error:
+                failure = error  # raised below: the others still wait for this rank's gathers
+        for _ in weights:
+            pass
+        if any_rank(failure is not None, self._ranks, self.device):
+            raise failure or RuntimeError("rank 0 could not pass the weights on: see its error")
 
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         self._receiver = (engine, meta)
@@ -198,7 +264,7 @@ class ArchonEngine(TrainEngine):
         if self._receiver is None:
             raise RuntimeError("no inference engine is connected: call connect_engine() first")
         engine, meta = self._receiver
-        send_weights(engine, meta.with_version(version), self.hf_weights())
+        self._stream_to(lambda weights: send_weights(engine, meta.with_version(version), weights))
 
     def set_version(self, version: int) -> None:
         self._version = version

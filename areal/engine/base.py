@@ -7,6 +7,10 @@ A back end gives one primitive, `forward_backward_batch`, and an optimizer step.
 
 A loss function returns the mean over its micro-batch. Each is scaled by its share of the total
 weight, so the sum is the mean over the whole batch and does not depend on how it was cut.
+
+With data parallelism each rank has some rows of the batch, perhaps none. The total weight is that
+of all ranks, and all compute the same number of micro-batches, since each of them is a collective
+of the back end: who has fewer adds fillers, one token of weight 0 that no loss function sees.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from areal.api.config.train_engine import MicroBatchSpec
 from areal.utils.data import pack, sequence_lengths, unpack
@@ -32,7 +37,7 @@ OutputFn = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows of a batch, packed."""
+    """Some rows of a batch, packed. A filler has no rows and no keys but the tokens'."""
 
     rows: list[int]
     data: dict[str, Any]
@@ -43,11 +48,16 @@ class Backend(Protocol):
 
     device: torch.device
     mb_spec: MicroBatchSpec
+    dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
 
     def forward_backward_batch(
         self, mbs: list[MicroBatch], output_fn: OutputFn, forward_only: bool
     ) -> list[torch.Tensor]:
-        """`output_fn` of each micro-batch, detached; unless `forward_only` also backward of it."""
+        """`output_fn` of each micro-batch, detached; unless `forward_only` also backward of it.
+
+        Outputs cover the whole micro-batch on every rank that shares its tokens. Gradients are
+        summed (not averaged) over the ranks of `dp_group`.
+        """
         ...
 
     def optimizer_step(self) -> dict[str, float]: ...
@@ -60,10 +70,10 @@ def train_batch(
     loss_weight_fn: LossWeightFn,
     rows_per_unit: int,
 ) -> dict[str, float]:
-    """One optimizer step on the weighted mean of the loss."""
-    mbs = split_micro_batches(input_, backend.mb_spec, backend.device, rows_per_unit)
-    losses = _weighted_losses(backend, mbs, loss_fn, loss_weight_fn, forward_only=False)
-    return {**backend.optimizer_step(), "loss": losses.sum().item()}
+    """One optimizer step on the weighted mean of the loss over the rows of all ranks."""
+    mbs = _micro_batches(backend, input_, rows_per_unit)
+    loss = _weighted_loss(backend, mbs, loss_fn, loss_weight_fn, forward_only=False)
+    return {**backend.optimizer_step(), "loss": loss.item()}
 
 
 def eval_batch(
@@ -73,18 +83,20 @@ def eval_batch(
     loss_weight_fn: LossWeightFn,
     rows_per_unit: int,
 ) -> torch.Tensor:
-    """The weighted mean of the loss."""
-    mbs = split_micro_batches(input_, backend.mb_spec, backend.device, rows_per_unit)
-    return _weighted_losses(backend, mbs, loss_fn, loss_weight_fn, forward_only=True).sum()
+    """The weighted mean of the loss over the rows of all ranks."""
+    mbs = _micro_batches(backend, input_, rows_per_unit)
+    return _weighted_loss(backend, mbs, loss_fn, loss_weight_fn, forward_only=True)
 
 
 def forward_batch(backend: Backend, input_: Mapping[str, Any]) -> torch.Tensor:
-    """Log-probabilities or values `[B, S]` on the input's device, zero on padding."""
+    """Log-probabilities or values `[B, S]` of this rank's rows on their device, 0 on padding."""
     mask = input_["attention_mask"]
-    mbs = split_micro_batches(input_, backend.mb_spec, backend.device)
+    mbs = _micro_batches(backend, input_, 1)
     out_BS = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     packed = backend.forward_backward_batch(mbs, lambda _, output_T, *rest: output_T, True)
     for mb, output_T in zip(mbs, packed, strict=True):
+        if not mb.rows:
+            continue
         rows_BS = unpack(output_T, mb.data["cu_seqlens"], mask.shape[1])
         out_BS[mb.rows] = rows_BS.to(mask.device)
     return out_BS
@@ -116,7 +128,44 @@ def split_micro_batches(
     return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in row_bins]
 
 
-def _weighted_losses(
+def _micro_batches(
+    backend: Backend, input_: Mapping[str, Any], rows_per_unit: int
+) -> list[MicroBatch]:
+    """This rank's micro-batches, as many as the rank with the most has."""
+    spec, device, group = backend.mb_spec, backend.device, backend.dp_group
+    if group is None:
+        return split_micro_batches(input_, spec, device, rows_per_unit)
+    # A batch that is refused here must not leave the others waiting for this rank.
+    refused: ValueError | None = None
+    mbs: list[MicroBatch] = []
+    try:
+        if len(input_["attention_mask"]):
+            mbs = split_micro_batches(input_, spec, device, rows_per_unit)
+    except ValueError as error:
+        refused = error
+    most, any_refused = _largest([len(mbs), int(refused is not None)], group, device)
+    if refused is not None:
+        raise refused
+    if any_refused:
+        raise RuntimeError("another rank refused its part of the batch: its error says why")
+    if most == 0:
+        raise ValueError("the batch has no rows on any rank; give at least one")
+    return mbs + [_filler(device)] * (most - len(mbs))
+
+
+def _filler(device: torch.device) -> MicroBatch:
+    tokens = {"input_ids": torch.zeros(1, dtype=torch.int32)}
+    bounds = {"cu_seqlens": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen": 1}
+    return MicroBatch([], _to_device({**tokens, **bounds}, device))
+
+
+def _largest(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    largest = torch.tensor(numbers, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
+
+
+def _weighted_loss(
     backend: Backend,
     mbs: list[MicroBatch],
     loss_fn: LossFn,
@@ -124,9 +173,11 @@ def _weighted_losses(
     *,
     forward_only: bool,
 ) -> torch.Tensor:
-    """The loss of each micro-batch times its share of the weight, detached."""
-    weights = torch.stack([loss_weight_fn(mb.data).double() for mb in mbs])
-    total = weights.sum()
+    """The sum over all ranks of each micro-batch's loss times its share of the weight."""
+    group = backend.dp_group
+    none = torch.zeros((), dtype=torch.float64, device=backend.device)
+    weights = torch.stack([loss_weight_fn(mb.data).to(none) if mb.rows else none for mb in mbs])
+    total = _summed(weights.sum(), group)
     if not total > 0:
         raise ValueError(
             f"the batch of {sum(len(mb.rows) for mb in mbs)} sequences has a loss weight of "
@@ -135,9 +186,18 @@ def _weighted_losses(
     shares = (weights / total).float()
 
     def output_fn(index: int, *outputs: torch.Tensor) -> torch.Tensor:
+        if not mbs[index].rows:
+            return outputs[0].sum() * 0.0  # part of the graph, so that its collectives happen
         return loss_fn(*outputs, mbs[index].data) * shares[index]
 
-    return torch.stack(backend.forward_backward_batch(mbs, output_fn, forward_only))
+    losses = torch.stack(backend.forward_backward_batch(mbs, output_fn, forward_only))
+    return _summed(losses.sum(), group)
+
+
+def _summed(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(local, group=group)
+    return local
 
 
 def _to_device(data: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -31,8 +31,21 @@ class InvariantPackedAttention(PackedAttention):
         self._pages_CP = torch.where(inside, first_page_C[:, None] + columns, 0).int()
 
     def __call__(
-        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
+        if window is not None or scale is not None:
+            raise ValueError(
+                "batch_invariant: its attention has no sliding window and no scale of its own; "
+                "turn batch_invariant off for this model"
+            )
+
         def reference(q, k, v):
             return PackedAttention.__call__(self, layer, q, k, v)
 

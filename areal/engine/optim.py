@@ -1,10 +1,12 @@
-"""The optimizer of one rank: float32 master weights, AdamW or SGD, clipping, the schedule.
+"""The optimizer: float32 master weights, AdamW or SGD, clipping, the schedule.
 
     gradients of the model -> `collect_gradients` after each micro-batch -> `step` once per batch
 
 A model in bfloat16 is a rounded copy of its float32 masters, so that small updates are not lost
-and training computes with exactly the numbers inference gets. A float32 model is its own master.
-A gradient that is not finite is thrown away: the weights and the optimizer stay as they were.
+and training computes with exactly the numbers inference gets. A float32 model is its own master,
+and so is a model in shards (DTensors): there each rank updates what it holds as plain tensors, and
+the ranks talk only about the norm. A gradient that is not finite on any of them is thrown away by
+all: the weights and the optimizer stay as they were.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from areal.api.config.optimizer import OptimizerConfig
 from areal.utils import logging
@@ -40,17 +44,25 @@ def lr_factor(
 
 
 class MasterOptimizer:
-    """Updates `model` in place."""
+    """Updates `model` in place. With `ranks`, the holders of its shards, all of them call."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._ranks = ranks
         self.num_skipped_steps = 0
         self.lr_step = 0
         self._config = config
         self._total_steps = total_steps
         self._weights = dict(model.named_parameters())
+        assert ranks is not None or all(_num_shards(w) == 1 for w in self._weights.values())
         self._masters = {name: _master_of(weight) for name, weight in self._weights.items()}
         self._optimizer = _build(config, list(self._masters.values()))
-        self._create_state()
+        self._moments = self._create_state()
         self.set_lr_step(0)
 
     @property
@@ -78,8 +90,8 @@ class MasterOptimizer:
         """Add the model's gradients to the masters'; sums over micro-batches are in float32."""
         for name, weight in self._weights.items():
             master = self._masters[name]
-            if master is weight or weight.grad is None:
-                continue
+            if master is weight or weight.grad is None or isinstance(weight, DTensor):
+                continue  # FSDP itself sums the gradients of shards in float32
             if master.grad is None:
                 master.grad = weight.grad.float()
             else:
@@ -89,12 +101,12 @@ class MasterOptimizer:
     @torch.no_grad()
     def step(self) -> dict[str, float]:
         """Clip, update, forget the gradients; reports update_successful, grad_norm and lr."""
-        grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = get_total_norm(grads)
+        self._take_shards()
+        norm = self._gradient_norm()
         grad_norm = norm.item()
         successful = math.isfinite(grad_norm)
         if successful:
-            clip_grads_with_norm_(self._masters.values(), self._config.gradient_clipping, norm)
+            self._clip(norm)
             self._optimizer.step()
             self.write_back()
         else:
@@ -102,49 +114,113 @@ class MasterOptimizer:
             logger.warning(
                 "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
             )
+        for weight in self._weights.values():
+            weight.grad = None
         self._optimizer.zero_grad(set_to_none=True)
         return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+
+    def _take_shards(self) -> None:
+        """Point the masters at this rank's parts of the DTensors and of their gradients."""
+        for name, weight in self._weights.items():
+            if isinstance(weight, DTensor):
+                # Anew in each step: FSDP may move a shard to a padded place when it first runs.
+                self._masters[name].data = weight.to_local()
+                self._masters[name].grad = None if weight.grad is None else weight.grad.to_local()
+
+    def _gradient_norm(self) -> torch.Tensor:
+        """Over the whole model, each element once however many ranks hold it."""
+        if self._ranks is None:
+            return get_total_norm([m.grad for m in self._masters.values() if m.grad is not None])
+        grads_by_copies: dict[int, list[torch.Tensor]] = {}
+        for name, weight in self._weights.items():
+            grad = self._masters[name].grad
+            if grad is not None:
+                copies = self._ranks.size() // _num_shards(weight)
+                grads_by_copies.setdefault(copies, []).append(grad)
+        # In float64, where the square of no float32 norm overflows.
+        parts = [get_total_norm(g).double() ** 2 / n for n, g in grads_by_copies.items()]
+        total = torch.stack(parts).sum()
+        dist.all_reduce(total, group=self._ranks)
+        return total.sqrt().float()
+
+    def _clip(self, norm: torch.Tensor) -> None:
+        factor = (self._config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([m.grad for m in self._masters.values() if m.grad is not None], factor)
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model."""
         for name, weight in self._weights.items():
-            if self._masters[name] is not weight:
+            if self._is_copy(name):
                 weight.copy_(self._masters[name])
 
     @torch.no_grad()
     def read_model(self) -> None:
         """Take the model's weights, just loaded, as the masters."""
         for name, weight in self._weights.items():
-            if self._masters[name] is not weight:
+            if self._is_copy(name):
                 self._masters[name].copy_(weight)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The float32 weights by name; loading into these tensors is followed by `write_back`."""
-        return {name: master.detach() for name, master in self._masters.items()}
+        return {
+            name: (self._masters[name] if self._is_copy(name) else weight).detach()
+            for name, weight in self._weights.items()
+        }
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """The optimizer's tensors by weight name; loading into them in place restores it."""
-        states = self._optimizer.state
-        return {name: dict(states[master]) for name, master in self._masters.items()}
+        return {name: dict(moments) for name, moments in self._moments.items()}
 
-    def _create_state(self) -> None:
-        """Make the optimizer's tensors now, so that a resumed run has a place to load them."""
+    def _is_copy(self, name: str) -> bool:
+        """Whether the model's weight is a rounded copy of the master."""
+        weight = self._weights[name]
+        return self._masters[name] is not weight and not isinstance(weight, DTensor)
+
+    @torch.no_grad()
+    def _create_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Make the optimizer's tensors now, so that a resumed run has a place to load them.
+
+        Returns them by name, those of shards as the DTensors they are parts of.
+        """
         for master in self._masters.values():
             master.grad = torch.zeros_like(master)
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        for state in self._optimizer.state.values():
+        moments = {}
+        for name, weight in self._weights.items():
+            state = self._optimizer.state[self._masters[name]]
             for tensor in state.values():
                 tensor.zero_()
+            moments[name] = dict(state)
+            if isinstance(weight, DTensor):
+                whole = {key: torch.zeros_like(weight) for key, x in state.items() if x.ndim}
+                state.update({key: dtensor.to_local() for key, dtensor in whole.items()})
+                moments[name] |= whole
+        return moments
 
 
 def _master_of(weight: nn.Parameter) -> nn.Parameter:
+    if isinstance(weight, DTensor):
+        assert weight.dtype == torch.float32, "shards are float32; FSDP rounds what it gathers"
+        return nn.Parameter(weight.detach().to_local())
     if weight.dtype == torch.float32:
         return weight
     return nn.Parameter(weight.detach().float())
+
+
+def _num_shards(weight: torch.Tensor) -> int:
+    """Into how many different parts the weight is cut."""
+    if not isinstance(weight, DTensor):
+        return 1
+    sizes = weight.device_mesh.shape
+    return math.prod(
+        size
+        for size, place in zip(sizes, weight.placements, strict=True)
+        if not place.is_replicate()
+    )
 
 
 def _build(config: OptimizerConfig, masters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -26,6 +26,15 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SCORE_HEAD = "score.weight"
+# Keys of a model of text and images that hold for its language model unless that says otherwise.
+_SHARED_WITH_TEXT = (
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "tie_word_embeddings",
+)
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
@@ -42,6 +51,22 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model alone, of a model of text and images; else `config` itself.
+
+    Our models read and write text: this is what they are built from and saved with.
+    """
+    if "text_config" not in config:
+        return config
+    architectures = [
+        name.replace("ForConditionalGeneration", "ForCausalLM")
+        for name in config.get("architectures") or ()
+    ]
+    shared = {key: config[key] for key in _SHARED_WITH_TEXT if key in config}
+    default = {"model_type": f"{config['model_type']}_text", "architectures": architectures}
+    return {**default, **shared, **config["text_config"]}
+
+
 def build_model(
     path_or_config: str | Path | Mapping[str, Any],
     *,
@@ -55,7 +80,7 @@ def build_model(
     A critic has a score per token in place of the LM head. With `ranks` it is this rank's share.
     """
     is_config = isinstance(path_or_config, Mapping)
-    config = path_or_config if is_config else read_hf_config(path_or_config)
+    config = language_config(path_or_config if is_config else read_hf_config(path_or_config))
     spec = get_model_spec(config["model_type"])
     args = spec.model_args_class.from_hf_config(config)
     args = dataclasses.replace(args, is_critic=is_critic)
@@ -69,7 +94,7 @@ def build_model(
 
 def has_score_head(path: str | Path) -> bool:
     """Whether the folder holds a critic or reward model (else a language model)."""
-    return SCORE_HEAD in _read_shapes(_weight_files(Path(path)))
+    return SCORE_HEAD in read_shapes(weight_files(Path(path)))
 
 
 def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) -> None:
@@ -77,10 +102,10 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
 
     Every weight must be there but those `without`, which keep the values they have.
     """
-    files = _weight_files(Path(path))
+    files = weight_files(Path(path))
     own = model.hf_shapes()
     kept = {name: own[name] for name in without}
-    check_hf_shapes(model, {**kept, **_read_shapes(files)}, source=str(path))
+    check_hf_shapes(model, {**kept, **read_shapes(files)}, source=str(path))
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
@@ -89,8 +114,13 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
 
 def check_hf_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], *, source: str) -> None:
     """Refuse a set of named weights that would not fill the model exactly."""
-    expected = model.hf_shapes()
-    faults = [f"missing {name}" for name in expected if name not in shapes]
+    expected, adapter = model.hf_shapes(), model.adapter
+    shapes = {adapter.usual_hf_name(name): shape for name, shape in shapes.items()}
+    faults = [
+        f"missing {name}"
+        for name in expected
+        if name not in shapes and not adapter.is_optional(name)
+    ]
     faults += [
         f"unexpected {name}"
         for name in shapes
@@ -151,7 +181,8 @@ def _is_derived(model: Decoder, hf_name: str) -> bool:
         return False
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a model folder: one file, or the shards its index names."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
@@ -166,7 +197,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights, from the files' headers alone."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:

@@ -20,7 +20,8 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.engine.archon_engine import ArchonEngine
+from areal.api.engine_api import TrainEngine
+from areal.engine import train_engine_class
 from areal.rollout.source import PromptSource
 from areal.trainer.run import Run
 from areal.utils import logging
@@ -68,9 +69,9 @@ class Trainer(ABC):
 
     def _open_engine(
         self, role: str, config: TrainEngineConfig, stack: ExitStack, *, trained: bool = True
-    ) -> ArchonEngine:
+    ) -> TrainEngine:
         """The model of one role; a trained one has an optimizer and is saved and recovered."""
-        engine = ArchonEngine(config, seed=self.config.seed)
+        engine = train_engine_class(config.backend)(config, seed=self.config.seed)
         stack.callback(engine.destroy)
         engine.initialize(self.run.ft_spec if trained else None)
         if trained:

@@ -22,16 +22,20 @@ def problem(dtype: torch.dtype = torch.float32):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 13, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_log_softmax(chunk_size: int, temperature: float):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_values_and_gradients_equal_log_softmax(chunk_size: int, temperature: float, cap):
     hidden, weight, labels, upstream = problem()
     logprobs, entropy = next_token_logprobs(
-        hidden, weight, labels, temperature=temperature, chunk_size=chunk_size
+        hidden, weight, labels, temperature=temperature, chunk_size=chunk_size, logit_softcap=cap
     )
     (logprobs * upstream).sum().backward()
     grads = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
 
-    reference = (hidden @ weight.T / temperature).log_softmax(dim=-1)
+    logits = hidden @ weight.T
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
+    reference = (logits / temperature).log_softmax(dim=-1)
     expected = reference.gather(1, labels[:, None]).squeeze(1)
     (expected * upstream).sum().backward()
     torch.testing.assert_close(logprobs, expected)

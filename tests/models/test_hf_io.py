@@ -14,7 +14,7 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 from areal.models import MODEL_SPECS, get_model_spec
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config, save_hf
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
+FAMILIES = ["qwen2", "qwen3", "llama", "gemma3_text"]
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 

@@ -15,13 +15,15 @@ def bounds(lengths: list[int]) -> torch.Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0), (1, 0))
 
 
-def plain_causal(q_TNH, k_TKH, v_TKH):
+def plain_causal(q_TNH, k_TKH, v_TKH, window=None, scale=None):
     """One sequence, written out: softmax over the masked scores of each head."""
     group = q_TNH.shape[1] // k_TKH.shape[1]
     k_TNH, v_TNH = (x.repeat_interleave(group, dim=1) for x in (k_TKH, v_TKH))
-    scores = torch.einsum("tnh,snh->nts", q_TNH, k_TNH) * q_TNH.shape[-1] ** -0.5
-    future = torch.ones(len(q_TNH), len(q_TNH), dtype=torch.bool).triu(1)
-    return torch.einsum("nts,snh->tnh", scores.masked_fill(future, -torch.inf).softmax(-1), v_TNH)
+    scores = torch.einsum("tnh,snh->nts", q_TNH, k_TNH) * (scale or q_TNH.shape[-1] ** -0.5)
+    hidden = torch.ones(len(q_TNH), len(q_TNH), dtype=torch.bool).triu(1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(-window)
+    return torch.einsum("nts,snh->tnh", scores.masked_fill(hidden, -torch.inf).softmax(-1), v_TNH)
 
 
 @settings(max_examples=30, deadline=None)
@@ -29,21 +31,32 @@ def plain_causal(q_TNH, k_TKH, v_TKH):
     lengths=st.lists(st.integers(0, 80), min_size=1, max_size=8).filter(any),
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 3),
+    window=st.sampled_from([None, 1, 7, 64, 200]),
+    scale=st.sampled_from([None, 0.3]),
 )
-def test_output_and_gradients_equal_plain_attention(lengths, kv_heads, group):
+def test_output_and_gradients_equal_plain_attention(lengths, kv_heads, group, window, scale):
     torch.manual_seed(0)
     total = sum(lengths)
     heads = (kv_heads * group, kv_heads, kv_heads)
     qkv = [torch.randn(total, n, 4, dtype=torch.float64, requires_grad=True) for n in heads]
-    out = PackedAttention(bounds(lengths), max(lengths))(0, *qkv)
+    attend = PackedAttention(bounds(lengths), max(lengths))
+    out = attend(0, *qkv, window=window, scale=scale)
     parts = zip(*(x.split(lengths) for x in qkv), strict=True)
-    expected = torch.cat([plain_causal(*part) for part in parts if len(part[0])])
+    expected = torch.cat([plain_causal(*part, window, scale) for part in parts if len(part[0])])
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
     weight = torch.randn_like(out)
     grads = torch.autograd.grad((out * weight).sum(), qkv)
     expected_grads = torch.autograd.grad((expected * weight).sum(), qkv)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [3, 256, 300, 599])
+def test_a_window_longer_than_a_block_of_queries(window):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(650, 1, 4, dtype=torch.float64) for _ in range(3))
+    out = PackedAttention(bounds([50, 600]), 600)(0, q, k, v, window=window)
+    torch.testing.assert_close(out[50:], plain_causal(q[50:], k[50:], v[50:], window))
 
 
 def test_positions_restart_with_each_sequence():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_twins import assert_same_gradients, assert_same_logits, twin_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import tiny_config, tiny_model
-
-from areal.models.common.attention_varlen import PackedAttention
+from tiny import tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -45,46 +44,21 @@ CASES = {
     "llama-linear": ("llama", {"rope_scaling": LINEAR}),
     "llama-linear-old-key": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "llama-theta": ("llama", {"rope_theta": 500000.0}),
+    "moe-dense-layers": ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [1]}),
+    "moe-every-second": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    "moe-weights-as-they-are": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    "moe-all-experts": ("qwen3_moe", {"num_experts_per_tok": 4, "tie_word_embeddings": False}),
+    "moe-no-head-dim-key": ("qwen3_moe", {"head_dim": None, "attention_bias": True}),
+    "gemma3-pattern": ("gemma3_text", {"num_hidden_layers": 5, "sliding_window_pattern": 2}),
+    "gemma3-layer-types": (
+        "gemma3_text",
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "gemma3-no-window": ("gemma3_text", {"sliding_window": 400}),
+    "gemma3-global-rope": ("gemma3_text", {"rope_scaling": LINEAR, "rope_local_base_freq": 500.0}),
+    "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 3.0}),
+    "gemma3-untied-bias": ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True}),
 }
-
-
-def twin_models(family: str, **overrides):
-    """Ours and transformers' with equal random weights, biases and norms moved off 0 and 1."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = {k: v for k, v in tiny_config(family, **overrides).items() if k != "architectures"}
-    ours = tiny_model(family, **overrides)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    hf_config = AutoConfig.for_model(**{k: v for k, v in config.items() if v is not None})
-    theirs = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
-    missing, unexpected = theirs.load_state_dict(dict(ours.named_hf_tensors()), strict=False)
-    assert not unexpected
-    assert missing == (["lm_head.weight"] if ours.args.tie_word_embeddings else [])
-    return ours, theirs
-
-
-def packed_logits(model, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    lengths = torch.tensor([len(s) for s in sequences])
-    attend = PackedAttention(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.max()))
-    hidden = model(torch.cat(sequences), attend.positions_T, attend)
-    return list(model.logits(hidden).split(lengths.tolist()))
-
-
-def random_sequences(vocab_size: int, lengths: list[int]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in lengths]
-
-
-def assert_same_logits(ours, theirs, lengths: list[int]) -> None:
-    sequences = random_sequences(ours.args.vocab_size, lengths)
-    with torch.no_grad():
-        for tokens, logits in zip(sequences, packed_logits(ours, sequences), strict=True):
-            expected = theirs(tokens[None]).logits[0]
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,17 +69,11 @@ def test_logits_of_packed_sequences_equal_transformers(case):
     assert_same_logits(ours, theirs, lengths=[1, 5, 90, 33, 12])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "gemma3_text"])
 def test_gradients_equal_transformers(family):
     # No pad token: transformers stops the gradient of its embedding, and ours has no padding.
     ours, theirs = twin_models(family, pad_token_id=None)
-    sequences = random_sequences(ours.args.vocab_size, [3, 40, 17])
-    sum(logits.logsumexp(-1).sum() for logits in packed_logits(ours, sequences)).backward()
-    sum(theirs(tokens[None]).logits.logsumexp(-1).sum() for tokens in sequences).backward()
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        grad = expected[ours.adapter.to_hf_name(name)]
-        assert torch.allclose(parameter.grad, grad, atol=1e-4, rtol=1e-4), name
+    assert_same_gradients(ours, theirs, lengths=[3, 40, 17])
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

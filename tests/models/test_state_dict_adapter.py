@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
+FAMILIES = ["qwen2", "qwen3", "llama", "gemma3_text"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -21,6 +21,20 @@ def test_round_trip_keeps_every_name_and_tensor(family, tied):
     back = model.adapter.from_hf(hf_state)
     assert back.keys() == state.keys()
     assert all(back[name] is state[name] for name in state)
+
+
+def test_round_trip_of_experts_stacks_them_again():
+    model = tiny_model("qwen3_moe", num_experts=12, num_hidden_layers=11, mlp_only_layers=[0])
+    state = dict(model.named_parameters())
+    hf_state = model.adapter.to_hf(state)
+    stacks = [name for name in state if ".experts." in name]
+    assert len(stacks) == 30 and len(hf_state) == len(state) + 30 * 11
+    expert = hf_state["model.layers.10.mlp.experts.11.down_proj.weight"]
+    assert torch.equal(expert, model.layers["10"].feed_forward.experts.w2[11])
+    assert expert.data_ptr() == model.layers["10"].feed_forward.experts.w2[11].data_ptr()
+    back = model.adapter.from_hf(dict(reversed(hf_state.items())))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
 
 
 def test_layer_numbers_survive():

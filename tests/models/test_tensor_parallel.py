@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_model
 
+from areal.models.common.moe import MoE
 from areal.models.common.tensor_parallel import Ranks, build_share, cut_dim, share_of
 from areal.models.hf_io import check_hf_shapes
 
@@ -25,6 +26,8 @@ def shares(whole, size=2):
         ("qwen2", {"tie_word_embeddings": False, "vocab_size": 63}),
         ("qwen3", {}),
         ("llama", {"num_key_value_heads": 4, "attention_bias": True}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("gemma3_text", {}),
     ],
 )
 def test_the_shares_are_the_whole(family, overrides):
@@ -63,11 +66,20 @@ def test_shapes_are_checked_as_those_of_the_whole_model():
     [
         ({}, 4, "over 4 ranks: num_key_value_heads .* got 2"),
         ({"intermediate_size": 49}, 2, "over 2 ranks: intermediate_size .* got 49"),
+        ({"moe_intermediate_size": 15}, 2, "over 2 ranks: moe_intermediate_size .* got 15"),
     ],
 )
 def test_a_model_that_cannot_be_cut(overrides, num_ranks, message):
     with pytest.raises(ValueError, match=message):
-        share_of(tiny_model(**overrides).args, num_ranks)
+        share_of(tiny_model("qwen3_moe", **overrides).args, num_ranks)
+
+
+def test_experts_of_the_shares_add_up_to_the_whole():
+    whole = tiny_model("qwen3_moe")
+    x = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    # What a rank has before it adds up: the sum needs a group.
+    partial = [MoE.forward(share.layers["0"].feed_forward, x) for share in shares(whole)]
+    torch.testing.assert_close(sum(partial), whole.layers["0"].feed_forward(x))
 
 
 def test_args_of_a_share():

@@ -54,7 +54,7 @@ class InferenceEngineConfig:
         )
         require_fraction(max_failure_ratio=self.max_failure_ratio)
         require_above(0, request_timeout=self.request_timeout, setup_timeout=self.setup_timeout)
-        check_backend(self.backend, role="inference", runnable="native:d1")
+        check_backend(self.backend, role="inference", runnable=("native:d1",))
 
     @property
     def tensor_parallel(self) -> int:

@@ -9,8 +9,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.checks import expand_path, require, require_above, require_at_least
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig, check_training_backend
+from areal.api.config.train_engine import (
+    FSDPEngineConfig,
+    MicroBatchSpec,
+    TrainEngineConfig,
+    check_training_backend,
+)
 
 
 @dataclass(kw_only=True)
@@ -42,6 +48,7 @@ class FrozenModelConfig:
 
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
+        uses_fsdp = ModelAllocation.from_str(self.backend).backend == "fsdp"
         return TrainEngineConfig(
             path=self.path,
             backend=self.backend,
@@ -49,6 +56,7 @@ class FrozenModelConfig:
             mb_spec=self.mb_spec,
             temperature=actor.temperature,
             logprobs_chunk_size=actor.logprobs_chunk_size,
+            fsdp=actor.fsdp if uses_fsdp else FSDPEngineConfig(),
         )
 
 

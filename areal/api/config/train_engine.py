@@ -60,13 +60,22 @@ class NormConfig:
 
 
 @dataclass(kw_only=True)
+class FSDPEngineConfig:
+    """What only the fsdp engine is told."""
+
+    offload_params: bool = False
+    """Weights, gradients and optimizer stay in the memory of the CPU; blocks visit the GPU."""
+
+
+@dataclass(kw_only=True)
 class TrainEngineConfig:
     """One model to train, and how."""
 
     path: str
     """Hugging Face folder or hub name of the model to start from."""
     backend: str = "archon:d1"
-    """Engine and parallel layout, like `archon:d1`."""
+    """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` any causal LM of
+    transformers."""
     init_from_scratch: bool = False
     """Random weights: only the model's config is read from `path`."""
     is_critic: bool = False
@@ -84,6 +93,21 @@ class TrainEngineConfig:
     """Precision of the model. Default: bfloat16 on a GPU, float32 on a CPU."""
     optimizer: OptimizerConfig | None = None
     """Required to train."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of each block and compute the rest again in the backward pass: less
+    memory, a third more work. Needs backend fsdp."""
+    use_lora: bool = False
+    """Train small matrices beside the frozen weights (LoRA) and save only these. Needs backend fsdp
+    and the extra `lora`."""
+    lora_rank: int = 32
+    """Rank of those matrices."""
+    lora_alpha: float = 16.0
+    """Their product counts lora_alpha / lora_rank times."""
+    target_modules: list[str] = field(default_factory=list)
+    """Which layers get them, by the ends of their names, like `[q_proj, v_proj]`. Default: every
+    linear layer but the head."""
+    fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    """Settings of backend fsdp."""
     weight_update_mode: Literal["shm", "ipc", "disk", "direct"] = "shm"
     """How weights reach the inference engine: shared memory, the memory of a GPU both processes
     use (ipc), a folder, or inside one process (direct)."""
@@ -94,14 +118,39 @@ class TrainEngineConfig:
             self.path = expand_path("path", self.path)
         require_above(0, temperature=self.temperature)
         require_at_least(1, logprobs_chunk_size=self.logprobs_chunk_size)
+        require_at_least(1, lora_rank=self.lora_rank)
+        require_above(0, lora_alpha=self.lora_alpha)
         check_training_backend(self.backend)
+        self._check_engine_keys(ModelAllocation.from_str(self.backend).backend)
+
+    def _check_engine_keys(self, engine: str) -> None:
+        """A key that the chosen engine would not look at is refused."""
+        require(
+            engine == "archon" or not self.batch_invariant,
+            f"batch_invariant needs backend archon (backend is {self.backend!r})",
+            self.batch_invariant,
+        )
+        if engine != "fsdp":
+            for name, value in {
+                "gradient_checkpointing": self.gradient_checkpointing,
+                "use_lora": self.use_lora,
+                "fsdp.offload_params": self.fsdp.offload_params,
+            }.items():
+                require(
+                    not value, f"{name} needs backend fsdp (backend is {self.backend!r})", value
+                )
+        require(
+            self.use_lora or not self.target_modules,
+            "target_modules needs use_lora: true",
+            self.target_modules,
+        )
 
 
 def check_training_backend(backend: str) -> None:
-    check_backend(backend, role="training", runnable="archon:d1")
+    check_backend(backend, role="training", runnable=("archon:d1", "fsdp:d1"))
 
 
-def check_backend(backend: str, *, role: str, runnable: str) -> None:
+def check_backend(backend: str, *, role: str, runnable: tuple[str, ...]) -> None:
     """`backend` parses, is of the right kind, and is one this version can run."""
     try:
         allocation = ModelAllocation.from_str(backend)
@@ -110,14 +159,15 @@ def check_backend(backend: str, *, role: str, runnable: str) -> None:
     if allocation.role != role:
         raise ValueError(
             f"backend {backend!r} is for {allocation.role}, this section needs one for {role}, "
-            f"like {runnable!r}"
+            f"like {runnable[0]!r}"
         )
     layout = allocation.parallel
     if role == "inference":
         layout = replace(layout, tensor_parallel_size=1)  # any number of them can run
-    engine = runnable.partition(":")[0]
-    if allocation.backend != engine or layout.world_size != 1:
-        raise ValueError(f"backend {backend!r} cannot run in this version: use {runnable!r}")
+    engines = [choice.partition(":")[0] for choice in runnable]
+    if allocation.backend not in engines or layout.world_size != 1:
+        choices = " or ".join(map(repr, runnable))
+        raise ValueError(f"backend {backend!r} cannot run in this version: use {choices}")
 
 
 def check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ by its own length: the number of pages is rounded up by `bucket_of`, and rows of
 computed together. So its result does not depend, bit for bit, on the other rows, on whether its
 sequence is being prefilled or decoded, or on how a prompt was cut into chunks (a CPU kernel
 computes each (row, head) alone). The G query heads that share a key/value head stand as G query
-positions.
+positions. A layer with a sliding window takes only the pages its rows' windows reach.
 
 Shapes: T rows, L layers, N query heads, K key/value heads, G = N / K, H head dim, P pages, S = P *
 page_size cached positions, R rows of one bucket.
@@ -57,7 +57,7 @@ class _Bucket:
     """Rows whose sequences take the same rounded number of pages."""
 
     rows: torch.Tensor | slice  # [R] int64, or all
-    pages: torch.Tensor  # [R * P] int64
+    pages: torch.Tensor  # [R * P] int64, from the first that the row may look at
     bias: torch.Tensor  # [R, 1, 1, S], 0 where the row may look and -inf elsewhere
 
 
@@ -68,38 +68,44 @@ class PagedAttention:
         """`pages_TP` int64: page of positions 0.., entries past a row's position are not used."""
         self._cache = cache
         self._device = cache.keys.device
+        self._positions_T, self._pages_TP = positions_T, pages_TP
         size = cache.page_size
-        last = positions_T // size
-        written = np.take_along_axis(pages_TP, last[:, None], axis=1)[:, 0]
+        self._last_page_T = positions_T // size
+        written = np.take_along_axis(pages_TP, self._last_page_T[:, None], axis=1)[:, 0]
         self._write_T = self._upload(written * size + positions_T % size)
-        bucket_T = bucket_of(last + 1)
-        sizes = np.unique(bucket_T).tolist()
-        self._buckets = [
-            bucket
-            for num_pages in sizes
-            for bucket in self._make_buckets(
-                num_pages,
-                None if len(sizes) == 1 else np.flatnonzero(bucket_T == num_pages),
-                positions_T,
-                pages_TP,
-            )
-        ]
+        self._buckets_of: dict[int | None, list[_Bucket]] = {}  # by window
 
     def __call__(
-        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._write_T, k_TKH)
         values.flatten(0, 1).index_copy_(0, self._write_T, v_TKH)
-        if len(self._buckets) == 1:
-            return self._attend_bucket(self._buckets[0], q_TNH, keys, values)
+        if window not in self._buckets_of:
+            self._buckets_of[window] = self._make_buckets(window)
+        buckets = self._buckets_of[window]
+        if len(buckets) == 1:
+            return self._attend_bucket(buckets[0], q_TNH, keys, values, scale)
         out_TNH = torch.empty_like(q_TNH)
-        for bucket in self._buckets:
-            out_TNH[bucket.rows] = self._attend_bucket(bucket, q_TNH[bucket.rows], keys, values)
+        for bucket in buckets:
+            rows = bucket.rows
+            out_TNH[rows] = self._attend_bucket(bucket, q_TNH[rows], keys, values, scale)
         return out_TNH
 
     def _attend_bucket(
-        self, bucket: _Bucket, q_RNH: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        bucket: _Bucket,
+        q_RNH: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
     ) -> torch.Tensor:
         num_rows, _, head_dim = q_RNH.shape
         num_kv_heads = keys.shape[2]
@@ -113,41 +119,51 @@ class PagedAttention:
             gather(keys),
             gather(values),
             attn_mask=bucket.bias,
+            scale=scale,
         )
         return out_RKGH.reshape(q_RNH.shape)
 
-    def _make_buckets(
-        self,
-        num_pages: int,
-        rows: np.ndarray | None,
-        positions_T: np.ndarray,
-        pages_TP: np.ndarray,
-    ) -> list[_Bucket]:
+    def _make_buckets(self, window: int | None) -> list[_Bucket]:
+        if window is None:
+            first_T = np.zeros_like(self._positions_T)
+        else:
+            first_T = np.maximum(self._positions_T - window + 1, 0)
+        bucket_T = bucket_of(self._last_page_T - first_T // self._cache.page_size + 1)
+        sizes = np.unique(bucket_T).tolist()
+        return [
+            self._make_bucket(rows, num_pages, first_T)
+            for num_pages in sizes
+            for rows in self._chunks(
+                num_pages, None if len(sizes) == 1 else np.flatnonzero(bucket_T == num_pages)
+            )
+        ]
+
+    def _chunks(self, num_pages: int, rows: np.ndarray | None) -> list[np.ndarray | slice]:
         """The rows (None: all) of one size, in chunks that bound the memory of the gather."""
-        cache = self._cache
+        cache, num_rows = self._cache, len(self._positions_T)
         num_positions = num_pages * cache.page_size
         elements = num_positions * cache.keys.shape[3] * cache.keys.shape[4]
         chunk = max(1, _MAX_GATHERED_ELEMENTS // elements)
-        if rows is None and chunk >= len(positions_T):
-            return [self._make_bucket(slice(None), num_pages, positions_T, pages_TP)]
-        rows = np.arange(len(positions_T)) if rows is None else rows
-        return [
-            self._make_bucket(rows[start : start + chunk], num_pages, positions_T, pages_TP)
-            for start in range(0, len(rows), chunk)
-        ]
+        if rows is None and chunk >= num_rows:
+            return [slice(None)]
+        rows = np.arange(num_rows) if rows is None else rows
+        return [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
 
     def _make_bucket(
-        self,
-        rows: np.ndarray | slice,
-        num_pages: int,
-        positions_T: np.ndarray,
-        pages_TP: np.ndarray,
+        self, rows: np.ndarray | slice, num_pages: int, first_T: np.ndarray
     ) -> _Bucket:
-        pages_RP, positions_R = pages_TP[rows, :num_pages], positions_T[rows]
-        short = num_pages - pages_RP.shape[1]
-        if short > 0:
-            pages_RP = np.pad(pages_RP, ((0, 0), (0, short)), constant_values=SCRATCH_PAGE)
-        seen_RS = np.arange(num_pages * self._cache.page_size) <= positions_R[:, None]
+        """`first_T`: the first position each row may look at."""
+        size = self._cache.page_size
+        positions_R, first_R = self._positions_T[rows], first_T[rows]
+        first_page_R = first_R // size
+        column_RP = first_page_R[:, None] + np.arange(num_pages)
+        width = self._pages_TP.shape[1]
+        pages_RP = np.take_along_axis(
+            self._pages_TP[rows], np.minimum(column_RP, width - 1), axis=1
+        )
+        pages_RP[column_RP >= width] = SCRATCH_PAGE
+        position_RS = first_page_R[:, None] * size + np.arange(num_pages * size)
+        seen_RS = (position_RS >= first_R[:, None]) & (position_RS <= positions_R[:, None])
         bias_RS = np.where(seen_RS, np.float32(0), np.float32(-np.inf))
         return _Bucket(
             rows=rows if isinstance(rows, slice) else self._upload(rows),

@@ -32,7 +32,7 @@ from areal.engine.native.lockstep import LeadingEngine, follow
 from areal.engine.native.model_text import ModelText
 from areal.models import get_model_spec
 from areal.models.common.tensor_parallel import Ranks, share_of
-from areal.models.hf_io import read_hf_config
+from areal.models.hf_io import language_config, read_hf_config
 from areal.utils.child_process import ChildProcess
 
 _COMPUTE_TIMEOUT = timedelta(minutes=10)  # a rank may be that late, by loading weights
@@ -66,7 +66,7 @@ def leading_engine(
 
 
 def check_can_share(num_ranks: int, model_path: str, device: str) -> None:
-    config = read_hf_config(model_path)
+    config = language_config(read_hf_config(model_path))
     args_class = get_model_spec(config["model_type"]).model_args_class
     share_of(args_class.from_hf_config(config), num_ranks)
     first = torch.device(device)

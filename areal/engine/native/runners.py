@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.engine.native.torch_runner import TorchRunner
+from areal.models.common.decoder import Decoder, DecoderBlock
 
 if TYPE_CHECKING:
     from areal.engine.native.runner import Runner
     from areal.engine.native.scheduler import SlotTable
-    from areal.models.common.decoder import Decoder
 
 _CPU_CACHE_BYTES = 1 << 30
 _CPU_PREFILL_TOKENS = 4096
@@ -38,11 +38,17 @@ def make_runner(
     batch_invariant: bool,
     **cache: Any,
 ) -> Runner:
-    """Kernels and graphs where there is a CUDA device, plain torch elsewhere (and for odd heads).
+    """Kernels and graphs where there is a CUDA device, plain torch elsewhere and for other models.
 
     Plain torch on the CPU is batch-invariant as it is.
     """
-    if model.tok_embeddings.weight.device.type != "cuda" or not _kernels_take(model):
+    on_cuda = model.tok_embeddings.weight.device.type == "cuda"
+    if not on_cuda or not kernels_take(model):
+        if on_cuda and batch_invariant:
+            raise ValueError(
+                f"batch_invariant: its kernels do not compute this {model.args.model_type} "
+                f"(head_dim {model.args.head_dim}); turn it off"
+            )
         tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
         return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
     from areal.engine.native.cuda.runner import CudaRunner  # needs Triton
@@ -53,7 +59,17 @@ def make_runner(
     )
 
 
-def _kernels_take(model: Decoder) -> bool:
-    """A tensor-core product wants a head of at least 16 numbers, a tile a power of two."""
-    head_dim = model.args.head_dim
-    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+def kernels_take(model: Decoder) -> bool:
+    """The plain decoder: norms, attention to all, SwiGLU. And a tensor-core product wants a head of
+    at least 16 numbers, a tile a power of two."""
+    args = model.args
+    is_plain = (
+        type(model).block_class is DecoderBlock
+        and args.moe is None
+        and args.activation == "silu"
+        and args.embedding_scale == 1.0
+        and args.score_scale is None
+        and not args.windows
+        and args.logit_softcap is None
+    )
+    return is_plain and args.head_dim >= 16 and args.head_dim & (args.head_dim - 1) == 0

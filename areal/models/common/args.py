@@ -1,9 +1,9 @@
-"""Shape and options of a dense decoder, read from a parsed Hugging Face config.json.
+"""Shape and options of a decoder, read from a parsed Hugging Face config.json.
 
 In: the dict of a config.json, old style (`rope_theta` + `rope_scaling`) or transformers 5 style
 (`rope_parameters`). Out: frozen args the modules are built from. What the modules cannot compute
-exactly (another activation, sliding windows, an unknown rope type) is refused here, so that a model
-that builds is a model that agrees with transformers.
+exactly (an unknown activation or rope type, a window the family does not have) is refused here, so
+that a model that builds is a model that agrees with transformers.
 """
 
 from __future__ import annotations
@@ -75,9 +75,28 @@ def _require_scaling_keys(kind: str, values: dict[str, Any], hf: Mapping[str, An
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEArgs:
+    """Feed-forwards of many experts, of which each token takes a few."""
+
+    num_experts: int
+    top_k: int  # experts per token
+    hidden_dim: int  # of one expert
+    norm_topk_prob: bool  # the weights of a token's experts add up to 1
+    layers: frozenset[int]  # numbers of the layers that have experts; the others are dense
+    expert_bias: bool = False  # choose by probability plus a bias that balances the load
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must be from 1 to num_experts ({self.num_experts}), "
+                f"got {self.top_k}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderArgs:
-    """A dense decoder: pre-norm blocks of grouped-query attention and SwiGLU."""
+    """A decoder: blocks of grouped-query attention and a gated feed-forward, dense or sparse."""
 
     model_type: str
     vocab_size: int
@@ -95,6 +114,13 @@ class DecoderArgs:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    activation: str = "silu"  # of the feed-forward: a name in feed_forward.ACTIVATIONS
+    embedding_scale: float = 1.0
+    score_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+    windows: tuple[int | None, ...] = ()  # how many tokens each layer sees; None, or (): all
+    window_rope: RopeArgs | None = None  # rope of the layers with a window; None: as the others
+    logit_softcap: float | None = None  # logits = cap * tanh(logits / cap)
+    moe: MoEArgs | None = None
     initializer_range: float = 0.02
     is_critic: bool = False  # a score per token in place of the LM head
 
@@ -106,6 +132,16 @@ class DecoderArgs:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even to be rotated in pairs, got {self.head_dim}")
+        if self.windows and len(self.windows) != self.n_layers:
+            raise ValueError(
+                f"layer_types must name all {self.n_layers} layers, got {len(self.windows)}"
+            )
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.moe is not None and layer in self.moe.layers
 
 
 def common_decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +168,7 @@ def common_decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _required(hf: Mapping[str, Any], key: str) -> Any:
     if hf.get(key) is None:
-        raise ValueError(f"the model's config.json has no {key!r}: every dense decoder needs it")
+        raise ValueError(f"the model's config.json has no {key!r}: every decoder needs it")
     return hf[key]
 
 

@@ -18,27 +18,40 @@ from areal.models.common.rope import rotate
 
 
 class Attend(Protocol):
-    """An attention back end: causal attention of T new tokens; scores are scaled by H ** -0.5."""
+    """An attention back end: causal attention of T new tokens."""
 
     def __call__(
-        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        """Return [T, N, H]; keys come rotated, ready to be cached."""
+        """Return [T, N, H]; keys come rotated, ready to be cached.
+
+        window: how many tokens each one sees, itself and those just before it (None: all before).
+        scale: what scores are multiplied with (None: H ** -0.5).
+        """
         ...
 
 
 class Attention(nn.Module):
-    def __init__(self, args: DecoderArgs, layer: int):
+    def __init__(self, args: DecoderArgs, layer: int, norm_class: type[nn.RMSNorm] = nn.RMSNorm):
         super().__init__()
         self.layer = layer
+        self.window = args.window(layer)
+        self.scale = args.score_scale
         self.head_dim = args.head_dim
         q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         self.wq = nn.Linear(args.dim, q_dim, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(q_dim, args.dim, bias=args.attention_out_bias)
-        self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
-        self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.q_norm = norm_class(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.k_norm = norm_class(args.head_dim, args.norm_eps) if args.qk_norm else None
 
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
@@ -49,5 +62,5 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
-        out_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH)
+        out_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, window=self.window, scale=self.scale)
         return self.wo(out_TNH.flatten(1))

@@ -5,13 +5,20 @@ length (within a factor of two) are padded to a rectangle together, so that one 
 not make every short one pay for it. Right padding is harmless under a causal mask: a real query
 never looks right, and what padded queries produce is dropped. Differentiable; no state is kept.
 
-Shape legend: T packed tokens, N query heads, K key-value heads, H head dim, B x S one rectangle.
+A window is computed in blocks of queries, each with the keys its window can reach: the cost grows
+with S times the window, and no S x S mask is ever made.
+
+Shape legend: T packed tokens, N query heads, K key-value heads, H head dim, B x S one rectangle,
+Q queries of a block, W keys it reaches.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+# Shorter blocks would recompute more keys than their own for small windows.
+_MIN_QUERY_BLOCK = 256
 
 
 class PackedAttention:
@@ -44,26 +51,74 @@ class PackedAttention:
         self._slot_T = slot_T.to(device)
 
     def __call__(
-        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         if len(q_TNH) != self.num_tokens:
             raise ValueError(f"cu_seqlens ends at {self.num_tokens}, got {len(q_TNH)} tokens")
         outputs = [
-            _causal(*(x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH)), shape)
+            _attend_rows(
+                *(x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH)), shape, window, scale
+            )
             for tokens, shape in self._rectangles
         ]
         return torch.cat(outputs).index_select(0, self._slot_T)
 
 
-def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: tuple[int, int]
+def _attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shape: tuple[int, int],
+    window: int | None,
+    scale: float | None,
 ) -> torch.Tensor:
     """Attention within each row of a rectangle: [B * S, heads, H] in and out."""
     q_BNSH, k_BKSH, v_BKSH = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-    out_BNSH = F.scaled_dot_product_attention(
-        q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=q_BNSH.shape[1] != k_BKSH.shape[1]
-    )
+    if window is None or window >= shape[1]:
+        out_BNSH = F.scaled_dot_product_attention(
+            q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale, enable_gqa=_shares(q_BNSH, k_BKSH)
+        )
+    else:
+        out_BNSH = _windowed(q_BNSH, k_BKSH, v_BKSH, window, scale)
     return out_BNSH.transpose(1, 2).flatten(0, 1)
+
+
+def _windowed(
+    q_BNSH: torch.Tensor,
+    k_BKSH: torch.Tensor,
+    v_BKSH: torch.Tensor,
+    window: int,
+    scale: float | None,
+) -> torch.Tensor:
+    size = q_BNSH.shape[2]
+    block = max(window, _MIN_QUERY_BLOCK)
+    position_S = torch.arange(size, device=q_BNSH.device)
+    outputs = []
+    for start in range(0, size, block):
+        end, first = min(start + block, size), max(start - window + 1, 0)
+        behind_QW = position_S[start:end, None] - position_S[first:end]
+        out_BNQH = F.scaled_dot_product_attention(
+            q_BNSH[:, :, start:end],
+            k_BKSH[:, :, first:end],
+            v_BKSH[:, :, first:end],
+            attn_mask=(behind_QW >= 0) & (behind_QW < window),
+            scale=scale,
+            enable_gqa=_shares(q_BNSH, k_BKSH),
+        )
+        outputs.append(out_BNQH)
+    return torch.cat(outputs, dim=2)
+
+
+def _shares(q_BNSH: torch.Tensor, k_BKSH: torch.Tensor) -> bool:
+    """Whether several query heads share a key-value head."""
+    return q_BNSH.shape[1] != k_BKSH.shape[1]
 
 
 def _starts_and_lengths(

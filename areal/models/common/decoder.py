@@ -1,4 +1,4 @@
-"""The dense decoder every family is made of, used by training and by decoding alike.
+"""The decoder every family is made of, used by training and by decoding alike.
 
     hidden_TD = model(tokens_T, positions_T, attend)   # after the final norm
     logits_TV = model.logits(hidden_TD)                # or chunks of it, with model.output_weight
@@ -12,7 +12,7 @@ Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -22,6 +22,8 @@ from torch import nn
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import Attend, Attention
 from areal.models.common.feed_forward import FeedForward
+from areal.models.common.lm_head import softcap
+from areal.models.common.moe import Experts, MoE, Router
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
 
@@ -30,12 +32,16 @@ if TYPE_CHECKING:
 
 
 class DecoderBlock(nn.Module):
+    """Norms before attention and feed-forward. A family with others subclasses it."""
+
+    norm_class: ClassVar[type[nn.RMSNorm]] = nn.RMSNorm
+
     def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
-        self.attention = Attention(args, layer)
-        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
-        self.feed_forward = FeedForward(args)
+        self.attention_norm = self.norm_class(args.dim, args.norm_eps)
+        self.attention = Attention(args, layer, self.norm_class)
+        self.ffn_norm = self.norm_class(args.dim, args.norm_eps)
+        self.feed_forward = MoE(args) if args.is_sparse(layer) else FeedForward(args)
 
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
@@ -50,25 +56,45 @@ class TokenEmbedding(nn.Embedding):
     Filling one on the meta device makes torch import its compiler, two seconds of every start.
     """
 
+    def __init__(self, num_embeddings: int, dim: int, scale: float):
+        super().__init__(num_embeddings, dim)
+        self.scale = scale
+
     def reset_parameters(self) -> None:
         pass
 
+    def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        x_TD = super().forward(tokens_T)
+        if self.scale == 1.0:
+            return x_TD
+        # Rounded to the dtype first, as checkpoints were trained.
+        return x_TD * torch.tensor(self.scale, dtype=x_TD.dtype, device="cpu").item()
+
 
 class Decoder(nn.Module):
-    """Families subclass this to name their adapter; their architecture is in their args."""
+    """Families subclass this to name their adapter, and their block when theirs differs; the rest
+    of their architecture is in their args."""
 
     adapter_class: ClassVar[type[StateDictAdapter]]
+    block_class: ClassVar[type[DecoderBlock]] = DecoderBlock
 
     def __init__(self, args: DecoderArgs):
         super().__init__()
         self.args = args
         self.share: Share | None = None  # set when this is one rank's part of a model
+        # How a whole tensor gets into a weight; parallelize() puts one here that cuts it.
+        self.write: Callable[..., None] = write_whole
         self.adapter = self.adapter_class(args)
-        self.tok_embeddings = TokenEmbedding(args.vocab_size, args.dim)
+        self.tok_embeddings = TokenEmbedding(args.vocab_size, args.dim, args.embedding_scale)
         self.rope = RotaryEmbedding(args.rope, args.head_dim)
+        self.window_rope = (
+            None if args.window_rope is None else RotaryEmbedding(args.window_rope, args.head_dim)
+        )
         # Keyed by the layer's number: a pipeline stage that drops layers keeps the others' names.
-        self.layers = nn.ModuleDict({str(i): DecoderBlock(args, i) for i in range(args.n_layers)})
-        self.norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.layers = nn.ModuleDict(
+            {str(i): self.block_class(args, i) for i in range(args.n_layers)}
+        )
+        self.norm = self.block_class.norm_class(args.dim, args.norm_eps)
         has_own_head = not (args.tie_word_embeddings or args.is_critic)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if has_own_head else None
         # Last of the modules: a critic's trunk gets the initial weights of the language model's.
@@ -78,16 +104,22 @@ class Decoder(nn.Module):
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         x_TD = self.tok_embeddings(tokens_T)
-        cos_TR, sin_TR = self.rope(positions_T, x_TD.dtype)
+        rotation = window_rotation = self.rope(positions_T, x_TD.dtype)
+        if self.window_rope is not None:
+            window_rotation = self.window_rope(positions_T, x_TD.dtype)
         for block in self.layers.values():
+            cos_TR, sin_TR = rotation if block.attention.window is None else window_rotation
             x_TD = block(x_TD, cos_TR, sin_TR, attend)
         return self.norm(x_TD)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self.whole_logits(F.linear(hidden_TD, self.output_weight))
+        logits_TV = self.whole_logits(F.linear(hidden_TD, self.output_weight))
+        return softcap(logits_TV, self.args.logit_softcap)
 
     def whole_logits(self, logits_TW: torch.Tensor) -> torch.Tensor:
-        """[T, V] from the product with `output_weight`: the other ranks' columns come along."""
+        """[T, V] from the product with `output_weight`: the other ranks' columns come along.
+
+        Not capped yet, where `args.logit_softcap` asks for it."""
         return logits_TW if self.share is None else self.share.gather_logits(logits_TW)
 
     def values(self, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -108,11 +140,14 @@ class Decoder(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
-                module.weight.fill_(1.0)
+                module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding):
                 self._draw(module.weight, generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
+            elif isinstance(module, Router | Experts):
+                for weight in module.parameters():
+                    self._draw(weight, generator)
 
     @torch.no_grad()
     def init_score(self) -> None:
@@ -125,24 +160,30 @@ class Decoder(nn.Module):
 
     def _draw(self, weight: torch.Tensor, generator: torch.Generator) -> None:
         drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-        weight.copy_(drawn.normal_(0.0, self.args.initializer_range, generator=generator))
+        self.write(weight, drawn.normal_(0.0, self.args.initializer_range, generator=generator))
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight once, detached and not copied; a tied head is the embedding alone."""
-        for name, parameter in self.named_parameters():
-            yield from self.adapter.convert_single_to_hf(name, parameter.detach())
+        for name, tensor in self.state_dict().items():
+            yield from self.adapter.convert_single_to_hf(name, tensor)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of `named_hf_tensors`, those of the whole model also for a share."""
-        if self.share is None:
-            return {name: tuple(tensor.shape) for name, tensor in self.named_hf_tensors()}
+        own_shapes = {name: tensor.shape for name, tensor in self.state_dict().items()}
         return {
             hf_name: tuple(tensor.shape)
-            for name, shape in self.share.whole_shapes.items()
+            for name, shape in (
+                own_shapes if self.share is None else self.share.whole_shapes
+            ).items()
             for hf_name, tensor in self.adapter.convert_single_to_hf(
                 name, torch.empty(shape, device="meta")
             )
         }
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A parameter, or a buffer that is saved."""
+        owner, _, leaf = name.rpartition(".")
+        return getattr(self.get_submodule(owner), leaf)
 
     @torch.no_grad()
     def load_hf_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
@@ -150,8 +191,17 @@ class Decoder(nn.Module):
         name = self.adapter.from_hf_name(hf_name)
         if name is None:
             return
-        parameter, share = self.get_parameter(name), self.share
-        expected = parameter.shape if share is None else share.whole_shapes[name]
+        own, share = self._tensor(name), self.share
+        expected = own.shape if share is None else share.whole_shapes[name]
+        index = self.adapter.stack_index(hf_name)
+        if index is not None:  # one of the tensors that lie stacked here
+            expected = expected[1:]
         if expected != tensor.shape:
             raise ValueError(f"{hf_name} has shape {list(tensor.shape)}, expected {list(expected)}")
-        parameter.copy_(tensor if share is None else share.cut(name, tensor))
+        whole = tensor if index is None else tensor[None]
+        self.write(own, whole if share is None else share.cut(name, whole), index)
+
+
+def write_whole(own: torch.Tensor, whole: torch.Tensor, index: int | None = None) -> None:
+    """Copy `whole` into a weight, or into its row `index` alone, then with shape [1, ...]."""
+    (own if index is None else own[index : index + 1]).copy_(whole)

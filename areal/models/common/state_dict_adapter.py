@@ -1,7 +1,8 @@
 """Names of weights: ours <-> those of a Hugging Face checkpoint, one table read in both directions.
 
 A family subclasses `StateDictAdapter` and adds its rows to `DENSE_FROM_HF`. `{}` in a row stands
-for the layer's number. Mapping names never changes a tensor's values or shape.
+for the layer's number. A second `{}`, on the Hugging Face side alone, counts tensors that we keep
+stacked in one (experts). Mapping names never changes a tensor's values.
 """
 
 from __future__ import annotations
@@ -39,36 +40,69 @@ QKV_BIAS_FROM_HF: dict[str, str] = {
 OUT_BIAS_FROM_HF: dict[str, str] = {
     "model.layers.{}.self_attn.o_proj.bias": "layers.{}.attention.wo.bias",
 }
+QK_NORM_FROM_HF: dict[str, str] = {
+    "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
+    "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
+}
+EXPERTS_FROM_HF: dict[str, str] = {
+    "model.layers.{}.mlp.gate.weight": "layers.{}.feed_forward.router.weight",
+    "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.feed_forward.experts.w1",
+    "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.feed_forward.experts.w2",
+    "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.feed_forward.experts.w3",
+}
 
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class StateDictAdapter:
     """Maps names for one model; knows from its args which names carry nothing to load."""
 
     from_hf_map: ClassVar[dict[str, str]]
+    # Hugging Face rows a checkpoint may lack: the tensor keeps its first value.
+    optional: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, args: DecoderArgs):
         self.args = args
         self.to_hf_map = {ours: theirs for theirs, ours in self.from_hf_map.items()}
 
+    def usual_hf_name(self, hf_name: str) -> str:
+        """The name `to_hf_name` gives to the tensor that some checkpoints call `hf_name`."""
+        return hf_name
+
     def from_hf_name(self, hf_name: str) -> str | None:
         """Our name, or None for a tensor without a place here: rope tables, the head of a tied
         model, the LM head when a critic is made from a language model."""
+        hf_name = self.usual_hf_name(hf_name)
         if hf_name.endswith("rotary_emb.inv_freq"):
             return None
         if hf_name == "lm_head.weight" and (self.args.tie_word_embeddings or self.args.is_critic):
             return None
-        return _rename(hf_name, self.from_hf_map)
+        template, numbers = _split(hf_name)
+        return _row(self.from_hf_map, template, hf_name).format(*numbers[:1])
 
-    def to_hf_name(self, name: str) -> str:
-        return _rename(name, self.to_hf_map)
+    def stack_index(self, hf_name: str) -> int | None:
+        """Which part of our stacked tensor it is; None when it is a whole one."""
+        numbers = _split(hf_name)[1]
+        return int(numbers[1]) if len(numbers) == 2 else None
+
+    def is_optional(self, hf_name: str) -> bool:
+        return _split(hf_name)[0] in self.optional
+
+    def to_hf_name(self, name: str, index: int | None = None) -> str:
+        """`index`: which part, of a stacked tensor."""
+        template, numbers = _split(name)
+        theirs = _row(self.to_hf_map, template, name)
+        assert theirs.count("{}") == len(numbers) + (index is not None), f"{name} at {index}"
+        return theirs.format(*numbers, index)
 
     def convert_single_to_hf(
         self, name: str, tensor: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
         """A list because some layouts (stacked experts) split one of ours into many of theirs."""
-        return [(self.to_hf_name(name), tensor)]
+        template, numbers = _split(name)
+        if _row(self.to_hf_map, template, name).count("{}") == len(numbers):
+            return [(self.to_hf_name(name), tensor)]
+        return [(self.to_hf_name(name, index), part) for index, part in enumerate(tensor)]
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(
@@ -78,13 +112,27 @@ class StateDictAdapter:
         )
 
     def from_hf(self, hf_state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        named = ((self.from_hf_name(hf_name), tensor) for hf_name, tensor in hf_state.items())
-        return {name: tensor for name, tensor in named if name is not None}
+        state: dict[str, torch.Tensor] = {}
+        stacks: dict[str, dict[int, torch.Tensor]] = {}
+        for hf_name, tensor in hf_state.items():
+            name, index = self.from_hf_name(hf_name), self.stack_index(hf_name)
+            if name is None:
+                continue
+            if index is None:
+                state[name] = tensor
+            else:
+                stacks.setdefault(name, {})[index] = tensor
+        for name, parts in stacks.items():
+            state[name] = torch.stack([parts[index] for index in range(len(parts))])
+        return state
 
 
-def _rename(name: str, table: Mapping[str, str]) -> str:
-    number = _LAYER_NUMBER.search(name)
-    template = name if number is None else _LAYER_NUMBER.sub("{}", name, count=1)
+def _split(name: str) -> tuple[str, list[str]]:
+    """The name with `{}` for its numbers, and the numbers."""
+    return _NUMBER.sub("{}", name), _NUMBER.findall(name)
+
+
+def _row(table: Mapping[str, str], template: str, name: str) -> str:
     if template not in table:
         raise ValueError(f"unknown weight name {name!r}: this model family has no such weight")
-    return table[template].format(number.group() if number else "")
+    return table[template]

@@ -4,10 +4,11 @@
     with torch.device("meta"):
         model = build_share(Qwen3Model, args, ranks)     # then as any model: to_empty, load_hf
 
-Cut: query, key and value heads, feed-forward columns, rows of the LM head. Whole on every rank:
-norms, the embedding (a tied head reads its share of its rows) and biases of what is summed. The
-outputs of `wo` and `w2` are partial sums, added over the ranks; logits are gathered. So the hidden
-states and logits of all ranks are the same bits, and what is drawn from them the same token.
+Cut: query, key and value heads, columns of the feed-forward and of each expert, rows of the LM
+head. Whole on every rank: norms, routers, the embedding (a tied head reads its share of its rows)
+and biases of what is summed. The outputs of attention and feed-forward are partial sums, added over
+the ranks; logits are gathered. So the hidden states and logits of all ranks are the same bits, and
+what is drawn from them the same token.
 
 Weights keep going in by their Hugging Face names as whole tensors: each rank copies its slice.
 `model.args` are those of the share, except `vocab_size`.
@@ -26,6 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from areal.models.common.moe import MoE
+
 if TYPE_CHECKING:
     from areal.models.common.args import DecoderArgs
     from areal.models.common.decoder import Decoder
@@ -36,6 +39,9 @@ CUT_DIMS: dict[str, int] = {
     **{f"feed_forward.{w}.{kind}": 0 for w in ("w1", "w3") for kind in ("weight", "bias")},
     "attention.wo.weight": 1,
     "feed_forward.w2.weight": 1,
+    "feed_forward.experts.w1": 1,
+    "feed_forward.experts.w3": 1,
+    "feed_forward.experts.w2": 2,
     "output.weight": 0,
 }
 
@@ -82,6 +88,17 @@ class SummedLinear(nn.Linear):
         return summed if self.bias is None else summed + self.bias
 
 
+class SummedMoE(MoE):
+    """Experts of which each rank holds some columns: partial outputs, summed."""
+
+    def __init__(self, args: DecoderArgs, ranks: Ranks) -> None:
+        super().__init__(args)
+        self._ranks = ranks
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self._ranks.add_up(super().forward(x_TD))
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a rank's model must know of the whole one."""
@@ -107,14 +124,18 @@ class Share:
 def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> Decoder:
     """This rank's model. Call it under the meta device: the whole one is built for its shapes."""
     whole = model_class(args)
-    model = model_class(share_of(args, ranks.size))
+    own_args = share_of(args, ranks.size)
+    model = model_class(own_args)
     for block in model.layers.values():
         block.attention.wo = SummedLinear(block.attention.wo, ranks)
-        block.feed_forward.w2 = SummedLinear(block.feed_forward.w2, ranks)
+        if isinstance(block.feed_forward, MoE):
+            block.feed_forward = SummedMoE(own_args, ranks)
+        else:
+            block.feed_forward.w2 = SummedLinear(block.feed_forward.w2, ranks)
     if model.output is not None:
         own_rows = ranks.own_part(model.output.weight, 0)
         model.output = nn.Linear(args.dim, len(own_rows), bias=False)
-    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
     model.share = Share(ranks, shapes, args.vocab_size)
     return model
 
@@ -122,6 +143,9 @@ def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> 
 def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
     """Args of one of `num_ranks` shares. ValueError when the model cannot be cut so often."""
     counts = {"num_key_value_heads": args.n_kv_heads, "intermediate_size": args.hidden_dim}
+    moe = args.moe
+    if moe is not None:
+        counts["moe_intermediate_size"] = moe.hidden_dim
     for key, count in counts.items():
         if count % num_ranks:
             raise ValueError(
@@ -133,6 +157,7 @@ def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
         n_heads=args.n_heads // num_ranks,
         n_kv_heads=args.n_kv_heads // num_ranks,
         hidden_dim=args.hidden_dim // num_ranks,
+        moe=None if moe is None else replace(moe, hidden_dim=moe.hidden_dim // num_ranks),
     )
 
 

@@ -1,1 +1,1 @@
-"""The Qwen3 (dense) family."""
+"""The Qwen3 family, dense and of experts."""

@@ -1,4 +1,4 @@
-"""The Qwen3 (dense) decoder: RMS norm on the heads of queries and keys."""
+"""The Qwen3 decoder: RMS norm on the heads of queries and keys; dense or of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Qwen3 (dense) family, as the registry knows it."""
+"""The Qwen3 family, dense and of experts, as the registry knows it."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ QWEN3_SPEC = ModelSpec(
     model_class=Qwen3Model,
     model_args_class=Qwen3ModelArgs,
     state_dict_adapter_class=Qwen3StateDictAdapter,
-    supported_model_types=frozenset({"qwen3"}),
+    supported_model_types=frozenset({"qwen3", "qwen3_moe"}),
 )

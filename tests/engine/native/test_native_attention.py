@@ -31,7 +31,8 @@ def test_buckets_round_up_by_at_most_a_quarter():
 
 
 @pytest.mark.parametrize("lengths", [[1], [4, 4], [3, 9, 17, 40]])
-def test_prefill_equals_dense_causal_attention(lengths):
+@pytest.mark.parametrize(("window", "scale"), [(None, None), (1, 0.5), (6, None), (16, 0.5)])
+def test_prefill_equals_dense_causal_attention(lengths, window, scale):
     torch.manual_seed(0)
     size, total = 4, sum(lengths)
     cache = make_cache(1 + sum(-(-n // size) for n in lengths), size)
@@ -45,29 +46,49 @@ def test_prefill_equals_dense_causal_attention(lengths):
             tables[start : start + n, page] = next(free)
         start += n
 
-    out = PagedAttention(cache, positions, tables)(1, q, k, v)
+    out = PagedAttention(cache, positions, tables)(1, q, k, v, window=window, scale=scale)
 
     start = 0
     for n in lengths:
         rows = slice(start, start + n)
+        seen = torch.ones(n, n, dtype=torch.bool).tril()
+        if window is not None:
+            seen = seen.triu(1 - window)
         dense = F.scaled_dot_product_attention(
-            *(x[rows].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
+            *(x[rows].transpose(0, 1)[None] for x in (q, k, v)),
+            attn_mask=seen,
+            scale=scale,
+            enable_gqa=True,
         )
         torch.testing.assert_close(out[rows], dense[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
         start += n
     assert not cache.keys[0].any()  # the other layer is untouched
 
 
-def test_a_decoded_row_equals_the_prefilled_one_bit_for_bit():
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_decoded_row_equals_the_prefilled_one_bit_for_bit(window):
     torch.manual_seed(1)
     cache = make_cache(12, 4)
     q, k, v = torch.randn(37, 4, 8), torch.randn(37, 2, 8), torch.randn(37, 2, 8)
     tables = np.tile(np.arange(1, 11), (37, 1))
-    together = PagedAttention(cache, np.arange(37), tables)(0, q, k, v)
+    together = PagedAttention(cache, np.arange(37), tables)(0, q, k, v, window=window)
     for t in (0, 5, 16, 36):
         row = slice(t, t + 1)
-        one = PagedAttention(cache, np.array([t]), tables[:1])(0, q[row], k[row], v[row])
+        attend = PagedAttention(cache, np.array([t]), tables[:1])
+        one = attend(0, q[row], k[row], v[row], window=window)
         assert torch.equal(one, together[row])
+
+
+def test_a_window_reads_only_the_pages_it_reaches():
+    torch.manual_seed(2)
+    cache = make_cache(12, 4)
+    q, k, v = torch.randn(1, 4, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+    cache.keys.fill_(torch.nan)  # of positions 0 .. 31
+    cache.values.fill_(torch.nan)
+    cache.keys[:, 9:], cache.values[:, 9:] = 0.0, 0.0
+    tables = np.arange(1, 12)[None]
+    out = PagedAttention(cache, np.array([37]), tables)(0, q, k, v, window=6)
+    assert bool(out.isfinite().all())
 
 
 def test_copied_pages_hold_the_same_in_all_layers():

@@ -64,7 +64,7 @@ def pages_in_use_after_forgetting(engine: NativeEngine) -> float:
     return engine.stats()["pages_in_use"]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "gemma3_text"])
 def test_logprobs_equal_a_full_forward_for_mixed_lengths(family):
     model, rng = tiny_model(family), random.Random(0)
     engine = make_engine(model)
@@ -86,8 +86,9 @@ def test_logprobs_equal_a_full_forward_for_mixed_lengths(family):
         assert_matches_full_forward(model, req, done[req.rid])
 
 
-def test_logprobs_equal_a_full_forward_with_chunked_prefill():
-    model, rng = tiny_model("llama"), random.Random(1)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_logprobs_equal_a_full_forward_with_chunked_prefill(family):
+    model, rng = tiny_model(family), random.Random(1)
     engine = make_engine(model, max_prefill_tokens=7)
     requests = [request(str(i), random_prompt(rng, 25)) for i in range(4)]
     for req in requests:

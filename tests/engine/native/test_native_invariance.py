@@ -17,12 +17,17 @@ SHAPES = {
     "odd": {"vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "head_dim": 6},
     "demo": {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 192, "head_dim": 16},
     "wide": {"vocab_size": 300, "hidden_size": 896, "intermediate_size": 1024, "head_dim": 64},
+    "moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    "window": {"sliding_window": 9, "sliding_window_pattern": 2},
 }
+
+
+FAMILIES = {"moe": "qwen3_moe", "window": "gemma3_text"}
 
 
 @functools.cache
 def model_of(shape: str):
-    return tiny_model("qwen3", num_hidden_layers=2, **SHAPES[shape])
+    return tiny_model(FAMILIES.get(shape, "qwen3"), num_hidden_layers=2, **SHAPES[shape])
 
 
 prompts = st.lists(st.integers(0, 49), min_size=1, max_size=70)
@@ -65,7 +70,7 @@ def alone(shape: str, prompt: list[int], gconfig: GenerationHyperparameters) -> 
 
 @settings(max_examples=10)
 @given(
-    shape=st.sampled_from(["odd", "demo"]),
+    shape=st.sampled_from(["odd", "demo", "moe", "window"]),
     engine_options=engines,
     crowd=st.lists(st.tuples(st.integers(0, 9), requests), min_size=1, max_size=12),
     copies=st.integers(0, 3),

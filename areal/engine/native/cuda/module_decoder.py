@@ -24,7 +24,8 @@ class ModuleDecoder:
         page_T = (rows.write_T // self._cache.page_size).long()
         offset_T = (rows.write_T % self._cache.page_size).long()
 
-        def cache_and_attend(layer, q_TNH, k_TKH, v_TKH):
+        def cache_and_attend(layer, q_TNH, k_TKH, v_TKH, *, window=None, scale=None):
+            assert window is None and scale is None, "runners.py keeps such models from here"
             keys, values = self._cache.layer(layer)
             keys[page_T, :, offset_T] = k_TKH
             values[page_T, :, offset_T] = v_TKH

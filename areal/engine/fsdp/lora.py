@@ -1,0 +1,134 @@
+"""LoRA by peft: small matrices beside frozen weights, merged when the model leaves the engine.
+
+    adapters = Adapters(hf, rank=32, alpha=16, target_modules=[], is_critic=False)   # on meta
+    adapters.draw(seed)                  # after the model got its memory
+    adapters.merge(name, weight)         # the whole weight of that name, with its adapter in it
+    adapters.save(adapters.tensors(is_receiver=True), folder, base_model)
+
+A fresh adapter changes nothing: one of its two matrices is zero. A critic's score head is trained
+whole and saved beside the adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from areal.engine.fsdp.weights import whole
+from areal.models.parallelize import write_own_part
+
+_ADAPTER = "default"  # peft's name for the only adapter; not part of names in files
+_FILE = "adapter_model.safetensors"
+_FILE_PREFIX = "base_model.model."
+
+
+class Adapters:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: list[str],
+        dtype: torch.dtype,
+        is_critic: bool,
+    ) -> None:
+        """`target_modules` are endings of module names (`q_proj`); empty: every linear layer.
+
+        dtype: of what is trained; the frozen weights keep theirs.
+        """
+        self.config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=list(target_modules) or "all-linear",
+            modules_to_save=["score"] if is_critic else None,
+            task_type=TaskType.SEQ_CLS if is_critic else TaskType.CAUSAL_LM,
+        )
+        hf.requires_grad_(False)
+        # peft would wrap what is saved whole: here it is a parameter like the others.
+        injected = LoraConfig(**{**self.config.to_dict(), "modules_to_save": None})
+        try:
+            inject_adapter_in_model(injected, hf, _ADAPTER, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise ValueError(f"target_modules: {error}") from error
+        if is_critic:
+            hf.score.requires_grad_(True)
+        for parameter in hf.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        hf.eval()
+        self._hf = hf
+        self._layers: dict[str, LoraLayer] = {
+            name: module for name, module in hf.named_modules() if isinstance(module, LoraLayer)
+        }
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """A start that changes nothing: A random, B zero; equal on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self._layers.values():
+            a = layer.lora_A[_ADAPTER].weight.detach()
+            bound = 1 / math.sqrt(a.shape[1])
+            drawn = torch.empty(a.shape, device="cpu").uniform_(-bound, bound, generator=generator)
+            write_own_part(a, drawn)
+            layer.lora_B[_ADAPTER].weight.detach().zero_()
+
+    def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The whole weight of checkpoint name `name`, computed in float32, as `dtype`."""
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            return whole(weight, dtype)
+        a, b = (whole(m[_ADAPTER].weight, torch.float32) for m in (layer.lora_A, layer.lora_B))
+        merged = whole(weight, torch.float32) + layer.scaling[_ADAPTER] * (b @ a)
+        return merged.to(dtype)
+
+    @torch.no_grad()
+    def tensors(self, *, is_receiver: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the adapter's file, whole tensor) of what is trained, for the receiver."""
+        for name, parameter in self._trained():
+            tensor = whole(parameter, parameter.dtype)
+            if is_receiver:
+                yield name, tensor
+
+    def save(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], folder: str | Path, base_model: str
+    ) -> None:
+        """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+        save_file(on_cpu, folder / _FILE, metadata={"format": "pt"})
+        self.config.base_model_name_or_path = base_model
+        self.config.save_pretrained(str(folder))
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Take the adapters of a folder that `save` or peft wrote."""
+        file = Path(folder) / _FILE
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} not found: with use_lora a saved model is the adapter alone"
+            )
+        tensors, own = load_file(file), dict(self._trained())
+        odd = sorted(tensors.keys() ^ own.keys())
+        odd += [name for name in own.keys() & tensors if own[name].shape != tensors[name].shape]
+        if odd:
+            raise ValueError(
+                f"{file} does not fit rank {self.config.r} on {self.config.target_modules}: "
+                f"{', '.join(odd[:4])} differ{'s' if len(odd) == 1 else ''}"
+            )
+        for name, parameter in own.items():
+            write_own_part(parameter.detach(), tensors[name])
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """By name in the adapter's file."""
+        for name, parameter in self._hf.named_parameters():
+            if parameter.requires_grad:
+                yield _FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter

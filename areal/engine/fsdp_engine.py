@@ -1,0 +1,384 @@
+"""FSDPEngine: any causal language model of transformers, trained on packed sequences.
+
+    engine = FSDPEngine(config)
+    engine.create_process_group(parallel_strategy)     # only for several ranks, each in a process
+    engine.initialize(ft_spec)
+    engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
+
+On one rank the model is a plain module in the compute dtype with float32 masters beside it; on
+several FSDP2 shards the float32 weights over them and gathers block by block. With
+`config.is_critic` the model is transformers' sequence classifier with one label, whose score of
+every token is a value. With `config.use_lora` only adapters are trained and saved, and what leaves
+for inference has them merged in. On several ranks each call is made by all of them; the ranks of
+one data-parallel place (those of tensor and context parallelism) give it the same rows.
+
+Shape legend: T tokens of a micro-batch, P padded to a multiple of the cp ranks, t a rank's part.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from areal.api.alloc_mode import ParallelStrategy
+from areal.api.config.train_engine import TrainEngineConfig
+from areal.api.engine_api import InferenceEngine, TrainEngine
+from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from areal.engine import base, checkpoint
+from areal.engine.fsdp.model import PackedModel, build_model, check_model
+from areal.engine.fsdp.shard import materialise, one_rank_mesh, recompute_blocks, shard_model
+from areal.engine.fsdp.tensor_parallel import check_layout, cut_over_tp
+from areal.engine.fsdp.weights import (
+    Weights,
+    draw_score,
+    draw_weights,
+    hand_over,
+    load_weights,
+    whole_weights,
+)
+from areal.engine.optim import MasterOptimizer
+from areal.engine.process_group import join_ranks
+from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
+from areal.models.common.attention_varlen import PackedAttention
+from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
+from areal.models.parallel_dims import ParallelDims
+from areal.utils.cpu_matmul import use_plain_blas
+from areal.utils.device import best_device
+from areal.weight_sync.transports import send_weights
+
+if TYPE_CHECKING:
+    from areal.engine.fsdp.lora import Adapters
+
+
+class FSDPEngine(TrainEngine):
+    def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
+        """`seed` draws what `config.path` does not hold: the score head of a new critic, adapters,
+        or every weight with `config.init_from_scratch`."""
+        self.config = config
+        self.mb_spec = config.mb_spec
+        self.device = torch.device(best_device())
+        self.dp_group: dist.ProcessGroup | None = None
+        self._dims = ParallelDims()
+        self._mesh: DeviceMesh | None = None  # None on one rank, unless it offloads
+        self._seed = seed
+        self._version = 0
+        self._model: PackedModel | None = None
+        self._adapters: Adapters | None = None
+        self._optimizer: MasterOptimizer | None = None
+        self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
+
+    def create_process_group(
+        self, parallel_strategy: ParallelStrategy, *, num_replicas: int = 1
+    ) -> None:
+        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody.
+
+        num_replicas: data-parallel ranks shard the weights within as many groups, each of which
+        holds all of them; groups exchange gradients alone.
+        """
+        self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
+        if self._dims.world_size == 1:
+            return
+        if self.config.use_lora and self._dims.tp > 1:
+            raise ValueError(
+                f"use_lora cannot be cut by t{self._dims.tp}: use d or c instead, like "
+                f"fsdp:d{self._dims.dp * self._dims.tp}"
+            )
+        self.device = join_ranks()
+        self._mesh = self._dims.build_mesh(self.device.type)
+        self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return 0 if self._mesh is None else self._mesh["dp"].get_local_rank()
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return self._dims.dp
+
+    def is_data_parallel_head(self) -> bool:
+        """Whether this is the first of the ranks that compute the same rows together."""
+        return self._mesh is None or self._mesh["cp_tp"].get_local_rank() == 0
+
+    def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
+        """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
+        if self.device.type == "cpu":
+            use_plain_blas()
+        offload = self.config.fsdp.offload_params
+        if self._mesh is None and offload:
+            self._mesh = one_rank_mesh(self.device)
+        trains = self.config.optimizer is not None and ft_spec is not None
+        model = self._build_model(trains)
+        materialise(model, self.device, offload=offload)
+        self._fill_model(model)
+        check_model(model, self.device)
+        self._model = model
+        self._reshard()
+        if trains:
+            self._optimizer = MasterOptimizer(
+                _Trained(model), self.config.optimizer, ft_spec.total_train_steps, self._ranks
+            )
+
+    def _build_model(self, trains: bool) -> PackedModel:
+        """On the meta device, cut for the mesh."""
+        # Shards that are trained are their own masters, hence float32.
+        trained_dtype = self._dtype() if self._mesh is None else torch.float32
+        all_trained = trains and not self.config.use_lora
+        model = build_model(
+            self.config.path,
+            dtype=trained_dtype if all_trained else self._dtype(),
+            is_critic=self.config.is_critic,
+        )
+        check_layout(model.hf, self._dims)
+        if self._dims.tp > 1:
+            cut_over_tp(model.hf, self._mesh["tp"])
+        if self.config.use_lora:
+            self._adapters = self._add_adapters(model, trained_dtype)
+        if self.config.gradient_checkpointing:
+            recompute_blocks(model)
+        if self._mesh is not None:
+            offload = self.config.fsdp.offload_params
+            shard_model(model, self._mesh, compute_dtype=self._dtype(), offload=offload)
+        return model
+
+    def _add_adapters(self, model: PackedModel, dtype: torch.dtype) -> Adapters:
+        if importlib.util.find_spec("peft") is None:
+            raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
+        from areal.engine.fsdp.lora import Adapters
+
+        return Adapters(
+            model.hf,
+            rank=self.config.lora_rank,
+            alpha=self.config.lora_alpha,
+            target_modules=self.config.target_modules,
+            dtype=dtype,
+            is_critic=self.config.is_critic,
+        )
+
+    def _fill_model(self, model: PackedModel) -> None:
+        path, hf = self.config.path, model.hf
+        if self.config.init_from_scratch:
+            draw_weights(hf, self._seed)
+        elif self.config.is_critic and not has_score_head(path):
+            draw_score(hf.score, self._seed, hf.config.get_text_config().initializer_range)
+            load_weights(hf, path, without=[SCORE_HEAD])
+        else:
+            load_weights(hf, path)
+        if self._adapters is not None:
+            self._adapters.draw(self._seed)
+
+    def destroy(self) -> None:
+        self._model = self._optimizer = self._receiver = self._adapters = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def model(self) -> PackedModel:
+        if self._model is None:
+            raise RuntimeError("the engine has no model yet: call initialize() first")
+        return self._model
+
+    @property
+    def optimizer(self) -> MasterOptimizer:
+        if self._optimizer is None:
+            raise RuntimeError(
+                "the engine cannot train: give its config an optimizer section and initialize() "
+                "a FinetuneSpec"
+            )
+        return self._optimizer
+
+    def train_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> dict[str, float]:
+        _ = self.optimizer  # refuse before the work, not after it
+        return base.train_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
+
+    def eval_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> torch.Tensor:
+        return base.eval_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
+
+    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
+        return base.forward_batch(self, input_)
+
+    def forward_backward_batch(
+        self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
+    ) -> list[torch.Tensor]:
+        outputs = []
+        with torch.set_grad_enabled(not forward_only):
+            for index, mb in enumerate(mbs):
+                output = output_fn(index, *self._outputs(mb.data))
+                if not forward_only:
+                    output.backward()
+                    self.optimizer.collect_gradients()
+                outputs.append(output.detach())
+        self._reshard()
+        return outputs
+
+    def _outputs(self, mb: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
+
+        At a sequence's last token, log p and entropy are junk.
+        """
+        tokens_T, cu_seqlens = mb["input_ids"].long(), mb["cu_seqlens"]
+        num_tokens = len(tokens_T)
+        tokens_P, cu_seqlens = _pad(tokens_T, cu_seqlens, self._dims.cp)
+        attend = PackedAttention(cu_seqlens, max(mb["max_seqlen"], len(tokens_P) - num_tokens))
+        labels_P = tokens_P.roll(-1)
+        # Junk that does not depend on which sequence happens to come next.
+        labels_P[cu_seqlens[1:].long() - 1] = 0
+        options = {
+            "temperature": self.config.temperature,
+            "chunk_size": self.config.logprobs_chunk_size,
+        }
+        if self._dims.cp == 1:
+            return self.model(tokens_P, attend.positions_T, attend, labels_P, **options)
+        cp = self._mesh.get_group("cp")
+        tokens_t, positions_t, labels_t = (
+            own_tokens(x_P, cp) for x_P in (tokens_P, attend.positions_T, labels_P)
+        )
+        outputs_t = self.model(
+            tokens_t, positions_t, UlyssesAttention(attend, cp), labels_t, **options
+        )
+        return tuple(gather_over_ranks(x_t, cp)[:num_tokens] for x_t in outputs_t)
+
+    def optimizer_step(self) -> dict[str, float]:
+        return self.optimizer.step()
+
+    def step_lr_scheduler(self) -> None:
+        self.optimizer.set_lr_step(self.optimizer.lr_step + 1)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
+        `hf` give a scratch folder. With LoRA it holds the adapter alone."""
+        if meta.weight_format == "dcp":
+            optimizer = self._optimizer_if(meta.with_optim)
+            trained = _Trained(self.model)
+            checkpoint.save(meta.path, trained, optimizer, self._version, self._ranks)
+            return
+        _refuse_optimizer(meta)
+        if self._adapters is None:
+            self._hand_over(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
+        else:
+            adapters = self._adapters.tensors(is_receiver=self._is_first_rank)
+            self._hand_over(adapters, lambda tensors: self._save_adapters(tensors, meta))
+
+    def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
+        config = read_hf_config(self.config.path)
+        save_hf(weights, critic_config(config) if self.config.is_critic else config, meta.path)
+        _save_beside(meta, self.config.path)
+
+    def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
+        base_model = meta.base_model_path or self.config.path
+        self._adapters.save(tensors, meta.path, base_model)
+        _save_beside(meta, self.config.path)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        if meta.weight_format == "dcp":
+            optimizer = self._optimizer_if(meta.with_optim)
+            trained = _Trained(self.model)
+            self._version = checkpoint.load(meta.path, trained, optimizer, self._ranks)
+            return
+        _refuse_optimizer(meta)
+        if self._adapters is None:
+            load_weights(self.model.hf, meta.path)
+        else:
+            self._adapters.load(meta.path)
+        if self._optimizer is not None:
+            self._optimizer.read_model()
+
+    def hf_weights(self) -> Weights:
+        """Adapters are merged in. On several ranks all iterate, to the end: rank 0 is given the
+        tensors, others none."""
+        merge = None if self._adapters is None else self._adapters.merge
+        return whole_weights(self.model.hf, self._dtype(), merge, is_receiver=self._is_first_rank)
+
+    def _hand_over(self, weights: Weights, consume: Callable[[Weights], None]) -> None:
+        hand_over(weights, consume, self._ranks, self.device)
+
+    def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
+        self._receiver = (engine, meta)
+
+    def update_weights(self, version: int) -> None:
+        self._hand_over(self.hf_weights(), lambda weights: self._send(weights, version))
+
+    def _send(self, weights: Weights, version: int) -> None:
+        if self._receiver is None:
+            raise RuntimeError("no inference engine is connected: call connect_engine() first")
+        engine, meta = self._receiver
+        if meta.type == "ipc":
+            # The receiver reads them where they lie: merged or gathered ones must still be there.
+            held = list(weights)
+            weights = iter(held)
+        send_weights(engine, meta.with_version(version), weights)
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def get_version(self) -> int:
+        return self._version
+
+    @property
+    def _ranks(self) -> dist.ProcessGroup | None:
+        """All of this engine's; None when there is one."""
+        return None if self._mesh is None else dist.group.WORLD
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._ranks is None or self._ranks.rank() == 0
+
+    def _reshard(self) -> None:
+        """A pass without backward leaves the head whole, soon out of date."""
+        if self._mesh is not None:
+            self.model.reshard()
+
+    def _dtype(self) -> torch.dtype:
+        default = "bfloat16" if self.device.type == "cuda" else "float32"
+        return getattr(torch, self.config.dtype or default)
+
+    def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
+        return self.optimizer if wanted else None
+
+
+class _Trained(nn.Module):
+    """The part of a model that has gradients, under the names of the Hugging Face module."""
+
+    def __init__(self, model: PackedModel) -> None:
+        super().__init__()
+        self._hf = [model.hf]  # in a list: no submodule
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._hf[0].named_parameters(*args, **kwargs):
+            if parameter.requires_grad:
+                yield name, parameter
+
+
+def _pad(
+    tokens_T: torch.Tensor, cu_seqlens: torch.Tensor, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens up to a multiple, the added ones a sequence of their own."""
+    missing = -len(tokens_T) % multiple
+    if not missing:
+        return tokens_T, cu_seqlens
+    return F.pad(tokens_T, (0, missing)), torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+
+
+def _save_beside(meta: SaveLoadMeta, model_path: str) -> None:
+    """What a reader of the folder wants beside the weights."""
+    generation_config = Path(meta.base_model_path or model_path) / "generation_config.json"
+    if generation_config.is_file():
+        shutil.copy(generation_config, meta.path)
+    for part in (meta.tokenizer, meta.processor):
+        if part is not None:
+            part.save_pretrained(meta.path)
+
+
+def _refuse_optimizer(meta: SaveLoadMeta) -> None:
+    if meta.with_optim:
+        raise ValueError(
+            "weight_format='hf' holds weights only: use weight_format='dcp' for the optimizer"
+        )

@@ -1,0 +1,63 @@
+"""Joining the other ranks, and agreeing with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from areal.utils.device import best_device
+
+T = TypeVar("T")
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_ranks() -> torch.device:
+    """The device of this rank. torch.distributed is initialised, unless the caller has done so,
+    from the environment every launcher sets."""
+    device = torch.device(best_device())
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        missing = [name for name in _VARIABLES if name not in os.environ]
+        if missing:
+            raise RuntimeError(
+                f"a layout of several ranks needs the environment variables {', '.join(missing)}: "
+                "start the ranks with a launcher (torchrun), or initialise torch.distributed first"
+            )
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def any_rank(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether it is so on at least one rank; all of the group call."""
+    flag = torch.tensor(int(here), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag)
+
+
+def on_first_rank(ranks: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
+    """What `act` returns on the first rank, on all of them; what it raises there ends all calls.
+
+    None is one process that knows no others.
+    """
+    if ranks is None:
+        return act()
+    outcome: list[Any] = [None, None]
+    failure: OSError | None = None
+    if ranks.rank() == 0:
+        try:
+            outcome[0] = act()
+        except OSError as error:
+            failure, outcome[1] = error, str(error)
+    dist.broadcast_object_list(outcome, group=ranks, group_src=0)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise RuntimeError(f"rank 0 failed: {outcome[1]}")
+    return outcome[0]

@@ -1,0 +1,182 @@
+"""A feed-forward of many experts: each token goes through the few its router chooses.
+
+    weights_TK, experts_TK = router(x_TD)       # float32, whatever the model's dtype
+    out_SD = experts(x_SD, counts_E)            # rows in the order of their experts
+
+`experts` sees nothing but rows sorted by expert and how many each expert has, so that whoever
+spreads experts over ranks puts an exchange of rows in its place and changes nothing else.
+
+Balance without a loss: with `expert_bias`, a bias per expert decides which experts are chosen, not
+how much they weigh. No gradient moves it: `balance_experts` raises the bias of experts that got
+fewer tokens than the average since its last call, and lowers that of the others.
+
+Shape legend: T tokens, D model dim, E experts, K experts per token, S = T * K rows, F expert dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from areal.models.common.args import DecoderArgs, MoEArgs
+from areal.models.common.feed_forward import ACTIVATIONS
+
+BALANCE_RATE = 1e-3
+# On a CPU a row's bits must not depend on how many rows its expert got: whole tiles of BLAS.
+_ROW_MULTIPLE = 16
+# The grouped kernel wants rows that start at multiples of 16 bytes.
+_GROUPED_DTYPE, _GROUPED_MULTIPLE = torch.bfloat16, 8
+
+
+class MoE(nn.Module):
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.router = Router(args.dim, args.moe)
+        self.experts = Experts(args)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        weights_TK, experts_TK = self.router(x_TD)
+        order_S = experts_TK.flatten().argsort(stable=True)
+        place_S = torch.empty_like(order_S).scatter_(
+            0, order_S, torch.arange(len(order_S), device=order_S.device)
+        )
+        x_SD = _Spread.apply(x_TD, order_S, place_S)
+        out_SD = self.experts(x_SD, count_rows(experts_TK, self.router.num_experts))
+        out_TKD = out_SD.index_select(0, place_S).unflatten(0, experts_TK.shape)
+        return (out_TKD * weights_TK.to(x_TD.dtype)[..., None]).sum(1)
+
+
+class Router(nn.Module):
+    expert_bias: torch.Tensor | None  # [E] float32
+    load_E: torch.Tensor | None  # rows of each expert since the bias was last moved
+
+    def __init__(self, dim: int, args: MoEArgs):
+        super().__init__()
+        self.num_experts = args.num_experts
+        self.top_k = args.top_k
+        self.norm_topk_prob = args.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(args.num_experts, dim))
+        bias_E = torch.zeros(args.num_experts, dtype=torch.float32) if args.expert_bias else None
+        load_E = torch.zeros(args.num_experts, dtype=torch.int64) if args.expert_bias else None
+        self.register_buffer("expert_bias", bias_E)
+        self.register_buffer("load_E", load_E, persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        # Steps of a thousandth would be lost in bfloat16, and `to_empty` would leave junk here.
+        bias_E = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias_E is not None:
+            device = self.weight.device
+            self.expert_bias = (
+                torch.zeros_like(bias_E, device=device) if bias_E.is_meta else bias_E.to(device)
+            )
+            self.load_E = torch.zeros_like(self.load_E)
+        return self
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights (float32) and numbers of the chosen experts, [T, K] each."""
+        probs_TE = F.linear(x_TD.float(), self.weight.float()).softmax(dim=-1)
+        scores_TE = probs_TE if self.expert_bias is None else probs_TE + self.expert_bias
+        experts_TK = scores_TE.topk(self.top_k, dim=-1).indices
+        weights_TK = probs_TE.gather(1, experts_TK)
+        if self.norm_topk_prob:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        if self.load_E is not None and self.training and torch.is_grad_enabled():
+            self.load_E += count_rows(experts_TK, self.num_experts)
+        return weights_TK, experts_TK
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards, stacked: w1 and w3 [E, F, D], w2 [E, D, F]."""
+
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        num, hidden, dim = args.moe.num_experts, args.moe.hidden_dim, args.dim
+        self.activation = ACTIVATIONS[args.activation]
+        self.w1 = nn.Parameter(torch.empty(num, hidden, dim))
+        self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
+        self.w3 = nn.Parameter(torch.empty(num, hidden, dim))
+
+    def forward(self, x_SD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """Rows 0 .. counts[0] - 1 by expert 0, the next counts[1] by expert 1, and so on."""
+        if _grouped_kernel_takes(x_SD, self.w1):
+            return self._grouped(x_SD, counts_E.cumsum(0).to(torch.int32))
+        return self._one_by_one(x_SD, counts_E.tolist())
+
+    def _grouped(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        gate_SF = F.grouped_mm(x_SD, self.w1.transpose(1, 2), offs=ends_E)
+        up_SF = F.grouped_mm(x_SD, self.w3.transpose(1, 2), offs=ends_E)
+        hidden_SF = self.activation(gate_SF) * up_SF
+        return F.grouped_mm(hidden_SF, self.w2.transpose(1, 2), offs=ends_E)
+
+    def _one_by_one(self, x_SD: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        # Unbound, not indexed: the gradient of each index would be a whole stack.
+        w1_FD, w2_DF, w3_FD = self.w1.unbind(), self.w2.unbind(), self.w3.unbind()
+        # Without any row, one expert computes none: the result still hangs on its inputs.
+        used = [expert for expert, count in enumerate(counts) if count] or [0]
+        outputs, start = [], 0
+        for expert in used:
+            end = start + counts[expert]
+            x_RD = _whole_tiles(x_SD[start:end])
+            hidden_RF = self.activation(F.linear(x_RD, w1_FD[expert]))
+            hidden_RF = hidden_RF * F.linear(x_RD, w3_FD[expert])
+            outputs.append(F.linear(hidden_RF, w2_DF[expert])[: end - start])
+            start = end
+        return torch.cat(outputs)
+
+
+def count_rows(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[E] int64. (bincount would wait for the device.)"""
+    flat_S = experts_TK.flatten()
+    zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_S.device)
+    return zeros_E.scatter_add_(0, flat_S, torch.ones_like(flat_S))
+
+
+@torch.no_grad()
+def balance_experts(
+    model: nn.Module, *, rate: float = BALANCE_RATE, group: dist.ProcessGroup | None = None
+) -> None:
+    """Move the expert biases by `rate` against the load; call it after each optimizer step.
+
+    `group`: the ranks that trained on other tokens of the batch; all of them call. A model without
+    expert biases is left as it is.
+    """
+    for router in model.modules():
+        if not isinstance(router, Router) or router.expert_bias is None:
+            continue
+        if group is not None:
+            dist.all_reduce(router.load_E, group=group)
+        load_E = router.load_E.float()
+        router.expert_bias += rate * (load_E.mean() - load_E).sign()
+        router.load_E.zero_()
+
+
+class _Spread(torch.autograd.Function):
+    """Row s of the result is the token of choice `order[s]`; gradients of a token's choices are
+    summed in one order, which adding them up where they fall would not do on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x_TD, order_S, place_S):
+        ctx.save_for_backward(place_S)
+        ctx.num_tokens = len(x_TD)
+        top_k = len(order_S) // max(len(x_TD), 1)
+        return x_TD.index_select(0, order_S // max(top_k, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SD):
+        (place_S,) = ctx.saved_tensors
+        grad_TKD = grad_SD.index_select(0, place_S).view(ctx.num_tokens, -1, grad_SD.shape[1])
+        return grad_TKD.sum(1), None, None
+
+
+def _grouped_kernel_takes(x_SD: torch.Tensor, w1_EFD: torch.Tensor) -> bool:
+    fits = all(size % _GROUPED_MULTIPLE == 0 for size in w1_EFD.shape[1:])
+    return x_SD.is_cuda and x_SD.dtype == _GROUPED_DTYPE and fits
+
+
+def _whole_tiles(x_RD: torch.Tensor) -> torch.Tensor:
+    return F.pad(x_RD, (0, 0, 0, -len(x_RD) % _ROW_MULTIPLE)) if x_RD.device.type == "cpu" else x_RD

@@ -1,0 +1,113 @@
+"""From a parallel layout to one DeviceMesh with named axes.
+
+    dims = ParallelDims.of(ModelAllocation.from_str("archon:d2t2").parallel)
+    mesh = dims.build_mesh("cpu")          # every rank calls
+    mesh["tp"], mesh.get_group("dp")
+
+Axes from the slowest to the fastest: pp, dp_replicate, dp_shard, cp, tp; so the ranks of one tp
+group, which talk most, are neighbours. Joined axes of the same mesh:
+
+| axis      | of                         | its ranks                                               |
+|-----------|----------------------------|---------------------------------------------------------|
+| `dp`      | dp_replicate, dp_shard     | have other rows of the batch                            |
+| `tokens`  | dp_replicate, dp_shard, cp | compute other tokens of the batch                       |
+| `cp_tp`   | cp, tp                     | compute the same rows together; the first is their head |
+| `fsdp`    | dp_shard, cp               | hold a shard each of the weights                        |
+| `fsdp_tp` | dp_shard, cp, tp           | hold a shard each of the experts                        |
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import astuple, dataclass, fields
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from areal.api.alloc_mode import ParallelStrategy
+
+_JOINED_AXES = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "tokens": ("dp_replicate", "dp_shard", "cp"),
+    "cp_tp": ("cp", "tp"),
+    "fsdp": ("dp_shard", "cp"),
+    "fsdp_tp": ("dp_shard", "cp", "tp"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """Ranks along each axis."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, strategy: ParallelStrategy, *, num_replicas: int = 1) -> ParallelDims:
+        """`num_replicas` groups of data-parallel ranks each hold all the weights, in shards."""
+        for letter, size in {
+            "p": strategy.pipeline_parallel_size,
+            "e": strategy.expert_parallel_size,
+        }.items():
+            if size > 1:
+                raise ValueError(
+                    f"the layout {strategy} cannot run in this version: {letter}{size} must be "
+                    f"{letter}1; use more d, t or c instead"
+                )
+        dp = strategy.data_parallel_size
+        if num_replicas < 1 or dp % num_replicas:
+            raise ValueError(
+                f"the layout {strategy} has d{dp}, which {num_replicas} replicas do not divide: "
+                "choose a number of replicas that divides d"
+            )
+        return cls(
+            pp=strategy.pipeline_parallel_size,
+            dp_replicate=num_replicas,
+            dp_shard=dp // num_replicas,
+            cp=strategy.context_parallel_size,
+            tp=strategy.tensor_parallel_size,
+        )
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def build_mesh(self, device_type: str) -> ParallelMesh:
+        """Every rank of torch.distributed calls this, in the same order among collectives."""
+        if dist.get_world_size() != self.world_size:
+            raise ValueError(
+                f"the layout {self} needs {self.world_size} ranks, but {dist.get_world_size()} "
+                "processes were started: start as many, or change the backend string"
+            )
+        names = tuple(field.name for field in fields(self))
+        return ParallelMesh(init_device_mesh(device_type, astuple(self), mesh_dim_names=names))
+
+
+class ParallelMesh:
+    """One DeviceMesh, found by the names of its axes and of the joined ones."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._joined = {name: mesh[axes]._flatten(name) for name, axes in _JOINED_AXES.items()}
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        if axes in self._joined:
+            return self._joined[axes]
+        with warnings.catch_warnings():
+            # torch has no other public way yet to put a joined axis beside another.
+            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+            return self._mesh[axes]
+
+    def get_group(self, axis: str) -> dist.ProcessGroup:
+        return self[axis].get_group()
+
+    def in_replicas(self, axis: str) -> DeviceMesh:
+        """`axis`, beneath dp_replicate when there are replicas: what FSDP shards over."""
+        return self["dp_replicate", axis] if self["dp_replicate"].size() > 1 else self[axis]

@@ -1,0 +1,50 @@
+"""Keys of backend fsdp: which are taken, and what refuses those its engine would not look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_files import complaint, load
+
+
+def test_fsdp_and_its_keys_are_taken(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "ppo",
+        "actor.backend=fsdp:d1",
+        "actor.use_lora=true",
+        "actor.target_modules=[q_proj]",
+        "actor.gradient_checkpointing=true",
+        "actor.fsdp.offload_params=true",
+        "actor.kl_ctl=0.1",
+        "ref={}",
+    )
+    ref = config.ref.engine_config(config.actor)
+    assert ref.backend == "fsdp:d1" and ref.fsdp.offload_params and not ref.use_lora
+    archon_ref = load(
+        tmp_path,
+        "ppo",
+        "actor.backend=fsdp:d1",
+        "actor.fsdp.offload_params=true",
+        "actor.kl_ctl=0.1",
+        "ref.backend=archon:d1",
+    )
+    assert not archon_ref.ref.engine_config(archon_ref.actor).fsdp.offload_params
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.backend=fsdp:d2"], "actor.backend 'fsdp:d2' cannot run in this version"),
+        (["actor.backend=megatron:d1"], "use 'archon:d1' or 'fsdp:d1'"),
+        (["actor.use_lora=true"], "actor.use_lora needs backend fsdp"),
+        (["actor.gradient_checkpointing=true"], "gradient_checkpointing needs backend fsdp"),
+        (["actor.fsdp.offload_params=true"], "fsdp.offload_params needs backend fsdp"),
+        (["actor.backend=fsdp:d1", "actor.batch_invariant=true"], "needs backend archon"),
+        (["actor.backend=fsdp:d1", "actor.target_modules=[q_proj]"], "needs use_lora: true"),
+        (["actor.backend=fsdp:d1", "actor.lora_rank=0"], "lora_rank must be at least 1"),
+    ],
+)
+def test_keys_without_effect_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    assert says in complaint(tmp_path, "ppo", *overrides)

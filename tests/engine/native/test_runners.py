@@ -1,0 +1,24 @@
+"""Which models the CUDA kernels compute; the others run in plain torch on any device."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import tiny_model
+
+from areal.engine.native.runners import kernels_take
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "taken"),
+    [
+        ("qwen2", {"head_dim": 16}, True),
+        ("qwen3", {"head_dim": 64}, True),
+        ("llama", {"head_dim": 16, "mlp_bias": True}, True),
+        ("llama", {"head_dim": 8}, False),
+        ("llama", {"head_dim": 48}, False),
+        ("qwen3_moe", {"head_dim": 16}, False),
+        ("gemma3_text", {"head_dim": 16}, False),
+    ],
+)
+def test_the_kernels_take_plain_decoders_with_tiles_of_a_head(family, overrides, taken):
+    assert kernels_take(tiny_model(family, **overrides)) == taken

@@ -1,0 +1,95 @@
+"""Every layout computes what one rank computes: losses, gradients, weights, log-probabilities.
+
+Batches do not divide by the number of ranks, ranks have unequal numbers of micro-batches, and in
+one step all data-parallel places but one have no rows at all.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.parallel.archon_world import open_engine, work
+from gloo_ranks import run_ranks
+from tiny import write_tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"family": "qwen3"},  # a norm of queries and keys, a tied head
+    "qwen2": {"family": "qwen2", "tie_word_embeddings": False},  # biases of q, k, v
+    "llama": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen3_moe": {"family": "qwen3_moe"},
+    "gemma3": {
+        "family": "gemma3_text",
+        "final_logit_softcapping": 5.0,
+    },  # four norms a block, windows, a capped head
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def build(name: str) -> Path:
+        options = dict(MODELS[name])
+        return write_tiny_model(tmp_path_factory.mktemp(name), options.pop("family"), **options)
+
+    return build
+
+
+@pytest.fixture
+def check_parity(folder_of, tmp_path):
+    def check(num_ranks: int, *cases: tuple[str, str, dict[str, Any]]) -> None:
+        """Each case, (model, backend, changes of the engine), against one rank."""
+        jobs = [
+            (str(folder_of(model)), backend, changes, str(tmp_path / f"{i}.pt"))
+            for i, (model, backend, changes) in enumerate(cases)
+        ]
+        run_ranks(num_ranks, "engine.parallel.archon_world:rank_works", jobs, timeout_s=120)
+        for folder, backend, changes, out in jobs:
+            changes.pop("num_replicas", None)
+            expected, got = work(open_engine(folder, "archon:d1", **changes)), torch.load(out)
+            assert max(g.abs().max() for g in expected["gradients"].values()) > 1e-2
+            torch.testing.assert_close(
+                got, expected, rtol=1e-5, atol=1e-5, msg=lambda m, b=backend: f"{b}: {m}"
+            )
+
+    return check
+
+
+def test_two_ranks(check_parity):
+    check_parity(
+        2, *(("qwen3", backend, {}) for backend in ("archon:d2", "archon:t2", "archon:c2"))
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_of_other_models(check_parity):
+    critic = {"is_critic": True}
+    check_parity(
+        2,
+        ("qwen2", "archon:t2", {"temperature": 0.7, "logprobs_chunk_size": 7}),
+        ("llama", "archon:t2", {}),
+        ("llama", "archon:c2", {}),
+        ("qwen3_moe", "archon:d2", {}),
+        ("qwen3_moe", "archon:t2", {}),
+        ("gemma3", "archon:t2", {}),
+        ("gemma3", "archon:c2", {}),
+        ("qwen3", "archon:d2", critic),
+        ("qwen3", "archon:t2", critic),
+        ("qwen3", "archon:c2", critic),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks(check_parity):
+    check_parity(
+        4,
+        ("qwen3", "archon:d2t2", {}),
+        ("qwen2", "archon:d2c2", {}),
+        ("qwen3_moe", "archon:d2t2", {"num_replicas": 2}),
+        ("qwen3", "archon:c2t2", {}),
+        ("qwen3", "archon:c4", {}),  # more ranks than key-value heads
+        ("qwen3", "archon:d4", {"num_replicas": 2}),
+    )
