@@ -39,7 +39,6 @@ from areal.engine.fsdp.shard import materialise, one_rank_mesh, recompute_blocks
 from areal.engine.fsdp.tensor_parallel import check_layout, cut_over_tp
 from areal.engine.fsdp.weights import (
     Weights,
-    draw_score,
     draw_weights,
     hand_over,
     load_weights,
@@ -61,8 +60,8 @@ if TYPE_CHECKING:
 
 class FSDPEngine(TrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
-        """`seed` draws what `config.path` does not hold: the score head of a new critic, adapters,
-        or every weight with `config.init_from_scratch`."""
+        """`seed` draws what `config.path` does not hold: adapters, or every weight with
+        `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
         self.device = torch.device(best_device())
@@ -168,7 +167,7 @@ class FSDPEngine(TrainEngine):
         if self.config.init_from_scratch:
             draw_weights(hf, self._seed)
         elif self.config.is_critic and not has_score_head(path):
-            draw_score(hf.score, self._seed, hf.config.get_text_config().initializer_range)
+            hf.score.weight.detach().zero_()  # as Archon's: a new critic says 0 of every token
             load_weights(hf, path, without=[SCORE_HEAD])
         else:
             load_weights(hf, path)

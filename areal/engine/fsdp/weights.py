@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -159,14 +158,6 @@ def draw_weights(hf: PreTrainedModel, seed: int) -> None:
         torch.manual_seed(seed)
         fresh = type(hf)._from_config(hf.config, dtype=torch.float32)
     copy_weights(hf, hf_tensors(fresh).items())
-
-
-@torch.no_grad()
-def draw_score(score: nn.Linear, seed: int, std: float) -> None:
-    """The score head of a critic that starts from a language model."""
-    drawn = torch.empty(score.weight.shape, dtype=torch.float32, device="cpu")
-    drawn.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-    write_own_part(score.weight.detach(), drawn)
 
 
 def fill_buffers(hf: PreTrainedModel) -> None:
