@@ -1,7 +1,7 @@
 """Real processes joined by gloo, for tests of everything that is spread over ranks.
 
-    def body(folder: str) -> float: ...               # in tests/engine/parallel/test_x.py
-    results = run_ranks(2, "engine.parallel.test_x:body", str(tmp_path))   # one result per rank
+    def body(folder: str) -> float: ...               # in tests/engine/test_x.py
+    results = run_ranks(2, "engine.test_x:body", str(tmp_path))   # one result per rank
 
 Each rank is a fresh Python process with RANK and WORLD_SIZE set and torch.distributed initialised.
 Modules are named from the folder of tests; arguments and results travel as JSON (pass tensors as

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.parallel.archon_world import open_engine, work
+from engine.archon_world import open_engine, work
 from gloo_ranks import run_ranks
 from tiny import write_tiny_model
 
@@ -46,7 +46,7 @@ def check_parity(folder_of, tmp_path):
             (str(folder_of(model)), backend, changes, str(tmp_path / f"{i}.pt"))
             for i, (model, backend, changes) in enumerate(cases)
         ]
-        run_ranks(num_ranks, "engine.parallel.archon_world:rank_works", jobs, timeout_s=120)
+        run_ranks(num_ranks, "engine.archon_world:rank_works", jobs, timeout_s=120)
         for folder, backend, changes, out in jobs:
             changes.pop("num_replicas", None)
             expected, got = work(open_engine(folder, "archon:d1", **changes)), torch.load(out)

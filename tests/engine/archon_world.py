@@ -2,7 +2,7 @@
 
     expected = work(open_engine(folder, "archon:d1"))                       # in the test
     jobs = [(folder, "archon:d2t2", {}, out)]                               # (.., changes, ..)
-    run_ranks(4, "engine.parallel.archon_world:rank_works", jobs)
+    run_ranks(4, "engine.archon_world:rank_works", jobs)
     got = torch.load(out)                                                   # written by rank 0
 
 Each data-parallel place takes every dp-th row of the whole batch; losses, gradients, weights and

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.parallel.archon_world import (
+from engine.archon_world import (
     loss_fn,
     make_batch,
     num_loss_tokens,
@@ -40,7 +40,7 @@ def folder(tmp_path_factory) -> str:
 
 
 def test_two_ranks_act_as_one(folder, tmp_path):
-    found = run_ranks(2, "engine.parallel.test_archon_ranks:ranks_body", folder, str(tmp_path))
+    found = run_ranks(2, "engine.test_archon_ranks:ranks_body", folder, str(tmp_path))
     for rank, answers in enumerate(found):
         assert answers["place"] == [rank, 2, True]
         assert answers["tp_place"] == [0, 1, rank == 0]
@@ -164,7 +164,7 @@ def _failed_send(engine: ArchonEngine) -> str:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bf16 says so, and computes
 def test_bfloat16_shards_compute_what_one_rank_computes(folder, tmp_path):
     out = tmp_path / "found.pt"
-    run_ranks(2, "engine.parallel.test_archon_ranks:bfloat16_body", folder, str(out))
+    run_ranks(2, "engine.test_archon_ranks:bfloat16_body", folder, str(out))
     engine, got = open_engine(folder, "archon:d1", dtype="bfloat16"), torch.load(out)
     stats = train(engine, make_batch())
     # Equal roundings but for the order of sums of gradients.

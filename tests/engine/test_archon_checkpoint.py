@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from engine.parallel.archon_world import make_batch, open_engine, train, weights_of
+from engine.archon_world import make_batch, open_engine, train, weights_of
 from gloo_ranks import run_ranks
 from tiny import write_tiny_model
 from torch.distributed.checkpoint import filesystem
@@ -24,7 +24,7 @@ from areal.engine.archon_engine import ArchonEngine
 
 # Adam divides by the root of tiny moments: without them a resumed run takes other steps at once.
 ADAM = OptimizerConfig(lr=1e-3, eps=1e-6, lr_scheduler_type="cosine", warmup_steps=2)
-BODY = "engine.parallel.test_archon_checkpoint:resume_and_save"
+BODY = "engine.test_archon_checkpoint:resume_and_save"
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,7 @@ def test_one_rank_to_four_and_back(folder, tmp_path):
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(folder, tmp_path):
     (tmp_path / "point").mkdir()
     (tmp_path / "point" / "kept").write_text("old")
-    found = run_ranks(
-        2, "engine.parallel.test_archon_checkpoint:fail_to_save", folder, str(tmp_path)
-    )
+    found = run_ranks(2, "engine.test_archon_checkpoint:fail_to_save", folder, str(tmp_path))
     for full_disk, no_folder in found:
         assert "No space left" in full_disk and "File exists" in no_folder
     assert [path.name for path in tmp_path.rglob("*")] == ["point", "kept"]
