@@ -37,8 +37,8 @@ from areal.utils.run_db import open_read_only
 
 STALENESS = (0, 2, 8)
 GOAL = 0.8
-# A third of the recipes' own, which suits data up to 2 versions old: what the steps of 8 versions
-# can move the weights by must stay small, whatever the objective corrects.
+# That of most recipes; the demo's takes three times as much, which suits data up to 2 versions old.
+# What the steps of 8 versions can move the weights by must stay small, whatever is corrected for.
 LEARNING_RATE = 3e-4
 RECIPES = Path(recipe_path("arithmetic_grpo.yaml")).parent
 

@@ -153,6 +153,8 @@ def test_the_decoupled_loss_weighs_tokens_also_without_a_rejection_section(folde
     weight = (data["prox_logp"] - data["logprobs"]).exp()[taught]
     assert stats["actor/behave_weight/max"] == pytest.approx(weight.max().item(), rel=1e-4)
     assert stats["actor/behave_weight/avg"] == pytest.approx(weight.mean().item(), rel=1e-4)
+    half_squares = weight.log().square() / 2
+    assert stats["actor/behave_kl/avg"] == pytest.approx(half_squares.mean().item(), rel=1e-3)
 
 
 def test_rejected_tokens_teach_nothing(folder):

@@ -15,9 +15,9 @@ import torch
 
 from areal.algorithm import KL_ESTIMATORS, POLICY_LOSSES
 from areal.algorithm.distillation import distillation_loss
-from areal.algorithm.kl import kl_loss
+from areal.algorithm.kl import k2, kl_loss
 from areal.algorithm.loss import LossInputs
-from areal.algorithm.off_policy import importance_weight, reject
+from areal.algorithm.off_policy import importance_weight, log_ratio, reject
 from areal.algorithm.proximal import approximation_errors, loglinear_prox
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.roles import TeacherConfig
@@ -119,7 +119,9 @@ class PolicyObjective:
             )
         if "m2_keep" in mb:
             weight_T = weight_T.masked_fill(~mb["m2_keep"], 0.0)
-        stats_tracker.stat("n_tokens", behave_weight=weight_T)
+        # Half the mean square of log w: the mean of w itself is 1 however far apart they are.
+        drift_T = k2(log_ratio(prox_logp_T, mb["logprobs"], mask_T))
+        stats_tracker.stat("n_tokens", behave_weight=weight_T, behave_kl=drift_T)
         rejected_T = (weight_T == 0) & mask_T
         stats_tracker.stat("n_tokens", stats_tracker.ReduceType.AVG, rejected_ratio=rejected_T)
         return weight_T
