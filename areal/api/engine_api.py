@@ -7,7 +7,7 @@ and loss scaling in `engine/base.py`, queues and staleness in `rollout/executor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,6 +61,23 @@ class InferenceEngine(ABC):
     @abstractmethod
     def get_version(self) -> int:
         """Version of the weights that serve now."""
+
+    def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities `[B, S]` of the tokens of a padded batch under the weights that serve.
+
+        `data` has input_ids and attention_mask. Aligned as `TrainEngine.forward_batch`: at t, log p
+        of the token at t + 1; zero at a row's last token and on padding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot score given tokens")
+
+    def offload(self, tags: Sequence[str] | None = None) -> None:
+        """Free the device memory of `tags`: weights, kv_cache; None is both. Requests keep their
+        tokens and wait for `onload`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `offload` freed. Requests go on when nothing is missing any more."""
+        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
 
     @abstractmethod
     def stats(self) -> dict[str, float]:

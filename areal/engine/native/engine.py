@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,14 +40,17 @@ import torch
 
 from areal.api.io_struct import StopReason
 from areal.engine.native.pages import PagePool, Prefix
-from areal.engine.native.runner import Chunk, Drawn
+from areal.engine.native.runner import Chunk, Drawn, Runner
 from areal.engine.native.runners import cache_bytes, make_runner
 from areal.engine.native.sampler import MAX_STOP_IDS
 from areal.engine.native.scheduler import Scheduler
+from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
+
+DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # what `offload` can free
 
 
 @dataclass(slots=True)
@@ -91,7 +95,8 @@ class NativeEngine:
             max_running=max_running,
             max_pages=self._pool.pages_for(self._max_context),
         )
-        self._runner = make_runner(
+        self._make_runner = partial(
+            make_runner,
             model,
             self._scheduler.slots,
             num_pages=num_pages,
@@ -99,6 +104,10 @@ class NativeEngine:
             max_prefill_tokens=max_prefill_tokens,
             batch_invariant=batch_invariant,
         )
+        self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
+        self._device = weight.device
+        self._offloaded: frozenset[str] = frozenset()
+        self._batch_invariant = batch_invariant
         self._under_way: deque[_Launch] = deque()
         self._drained: list[Finished | Progress] = []  # while draining; the next step returns them
         self._eos_ids = frozenset(eos_ids)
@@ -140,7 +149,8 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_rid or self._drained)
+        """Whether `step` has something to do: what is offloaded must come back first."""
+        return bool(self._drained or (self._by_rid and not self._offloaded))
 
     def add(self, request: GenRequest) -> None:
         """Queue a request. ValueError, naming the field, when it could never run."""
@@ -178,7 +188,7 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[Finished | Progress]:
         """Launch what can run and record what has been drawn; returns the requests that ended."""
-        launched = bool(self._by_rid) and self._launch()
+        launched = bool(self._by_rid) and not self._offloaded and self._launch()
         finished, self._drained = self._drained, []
         ahead = self._runner.launches_ahead if launched else 0
         while len(self._under_way) > ahead:
@@ -203,11 +213,51 @@ class NativeEngine:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
         check_hf_shapes(self.model, shapes, source=f"version {version}")
         self._drain()
-        self._runner.load(tensors)
+        if self._runner is None:
+            for name, tensor in tensors:
+                self.model.load_hf_tensor(name, tensor)
+        else:
+            self._runner.load(tensors)
         self.version = version
         if recompute_kv:
             self._scheduler.send_all_back()
         self._scheduler.prefixes.forget()
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of given tokens (scoring.py), between two steps."""
+        self.check_score(sequences)
+        return score(self.model, sequences, batch_invariant=self._batch_invariant)
+
+    def check_score(self, sequences: list[list[int]]) -> None:
+        """ValueError when `score` cannot be."""
+        if "weights" in self._offloaded:
+            raise ValueError("the weights are offloaded: call onload first")
+        check_tokens(sequences, self.model.args.vocab_size)
+
+    def offload(self, tags: Iterable[str] | None = None) -> None:
+        """Free the device memory of these; running requests compute their cache again later.
+
+        The cache goes with the weights: what runs on them (graphs on a GPU) holds both.
+        """
+        tags = device_parts(tags)
+        self._drain()
+        self._scheduler.send_all_back()
+        self._scheduler.prefixes.forget()
+        self._runner = None
+        if "weights" in tags:
+            self.model.to("cpu")
+        self._offloaded |= tags | {"kv_cache"}
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, tags: Iterable[str] | None = None) -> None:
+        """Take these back; with nothing offloaded requests go on."""
+        back = device_parts(tags) & self._offloaded
+        if "weights" in back:
+            self.model.to(self._device)
+        self._offloaded -= back
+        if not self._offloaded and self._runner is None:
+            self._runner = self._make_runner()
 
     def stats(self) -> dict[str, float]:
         scheduler = self._scheduler
@@ -380,6 +430,14 @@ class NativeEngine:
         del self._by_rid[sequence.rid]
         self._counts["finished"] += 1
         return sequence.finish(reason)
+
+
+def device_parts(tags: Iterable[str] | None) -> frozenset[str]:
+    wanted = frozenset(DEVICE_PARTS if tags is None else tags)
+    if unknown := wanted - DEVICE_PARTS:
+        known = ", ".join(sorted(DEVICE_PARTS))
+        raise ValueError(f"tags: expected some of {known}, got {min(unknown)!r}")
+    return wanted
 
 
 def read_eos_ids(path: str | Path) -> list[int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.model_text import ModelText
+from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, check_supported
 from areal.weight_sync.transports import open_sent
@@ -98,6 +100,17 @@ class NativeLocalEngine(InferenceEngine):
         self._loop.call(
             lambda engine: engine.load_weights(source, meta.version, recompute_kv=meta.recompute_kv)
         ).result()
+
+    def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
+        sequences = token_lists(data)
+        scores = self._loop.call(lambda engine: engine.score(sequences)).result()
+        return padded_scores(scores, data)
+
+    def offload(self, tags: Sequence[str] | None = None) -> None:
+        self._loop.call(lambda engine: engine.offload(tags)).result()
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        self._loop.call(lambda engine: engine.onload(tags)).result()
 
     def get_version(self) -> int:
         return self._loop.version

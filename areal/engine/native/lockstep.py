@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from pydantic_core import from_json, to_json
 
-from areal.engine.native.engine import NativeEngine
+from areal.engine.native.engine import NativeEngine, device_parts
 from areal.engine.native.model_text import ModelText
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal, decode_requests, encode_requests
@@ -97,6 +97,23 @@ class LeadingEngine:
         finally:
             dist.barrier(self._group)  # afterwards nobody reads the files any more
 
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        self._engine.check_score(sequences)  # before the followers hear of it
+        self._send({"do": "score", "sequences": sequences})
+        return self._engine.score(sequences)
+
+    def offload(self, tags: Iterable[str] | None = None) -> None:
+        self._send_tags("offload", tags)
+        self._engine.offload(tags)
+
+    def onload(self, tags: Iterable[str] | None = None) -> None:
+        self._send_tags("onload", tags)
+        self._engine.onload(tags)
+
+    def _send_tags(self, what: str, tags: Iterable[str] | None) -> None:
+        device_parts(tags)  # refused before the followers hear of it
+        self._send({"do": what, "tags": None if tags is None else list(tags)})
+
     def close(self) -> None:
         """The followers' `follow` returns, unless a step has failed: then they cannot hear it."""
         if self._is_whole:
@@ -127,6 +144,12 @@ def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> 
                     tally.add(engine.step())
                 case "load":
                     _load(engine, order, orders)
+                case "score":
+                    engine.score(order["sequences"])
+                case "offload":
+                    engine.offload(order["tags"])
+                case "onload":
+                    engine.onload(order["tags"])
                 case "close":
                     return
 

@@ -17,15 +17,16 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.native.control import ControlClient
 from areal.engine.native.exchange import GenerateClient
+from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.wire import check_supported
 from areal.utils.child_process import ChildProcess
 
@@ -100,6 +101,23 @@ class NativeRemoteEngine(InferenceEngine):
             )
         order = {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
         self._on_all(lambda control: control.post("/update_weights", **order))
+
+    def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
+        """Each server scores a share of the rows."""
+        rows = token_lists(data)
+        shares = [rows[i :: len(self._controls)] for i in range(len(self._controls))]
+        scores: list[list[float]] = [[] for _ in rows]
+        with ThreadPoolExecutor(len(shares), thread_name_prefix="native-score") as pool:
+            answers = pool.map(_post_score, self._controls, shares)
+            for index, answer in enumerate(answers):
+                scores[index :: len(shares)] = answer
+        return padded_scores(scores, data)
+
+    def offload(self, tags: Sequence[str] | None = None) -> None:
+        self._on_all(lambda control: control.post("/offload", **_tags(tags)))
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        self._on_all(lambda control: control.post("/onload", **_tags(tags)))
 
     def get_version(self) -> int:
         """The oldest version any server serves."""
@@ -190,6 +208,14 @@ def launch_native_server(
         raise
     ready = json.loads(line)
     return child, f"{ready['host']}:{ready['port']}"
+
+
+def _post_score(control: ControlClient, sequences: list[list[int]]) -> list[list[float]]:
+    return control.post("/score", sequences=sequences)["logprobs"] if sequences else []
+
+
+def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
+    return {} if tags is None else {"tags": list(tags)}
 
 
 def _runs_here(events: asyncio.AbstractEventLoop) -> bool:

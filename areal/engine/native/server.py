@@ -7,6 +7,9 @@
 | POST /pause          |                                  | when no step runs any more           |
 | POST /continue       |                                  |                                      |
 | POST /update_weights | path, version, recompute_kv=true | when they serve                      |
+| POST /score          | sequences: lists of token ids    | logprobs of them, version            |
+| POST /offload        | tags: weights, kv_cache; or all  | when their memory is free            |
+| POST /onload         | likewise                         | when they are back                   |
 | POST /abort          | rid, or all=true                 | the number of requests ended         |
 | GET /stats           |                                  | the engine's counters                |
 | GET /busy_intervals  | ?since=UNIX_TIME                 | when steps ran, for traces           |
@@ -37,7 +40,15 @@ from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.receiver import Receiver
 from areal.engine.native.sequence import GenRequest
-from areal.engine.native.wire import Refusal, Reply, decode_requests, encode_lines, parse_object
+from areal.engine.native.wire import (
+    Refusal,
+    Reply,
+    decode_requests,
+    decode_sequences,
+    decode_tags,
+    encode_lines,
+    parse_object,
+)
 from areal.utils.openai_wire import WireError, error_body
 from areal.weight_sync.publication import PublicationError
 from areal.weight_sync.transports import open_sent
@@ -90,6 +101,27 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
         async with updating:
             await _load(loop, path, version, recompute_kv)
         return {"version": version}
+
+    @app.post("/score")
+    async def score(request: Request) -> dict[str, Any]:
+        sequences = decode_sequences(await request.body())
+        return await asyncio.wrap_future(
+            loop.call(
+                lambda engine: {"logprobs": engine.score(sequences), "version": engine.version}
+            )
+        )
+
+    @app.post("/offload")
+    async def offload(request: Request) -> dict[str, bool]:
+        tags = decode_tags(await request.body())
+        await asyncio.wrap_future(loop.call(lambda engine: engine.offload(tags)))
+        return {"offloaded": True}
+
+    @app.post("/onload")
+    async def onload(request: Request) -> dict[str, bool]:
+        tags = decode_tags(await request.body())
+        await asyncio.wrap_future(loop.call(lambda engine: engine.onload(tags)))
+        return {"offloaded": False}
 
     @app.post("/abort")
     async def abort(request: Request) -> dict[str, int]:

@@ -122,6 +122,24 @@ def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
     return [_decode_request(rid, entry) for rid, entry in zip(rids, entries, strict=True)]
 
 
+def decode_sequences(body: bytes) -> list[list[int]]:
+    """The token ids of /score."""
+    sequences = parse_object(body, "body").get("sequences")
+    if not isinstance(sequences, list) or not sequences:
+        raise ValueError(
+            f"sequences: expected a list with at least one list of token ids, got "
+            f"{_show(sequences)}"
+        )
+    return [_ids(tokens, f"sequences[{index}]") for index, tokens in enumerate(sequences)]
+
+
+def decode_tags(body: bytes) -> list[str] | None:
+    """What /offload and /onload are about; None is everything."""
+    tags = parse_object(body, "body").get("tags") if body else None
+    _texts_or_null(tags, "tags")
+    return tags
+
+
 def encode_lines(results: Iterable[Reply | Refusal]) -> bytes:
     return b"".join(to_json(_line_of(result)) + b"\n" for result in results)
 

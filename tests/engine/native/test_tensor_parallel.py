@@ -87,12 +87,18 @@ def play(engine: NativeEngine | LeadingEngine, folder) -> tuple[dict, dict]:
         engine.add(request(f"long{sample}", [2 + i % 50 for i in range(60)], max_new_tokens=3))
     steps(2)
     engine.load_weights(open_publication(folder / "v2"), 2, recompute_kv=False)
+    engine.offload()
+    engine.onload()
     while engine.has_work:
         steps(1)
+    with pytest.raises(ValueError, match="vocabulary"):
+        engine.score([[9999]])
+    (scores,) = engine.score([[5, 7, 2]])
     outputs = {
         one.rid: (one.output_tokens, one.output_versions, one.stop_reason, one.output_logprobs)
         for one in done
     }
+    outputs["scored"] = ([5, 7, 2], [2], "length", scores)
     return outputs, engine.stats()
 
 

@@ -1,0 +1,79 @@
+"""Log-probabilities of given tokens under the weights that serve now: a prefill without a cache.
+
+    logprobs = score(model, [[5, 7, 9], ...])        # of each sequence one number per token
+
+As in training, the number at a token is log p of the token after it; the last one of a sequence,
+which has none, is 0. Every rank of a tensor-parallel model calls it with the same sequences.
+
+Shape legend: T packed tokens, C tokens of a chunk, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from areal.engine.invariant_attention import InvariantPackedAttention
+from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.decoder import Decoder
+
+_BATCH_TOKENS = 16384  # of one forward, unless a single sequence is longer
+_CHUNK_TOKENS = 1024  # whose logits [C, V] exist at a time
+
+
+@torch.inference_mode()
+def score(
+    model: Decoder, sequences: Sequence[Sequence[int]], *, batch_invariant: bool = False
+) -> list[list[float]]:
+    return [
+        row for some in _batches(sequences) for row in _score_batch(model, some, batch_invariant)
+    ]
+
+
+def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+    for index, tokens in enumerate(sequences):
+        if not tokens:
+            raise ValueError(f"sequences[{index}] is empty: expected at least one token id")
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise ValueError(
+                f"sequences[{index}] must lie in [0, {vocab_size}), the model's vocabulary, "
+                f"got {min(tokens)} to {max(tokens)}"
+            )
+
+
+def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    batch: list[Sequence[int]] = []
+    for tokens in sequences:
+        if batch and sum(map(len, batch)) + len(tokens) > _BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(tokens)
+    if batch:
+        yield batch
+
+
+def _score_batch(
+    model: Decoder, batch: list[Sequence[int]], batch_invariant: bool
+) -> list[list[float]]:
+    device = model.tok_embeddings.weight.device
+    lengths = torch.tensor([0, *map(len, batch)])
+    attention = InvariantPackedAttention if batch_invariant else PackedAttention
+    attend = attention(lengths.cumsum(0).to(device), int(lengths.max()))
+    tokens_T = torch.tensor([token for tokens in batch for token in tokens], device=device)
+    hidden_TD = model(tokens_T, attend.positions_T, attend)
+    next_T = tokens_T.roll(-1)
+    logprobs_T = torch.cat(
+        [
+            _chosen(model.logits(hidden_CD).float(), next_C)
+            for hidden_CD, next_C in zip(
+                hidden_TD.split(_CHUNK_TOKENS), next_T.split(_CHUNK_TOKENS), strict=True
+            )
+        ]
+    )
+    rows = logprobs_T.cpu().split(lengths[1:].tolist())
+    return [[*row[:-1].tolist(), 0.0] for row in rows]
+
+
+def _chosen(logits_CV: torch.Tensor, tokens_C: torch.Tensor) -> torch.Tensor:
+    return logits_CV.log_softmax(-1).gather(-1, tokens_C[:, None]).squeeze(-1)
