@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": "train a small model by asynchronous GRPO on this machine, in minutes",
     "train": "run the experiment a YAML file describes",
     "check": "validate a YAML file and its overrides, without loading torch",
+    "ledger": "say where every prompt of a run went, and prove that none is lost",
     "serve": "serve a model with the native inference engine",
 }
 

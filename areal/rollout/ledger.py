@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from areal.rollout.books import balance
 from areal.rollout.outcome import Finished, Outcome
 from areal.rollout.trajectory import decode, encode, mean_reward
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from areal.rollout.source import Prompt
     from areal.utils.run_db import RunDatabase
-
-STATES = ("issued", "finished", "trained", "rejected", "stale", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +151,8 @@ class Ledger:
 
     def balance(self) -> dict[str, int]:
         """Tasks per state and in all; raises RuntimeError if the books do not agree."""
-        counts = dict.fromkeys(STATES, 0)
-        for row in self._db.query("SELECT state, count(*) AS n FROM tasks GROUP BY state"):
-            counts[row["state"]] = row["n"]
-        for fault, sql in _FAULTS.items():
-            found = [row["task_id"] for row in self._db.query(sql)]
-            if found:
-                raise RuntimeError(
-                    f"the ledger does not balance: {len(found)} {fault}, e.g. tasks {found[:5]}"
-                )
-        return counts | {"total": sum(counts.values())}
+        with self._db.transaction() as connection:
+            return balance(connection)
 
     def _resume(self, version: int) -> Resume:
         waiting = self._db.query(
@@ -204,23 +195,6 @@ _UNTRAIN = """
 UPDATE tasks SET state = 'finished', step = NULL, closed_version = NULL, closed_at = NULL
 WHERE state = 'trained' AND step > :step
 """
-_FAULTS = {
-    "task ids are missing before": """
-        SELECT task_id FROM tasks WHERE task_id > 0
-        AND task_id - 1 NOT IN (SELECT task_id FROM tasks)""",
-    "finished tasks have no trajectory": """
-        SELECT task_id FROM tasks WHERE state = 'finished'
-        AND task_id NOT IN (SELECT task_id FROM trajectories)""",
-    "trajectories belong to no finished or trained task": """
-        SELECT task_id FROM trajectories WHERE task_id NOT IN
-        (SELECT task_id FROM tasks WHERE state IN ('finished', 'trained'))""",
-    "trained tasks have no step, or untrained ones have": """
-        SELECT task_id FROM tasks WHERE (state = 'trained' AND step IS NULL)
-        OR (state NOT IN ('trained', 'rejected') AND step IS NOT NULL)""",
-    "ended tasks lack the version of their end": """
-        SELECT task_id FROM tasks
-        WHERE (state IN ('issued', 'finished')) = (closed_version IS NOT NULL)""",
-}
 
 
 def _write(connection: sqlite3.Connection, sql: str, rows: list[tuple], expected: str) -> None:

@@ -1,0 +1,66 @@
+"""`areal ledger RUN [--prompt ID]`: where every prompt of a run went, also while it is alive.
+
+RUN is the run's folder, `{fileroot}/{experiment_name}/{trial_name}`. A ledger that does not add up
+ends with exit code 1 and the fault on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+_TIMES = ("issued_at", "finished_at", "closed_at")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "ledger",
+        help="say where every prompt of a run went, and prove that none is lost",
+        description="Reads a run's ledger, also while the run is alive, and proves its balance.",
+    )
+    parser.add_argument("folder", metavar="RUN", help="folder of the run, with its run.db")
+    parser.add_argument("--prompt", type=int, metavar="ID", help="the story of one prompt")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from areal.rollout import books
+    from areal.utils.run_db import open_read_only
+    from areal.utils.run_paths import RunPaths
+
+    with closing(open_read_only(RunPaths(Path(args.folder)).database)) as connection:
+        connection.execute("BEGIN")  # one moment of a run that goes on
+        if args.prompt is not None:
+            story = books.task(connection, args.prompt)
+            if story is None:
+                raise ValueError(f"--prompt: no prompt {args.prompt} was issued in {args.folder}")
+            print(json.dumps(story) if args.json else _story(story))
+            return 0
+        counts, reasons = books.balance(connection), books.reasons(connection)
+    if args.json:
+        lost = [dict(zip(("state", "why", "prompts"), row, strict=True)) for row in reasons]
+        print(json.dumps({"counts": counts, "untrained": lost, "balanced": True}))
+    else:
+        print(_summary(counts, reasons))
+    return 0
+
+
+def _summary(counts: dict[str, int], reasons: list[tuple[str, str, int]]) -> str:
+    lines = [f"{state:<10}{count:>10,}" for state, count in counts.items()]
+    lines += [f"  {state}: {why or 'too old for its batch'}: {n:,}" for state, why, n in reasons]
+    lines.append("balanced: every prompt issued has one state, and no number is missing")
+    return "\n".join(lines)
+
+
+def _story(story: dict[str, Any]) -> str:
+    shown = {name: value for name, value in story.items() if value not in (None, "")}
+    for name in _TIMES:
+        if name in shown:
+            shown[name] = datetime.fromtimestamp(shown[name]).isoformat(" ", "milliseconds")
+    shown["trajectory_kept"] = "yes" if shown["trajectory_kept"] else "no"
+    return "\n".join(f"{name:<16}{value}" for name, value in shown.items())

@@ -1,0 +1,63 @@
+"""What the ledger's tables add up to: read by the run itself and by anybody beside it.
+
+    counts = balance(read_only_connection)       # raises when the books do not agree
+
+Only reads, and loads no torch: `areal ledger` looks at a run that is going on.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+STATES = ("issued", "finished", "trained", "rejected", "stale", "failed")
+
+_FAULTS = {
+    "task ids are missing before": """
+        SELECT task_id FROM tasks WHERE task_id > 0
+        AND task_id - 1 NOT IN (SELECT task_id FROM tasks)""",
+    "finished tasks have no trajectory": """
+        SELECT task_id FROM tasks WHERE state = 'finished'
+        AND task_id NOT IN (SELECT task_id FROM trajectories)""",
+    "trajectories belong to no finished or trained task": """
+        SELECT task_id FROM trajectories WHERE task_id NOT IN
+        (SELECT task_id FROM tasks WHERE state IN ('finished', 'trained'))""",
+    "trained tasks have no step, or untrained ones have": """
+        SELECT task_id FROM tasks WHERE (state = 'trained' AND step IS NULL)
+        OR (state NOT IN ('trained', 'rejected') AND step IS NOT NULL)""",
+    "ended tasks lack the version of their end": """
+        SELECT task_id FROM tasks
+        WHERE (state IN ('issued', 'finished')) = (closed_version IS NOT NULL)""",
+}
+
+
+def balance(connection: sqlite3.Connection) -> dict[str, int]:
+    """Tasks per state and in all; RuntimeError if the books do not agree."""
+    counts = dict.fromkeys(STATES, 0)
+    for state, count in connection.execute("SELECT state, count(*) FROM tasks GROUP BY state"):
+        counts[state] = count
+    for fault, sql in _FAULTS.items():
+        found = [task_id for (task_id,) in connection.execute(sql)]
+        if found:
+            raise RuntimeError(
+                f"the ledger does not balance: {len(found)} {fault}, e.g. tasks {found[:5]}"
+            )
+    return counts | {"total": sum(counts.values())}
+
+
+def reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
+    """(state, why, number of prompts) of those that ended without being trained on."""
+    rows = connection.execute(
+        """SELECT state, why, count(*) FROM tasks WHERE state IN ('rejected', 'stale', 'failed')
+           GROUP BY state, why ORDER BY count(*) DESC"""
+    )
+    return [tuple(row) for row in rows]
+
+
+def task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | None:
+    """All that is known of one prompt; None when it was never issued."""
+    found = connection.execute(
+        """SELECT tasks.*, trajectories.task_id IS NOT NULL AS trajectory_kept
+           FROM tasks LEFT JOIN trajectories USING (task_id) WHERE task_id = ?""",
+        (task_id,),
+    ).fetchone()
+    return None if found is None else dict(found)
