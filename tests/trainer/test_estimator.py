@@ -38,13 +38,15 @@ def test_values_make_the_advantages(folder):
     torch.testing.assert_close(data["returns"], returns)
 
 
-def test_an_answer_cut_off_by_length_goes_on_with_the_value_after_it(folder):
+def test_a_graded_answer_has_ended_also_when_it_was_cut_off(folder):
+    """Only one whose grade is not taken goes on with the value after it."""
     values = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.4]])
     whole = one_answer()
     cut = one_answer() | {"seq_no_eos": torch.tensor([True])}
-    actor = open_actor(folder)
-    assert advantages(actor, [whole], values=values)["returns"][0, 3] == pytest.approx(1.0)
-    assert advantages(actor, [cut], values=values)["returns"][0, 3] == pytest.approx(1.4)
+    plain, masked = open_actor(folder), open_actor(folder, mask_no_eos_with_zero=True)
+    assert advantages(plain, [whole], values=values)["returns"][0, 3] == pytest.approx(1.0)
+    assert advantages(plain, [cut], values=values)["returns"][0, 3] == pytest.approx(1.0)
+    assert advantages(masked, [cut], values=values)["returns"][0, 3] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

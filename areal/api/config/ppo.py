@@ -63,7 +63,7 @@ class PPOActorConfig(TrainEngineConfig):
     max_new_tokens: int | None = None
     """Full length of an answer, for the penalty. Default: gconfig.max_new_tokens."""
     mask_no_eos_with_zero: bool = False
-    """Answers cut off by length get reward 0."""
+    """Answers cut off by length get reward 0; with a critic, its value of their last token."""
     discount: float = 1.0
     """Discount of rewards per step of gae_timestep_unit."""
     gae_lambda: float | str = 1.0

@@ -124,7 +124,10 @@ class AdvantageEstimator:
         mask_BS, values_BS, bootstrap_B = data["loss_mask"], torch.zeros_like(outcome_BS), None
         if "values" in data:
             values_BS = data["values"]
-            if "seq_no_eos" in data:  # a workflow that does not say so has whole answers only
+            # An answer that was cut off and graded has ended all the same. Only when its grade is
+            # not taken does the critic stand in for it: as a default, every answer that never ends
+            # would earn the value of an average one, and the policy would learn not to end.
+            if self.config.mask_no_eos_with_zero:
                 lengths = sequence_lengths(data["attention_mask"])
                 bootstrap_B = cut_off_values(values_BS, lengths, _no_eos(data))
         options = {
