@@ -99,5 +99,5 @@ def test_cuda_kernels_equal_the_mask(name: str, dtype: torch.dtype):
     exact = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
     expected = with_gradients(lambda *qkv: attend.by_mask(*qkv, window=None, scale=0.3), *exact)
     for found, wanted in zip(got, expected, strict=True):
-        error = (found.float() - wanted).norm() / wanted.norm().clamp(min=1e-6)
+        error = (found.float() - wanted).norm() / wanted.norm().clamp(min=1e-2)
         assert error < (1e-4 if dtype is torch.float32 else 1e-2), float(error)
