@@ -39,7 +39,7 @@ def pack_trees(
     order, shared = sort_by_prefix([unit[0] for unit in units])
     sizes = [len(PrefixTree.of(unit)) if len(unit) > 1 else len(unit[0]) for unit in units]
     neighbours = _Neighbours([sizes[unit] for unit in order], shared)
-    items = neighbours.halved_to(min_bins, neighbours.items(0, len(order), max_tokens))
+    items = neighbours.halved_to(min_bins, neighbours.items(max_tokens))
     bins = pack_sequences(
         [neighbours.size(*item) for item in items],
         max_tokens=max_tokens,
@@ -56,7 +56,7 @@ class _Neighbours:
     """Units in lexicographic order: their sizes and what each shares with the one before."""
 
     def __init__(self, sizes: Sequence[int], shared: Sequence[int]) -> None:
-        self._shared = shared
+        self._sizes, self._shared = sizes, shared
         added = [size - common for size, common in zip(sizes, shared, strict=True)]
         self._added_before = [0, *np.cumsum(added).tolist()]
 
@@ -64,29 +64,35 @@ class _Neighbours:
         """Tokens of the tree of these units."""
         return self._added_before[end] - self._added_before[first] + self._shared[first]
 
-    def items(self, first: int, end: int, max_tokens: int | None) -> list[Item]:
-        if end - first == 1:
-            return [(first, end)]
-        common = min(self._shared[first + 1 : end])
-        forks = [i for i in range(first + 1, end) if self._shared[i] == common]
-        branches = list(zip([first, *forks], [*forks, end], strict=True))
-        size = sum(self.size(*branch) for branch in branches)
-        if common * len(branches) < _WORTH_SHARING * size:
-            return [item for branch in branches for item in self.items(*branch, max_tokens)]
-        if max_tokens is None or self.size(first, end) <= max_tokens:
-            return [(first, end)]
-        parts = [item for branch in branches for item in self.items(*branch, max_tokens)]
-        return self._joined(parts, max_tokens)
+    def items(self, max_tokens: int | None) -> list[Item]:
+        """Neighbours that share much with each other, in pieces within the budget."""
+        items, first = [], 0
+        for end in range(1, len(self._sizes) + 1):
+            if end == len(self._sizes) or not self._is_worth_sharing(end):
+                items += [(first, end)] if max_tokens is None else self._cut(first, end, max_tokens)
+                first = end
+        return items
 
-    def _joined(self, parts: Sequence[Item], max_tokens: int) -> list[Item]:
-        """Neighbours together as long as the budget allows."""
-        joined = [parts[0]]
-        for first, end in parts[1:]:
-            if self.size(joined[-1][0], end) <= max_tokens:
-                joined[-1] = (joined[-1][0], end)
-            else:
-                joined.append((first, end))
-        return joined
+    def _is_worth_sharing(self, unit: int) -> bool:
+        """What this unit shares with the one before."""
+        smaller = min(self._sizes[unit - 1], self._sizes[unit])
+        return self._shared[unit] >= _WORTH_SHARING * smaller
+
+    def _cut(self, first: int, end: int, max_tokens: int) -> list[Item]:
+        """Pieces, parted where the least is shared of the places that make room for the next."""
+        pieces = []
+        for unit in range(first + 1, end):
+            if self.size(first, unit + 1) <= max_tokens:
+                continue
+            places = [
+                place
+                for place in range(first + 1, unit + 1)
+                if place == unit or self.size(place, unit + 1) <= max_tokens
+            ]
+            cut = min(places, key=lambda place: (self._shared[place], -place))
+            pieces.append((first, cut))
+            first = cut
+        return [*pieces, (first, end)]
 
     def halved_to(self, count: int, items: list[Item]) -> list[Item]:
         """At least `count` items, where there are as many units."""

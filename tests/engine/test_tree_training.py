@@ -196,3 +196,31 @@ def rank_works(folder: str, outs: list[tuple[bool, str]]) -> None:
         found = work(engine, "groups")
         if dist.get_rank() == 0:
             torch.save(found, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_on_cuda(folder, dtype: str):
+    """bfloat16 rounds other sums, so there gradients only point the same way."""
+    found = []
+    for shares in (False, True):
+        engine = open_engine(folder, "archon:d1", enable_tree_training=shares, dtype=dtype)
+        assert engine.device.type == "cuda"
+        found.append(one_step(engine, "forks"))
+    (packed_BS, packed), (tree_BS, tree) = found
+    cosine = torch.nn.functional.cosine_similarity(packed, tree, dim=0)
+    if dtype == "float32":
+        torch.testing.assert_close(tree_BS, packed_BS, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tree, packed, rtol=1e-3, atol=1e-5)
+    assert cosine > 0.99 and (tree_BS - packed_BS).abs().mean() < 0.05
+
+
+def one_step(engine: ArchonEngine, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities, and all gradients as one row, from how far SGD moved the masters."""
+    batch = make_batch(name)
+    logprobs_BS = engine.forward_batch(batch)
+    masters = engine.optimizer.masters()
+    before = {key: master.detach().clone() for key, master in masters.items()}
+    engine.train_batch(batch, grpo_loss, num_loss_tokens)
+    moved = [(before[key] - master.detach()).flatten() for key, master in masters.items()]
+    return logprobs_BS, torch.cat(moved) / PLAIN_SGD.lr

@@ -135,6 +135,20 @@ def test_a_group_shares_a_bin_and_a_large_one_is_cut_at_its_forks():
     assert [len(bin_) for bin_ in pack_trees(rows, min_bins=3)] == [4, 4, 4]
 
 
+def test_turns_of_an_agent_share_a_bin_however_many():
+    rows = [np.arange(40 + i) for i in range(600)]
+    assert pack_trees(rows, max_tokens=640) == [list(range(600))]
+    # The last turn alone is too long; the others are still one path.
+    assert pack_trees(rows, max_tokens=638) == [list(range(599)), [599]]
+
+
+def test_a_full_bin_is_cut_between_groups():
+    prompts = [np.append(np.arange(20), np.full(20, 900 + g)) for g in range(3)]
+    rows = [np.append(prompts[i // 4], np.full(10, i)) for i in range(12)]
+    # All share 20 tokens, groups 40: two groups are 40 + 4 * 10 + 20 + 4 * 10.
+    assert pack_trees(rows, max_tokens=145) == [list(range(8)), list(range(8, 12))]
+
+
 def test_an_empty_sequence_is_refused():
     with pytest.raises(ValueError, match="needs a token"):
         PrefixTree.of([[1], []])
