@@ -59,3 +59,15 @@ def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
     assert measure(missing) == (0, written), "finished runs are not repeated"
     run("algorithms.py", "--results", report, "--plot", plot, "--curves", tmp_path / "curves")
     assert plot.stat().st_size and (tmp_path / "curves" / "grpo.png").stat().st_size
+
+
+@pytest.mark.slow
+def test_tree_training_computes_less_and_learns_the_same(tmp_path):
+    report = tmp_path / "report.json"
+    run("tree_training.py", "--tiny", "--steps", "1", "--json", report)
+    rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
+    for name, ratio in {"16x2k": 1 / 4, "agent_4x8": 17 / 104}.items():
+        assert rows[f"tree_speedup_{name}"] > 0
+        assert rows[f"tree_speedup_{name}_token_ratio"] == pytest.approx(ratio)
+        assert rows[f"tree_speedup_{name}_logprob_difference"] < 1e-4
+        assert rows[f"tree_speedup_{name}_grad_norm_ratio"] == pytest.approx(1, abs=1e-4)

@@ -35,6 +35,7 @@ from areal.engine import base, checkpoint
 from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import any_rank, join_ranks
 from areal.engine.token_outputs import token_outputs
+from areal.engine.tree_outputs import tree_outputs
 from areal.engine.weight_stream import stream_weights
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
@@ -61,6 +62,7 @@ class ArchonEngine(TrainEngine):
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
+        self.shares_prefixes = config.enable_tree_training
         self.device = torch.device(best_device())
         self.dp_group: dist.ProcessGroup | None = None
         self._dims = ParallelDims()
@@ -86,6 +88,11 @@ class ArchonEngine(TrainEngine):
             raise ValueError(
                 f"batch_invariant computes on one rank, got archon:{parallel_strategy}: turn it "
                 "off, or use archon:d1"
+            )
+        if self.config.enable_tree_training and self._dims.world_size > self._dims.dp:
+            raise ValueError(
+                "enable_tree_training computes each tree on one rank, got "
+                f"archon:{parallel_strategy}: turn it off, or use data parallelism alone"
             )
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
@@ -184,8 +191,7 @@ class ArchonEngine(TrainEngine):
         outputs = []
         with torch.set_grad_enabled(not forward_only):
             for index, mb in enumerate(mbs):
-                tokens = token_outputs(self.model, mb.data, self.config, self._mesh)
-                output = output_fn(index, *tokens)
+                output = output_fn(index, *self._token_outputs(mb))
                 if not forward_only:
                     output.backward()
                     self.optimizer.collect_gradients()
@@ -193,6 +199,11 @@ class ArchonEngine(TrainEngine):
         if self._mesh is not None:
             self.model.reshard()  # a pass without backward leaves the head whole, soon out of date
         return outputs
+
+    def _token_outputs(self, mb: base.MicroBatch) -> tuple[torch.Tensor, ...]:
+        if mb.tree is None:
+            return token_outputs(self.model, mb.data, self.config, self._mesh)
+        return tree_outputs(self.model, mb.data, mb.tree, self.config, self._mesh)
 
     def optimizer_step(self) -> dict[str, float]:
         stats = self.optimizer.step()

@@ -24,7 +24,9 @@ import torch.distributed as dist
 
 from areal.api.config.train_engine import MicroBatchSpec
 from areal.utils.data import pack, sequence_lengths, unpack
-from areal.utils.seqpack import pack_sequences
+from areal.utils.prefix_tree import PrefixTree
+from areal.utils.seqpack import Bins, pack_sequences
+from areal.utils.tree_packing import pack_trees
 
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
@@ -41,6 +43,7 @@ class MicroBatch:
 
     rows: list[int]
     data: dict[str, Any]
+    tree: PrefixTree | None = None  # of its sequences, where the back end shares their prefixes
 
 
 class Backend(Protocol):
@@ -49,6 +52,7 @@ class Backend(Protocol):
     device: torch.device
     mb_spec: MicroBatchSpec
     dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
+    shares_prefixes: bool  # computes once what sequences of a micro-batch begin with alike
 
     def forward_backward_batch(
         self, mbs: list[MicroBatch], output_fn: OutputFn, forward_only: bool
@@ -73,7 +77,10 @@ def train_batch(
     """One optimizer step on the weighted mean of the loss over the rows of all ranks."""
     mbs = _micro_batches(backend, input_, rows_per_unit)
     loss = _weighted_loss(backend, mbs, loss_fn, loss_weight_fn, forward_only=False)
-    return {**backend.optimizer_step(), "loss": loss.item()}
+    stats = {**backend.optimizer_step(), "loss": loss.item()}
+    if backend.shares_prefixes:
+        stats["tree_token_ratio"] = _tree_token_ratio(backend, mbs)
+    return stats
 
 
 def eval_batch(
@@ -103,44 +110,76 @@ def forward_batch(backend: Backend, input_: Mapping[str, Any]) -> torch.Tensor:
 
 
 def split_micro_batches(
-    input_: Mapping[str, Any], spec: MicroBatchSpec, device: torch.device, rows_per_unit: int = 1
+    input_: Mapping[str, Any],
+    spec: MicroBatchSpec,
+    device: torch.device,
+    rows_per_unit: int = 1,
+    *,
+    shares_prefixes: bool = False,
 ) -> list[MicroBatch]:
     """Packed micro-batches on `device` within the token budget of `spec`.
 
     Every `rows_per_unit` consecutive rows (a chosen and a rejected answer) are packed as one, so
-    they share a micro-batch and stay neighbours in it.
+    they share a micro-batch and stay neighbours in it. With `shares_prefixes` the budget counts
+    the tokens of prefix trees, and each micro-batch has its tree.
     """
     lengths = sequence_lengths(input_["attention_mask"])
     if len(lengths) % rows_per_unit:
         raise ValueError(
             f"the batch has {len(lengths)} rows, which do not make units of {rows_per_unit} rows"
         )
-    bins = pack_sequences(
-        lengths.view(-1, rows_per_unit).sum(dim=1).tolist(),
-        max_tokens=spec.max_tokens_per_mb,
-        min_bins=spec.n_mbs,
-        algorithm=spec.packing_algorithm,
-    )
-    row_bins = [
+    limits = {
+        "max_tokens": spec.max_tokens_per_mb,
+        "min_bins": spec.n_mbs,
+        "algorithm": spec.packing_algorithm,
+    }
+    if not shares_prefixes:
+        unit_lengths = lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
+        row_bins = _rows_of_units(pack_sequences(unit_lengths, **limits), rows_per_unit)
+        return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in row_bins]
+    ids = input_["input_ids"].numpy(force=True)
+    sequences = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
+    bins = pack_trees(sequences, rows_per_unit=rows_per_unit, **limits)
+    return [
+        MicroBatch(
+            rows,
+            _to_device(pack(input_, rows), device),
+            PrefixTree.of([sequences[row] for row in rows]),
+        )
+        for rows in _rows_of_units(bins, rows_per_unit)
+    ]
+
+
+def _rows_of_units(bins: Bins, rows_per_unit: int) -> Bins:
+    return [
         [unit * rows_per_unit + row for unit in bin_ for row in range(rows_per_unit)]
         for bin_ in bins
     ]
-    return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in row_bins]
 
 
 def _micro_batches(
     backend: Backend, input_: Mapping[str, Any], rows_per_unit: int
 ) -> list[MicroBatch]:
     """This rank's micro-batches, as many as the rank with the most has."""
-    spec, device, group = backend.mb_spec, backend.device, backend.dp_group
+    device, group = backend.device, backend.dp_group
+
+    def split() -> list[MicroBatch]:
+        return split_micro_batches(
+            input_,
+            backend.mb_spec,
+            device,
+            rows_per_unit,
+            shares_prefixes=backend.shares_prefixes,
+        )
+
     if group is None:
-        return split_micro_batches(input_, spec, device, rows_per_unit)
+        return split()
     # A batch that is refused here must not leave the others waiting for this rank.
     refused: ValueError | None = None
     mbs: list[MicroBatch] = []
     try:
         if len(input_["attention_mask"]):
-            mbs = split_micro_batches(input_, spec, device, rows_per_unit)
+            mbs = split()
     except ValueError as error:
         refused = error
     most, any_refused = _largest([len(mbs), int(refused is not None)], group, device)
@@ -150,13 +189,14 @@ def _micro_batches(
         raise RuntimeError("another rank refused its part of the batch: its error says why")
     if most == 0:
         raise ValueError("the batch has no rows on any rank; give at least one")
-    return mbs + [_filler(device)] * (most - len(mbs))
+    tree = PrefixTree.of([[0]]) if backend.shares_prefixes else None
+    return mbs + [MicroBatch([], _filler(device), tree)] * (most - len(mbs))
 
 
-def _filler(device: torch.device) -> MicroBatch:
+def _filler(device: torch.device) -> dict[str, Any]:
     tokens = {"input_ids": torch.zeros(1, dtype=torch.int32)}
     bounds = {"cu_seqlens": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen": 1}
-    return MicroBatch([], _to_device({**tokens, **bounds}, device))
+    return _to_device({**tokens, **bounds}, device)
 
 
 def _largest(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
@@ -192,6 +232,17 @@ def _weighted_loss(
 
     losses = torch.stack(backend.forward_backward_batch(mbs, output_fn, forward_only))
     return _summed(losses.sum(), group)
+
+
+def _tree_token_ratio(backend: Backend, mbs: list[MicroBatch]) -> float:
+    """Tokens computed, of all tokens of the sequences, on all ranks."""
+    trees = [mb.tree for mb in mbs if mb.tree is not None and mb.rows]
+    counts = [sum(map(len, trees)), sum(len(tree.place_T) for tree in trees)]
+    totals = _summed(
+        torch.tensor(counts, dtype=torch.float64, device=backend.device), backend.dp_group
+    )
+    computed, given = totals.tolist()
+    return computed / given
 
 
 def _summed(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

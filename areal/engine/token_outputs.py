@@ -39,25 +39,25 @@ def token_outputs(
     if mesh is None:
         attend = packed(cu_seqlens, mb["max_seqlen"])
         hidden_TD = model(tokens_T, attend.positions_T, attend)
-        return _heads(model, hidden_TD, _next_tokens(tokens_T, cu_seqlens), config, None)
+        return head_outputs(model, hidden_TD, _next_tokens(tokens_T, cu_seqlens), config, None)
     cp, num_tokens = mesh.get_group("cp"), len(tokens_T)
     tokens_P, cu_seqlens = _pad(tokens_T, cu_seqlens, mesh["cp_tp"].size())
     attend = packed(cu_seqlens, max(mb["max_seqlen"], len(tokens_P) - num_tokens))
     labels_P, positions_P = _next_tokens(tokens_P, cu_seqlens), attend.positions_T
     if cp.size() == 1:
         hidden_PD = model(tokens_P, positions_P, attend)
-        outputs = _heads(model, hidden_PD, labels_P, config, mesh)
+        outputs = head_outputs(model, hidden_PD, labels_P, config, mesh)
     else:
         tokens_t, positions_t, labels_t = (
             own_tokens(x_P, cp) for x_P in (tokens_P, positions_P, labels_P)
         )
         hidden_tD = model(tokens_t, positions_t, UlyssesAttention(attend, cp))
-        outputs_t = _heads(model, hidden_tD, labels_t, config, mesh)
+        outputs_t = head_outputs(model, hidden_tD, labels_t, config, mesh)
         outputs = tuple(gather_over_ranks(x_t, cp) for x_t in outputs_t)
     return tuple(x_P[:num_tokens] for x_P in outputs)
 
 
-def _heads(
+def head_outputs(
     model: Decoder,
     hidden_TD: torch.Tensor,
     labels_T: torch.Tensor,

@@ -33,6 +33,13 @@ def test_fsdp_and_its_keys_are_taken(tmp_path: Path) -> None:
     assert not archon_ref.ref.engine_config(archon_ref.actor).fsdp.offload_params
 
 
+def test_a_reference_model_shares_prefixes_where_its_engine_can(tmp_path: Path) -> None:
+    options = ("actor.enable_tree_training=true", "actor.kl_ctl=0.1", "ref.backend=")
+    for backend, shares in {"archon:d1": True, "fsdp:d1": False}.items():
+        config = load(tmp_path, "ppo", *options[:-1], options[-1] + backend)
+        assert config.ref.engine_config(config.actor).enable_tree_training is shares
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -42,6 +49,11 @@ def test_fsdp_and_its_keys_are_taken(tmp_path: Path) -> None:
         (["actor.gradient_checkpointing=true"], "gradient_checkpointing needs backend fsdp"),
         (["actor.fsdp.offload_params=true"], "fsdp.offload_params needs backend fsdp"),
         (["actor.backend=fsdp:d1", "actor.batch_invariant=true"], "needs backend archon"),
+        (["actor.backend=fsdp:d1", "actor.enable_tree_training=true"], "needs backend archon"),
+        (
+            ["actor.enable_tree_training=true", "actor.batch_invariant=true"],
+            "enable_tree_training has no batch_invariant attention",
+        ),
         (["actor.backend=fsdp:d1", "actor.target_modules=[q_proj]"], "needs use_lora: true"),
         (["actor.backend=fsdp:d1", "actor.lora_rank=0"], "lora_rank must be at least 1"),
     ],

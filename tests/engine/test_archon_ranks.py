@@ -192,6 +192,7 @@ def bfloat16_body(folder: str, out: str) -> None:
         ("archon:d2e2", {}, "e2 must be e1"),
         ("archon:d3", {"num_replicas": 2}, "2 replicas do not divide"),
         ("archon:t2", {"batch_invariant": True}, "batch_invariant computes on one rank"),
+        ("archon:d2c2", {"enable_tree_training": True}, "use data parallelism alone"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(folder, monkeypatch, backend, changes, fault):

@@ -48,7 +48,7 @@ class FrozenModelConfig:
 
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
-        uses_fsdp = ModelAllocation.from_str(self.backend).backend == "fsdp"
+        engine = ModelAllocation.from_str(self.backend).backend
         return TrainEngineConfig(
             path=self.path,
             backend=self.backend,
@@ -56,7 +56,8 @@ class FrozenModelConfig:
             mb_spec=self.mb_spec,
             temperature=actor.temperature,
             logprobs_chunk_size=actor.logprobs_chunk_size,
-            fsdp=actor.fsdp if uses_fsdp else FSDPEngineConfig(),
+            fsdp=actor.fsdp if engine == "fsdp" else FSDPEngineConfig(),
+            enable_tree_training=actor.enable_tree_training and engine == "archon",
         )
 
 

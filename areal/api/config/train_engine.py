@@ -87,6 +87,10 @@ class TrainEngineConfig:
     batch_invariant: bool = False
     """Forward passes with the kernels of native.batch_invariant: log-probabilities of both are then
     equal bit for bit. Needs a CUDA device; slower."""
+    enable_tree_training: bool = False
+    """Compute once what sequences of a micro-batch begin with alike: the prompt of a group, earlier
+    turns of an agent. Same loss and gradients but for rounding; max_tokens_per_mb then counts the
+    tokens computed. Needs backend archon with data parallelism alone."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How a batch is cut into micro-batches."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -125,10 +129,18 @@ class TrainEngineConfig:
 
     def _check_engine_keys(self, engine: str) -> None:
         """A key that the chosen engine would not look at is refused."""
+        if engine != "archon":
+            for name, value in {
+                "batch_invariant": self.batch_invariant,
+                "enable_tree_training": self.enable_tree_training,
+            }.items():
+                require(
+                    not value, f"{name} needs backend archon (backend is {self.backend!r})", value
+                )
         require(
-            engine == "archon" or not self.batch_invariant,
-            f"batch_invariant needs backend archon (backend is {self.backend!r})",
-            self.batch_invariant,
+            not (self.batch_invariant and self.enable_tree_training),
+            "enable_tree_training has no batch_invariant attention: turn one of them off",
+            True,
         )
         if engine != "fsdp":
             for name, value in {

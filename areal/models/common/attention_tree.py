@@ -1,0 +1,171 @@
+"""Attention over a prefix tree: a token sees itself and what is above it. Back end of `attend`.
+
+Tokens of a segment see the earlier ones of that segment, which is causal attention within segments,
+and all of each segment above it. The tokens below a segment lie right behind it, so that is one
+more call per level of the tree: for every segment of the level, all queries below it against its
+keys. The outputs are joined by their log-sum-exps. No score is computed that the mask would drop,
+and a group of answers to one prompt takes two calls, whatever its size.
+
+Windows, and dtypes the kernels lack (float32 on CUDA), go by a mask, some queries at a time.
+
+Shape legend: T tokens of the tree (U in utils/prefix_tree.py), N query heads, K key-value heads,
+H head dim, Q queries of one call, M keys of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from areal.models.common.attention_lse import Part, attend_part, attend_part_backward, has_kernel
+from areal.utils.prefix_tree import PrefixTree
+
+_QUERY_BLOCK = 1024  # queries whose mask exists at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Segments that have others above as many as each other, and what lies below each."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    part: Part
+
+
+class TreeAttention:
+    """`attend` for the tokens of a tree; build it once per micro-batch.
+
+    attend = TreeAttention(tree, device)
+    hidden_TD = model(tokens_T, attend.positions_T, attend)
+    """
+
+    def __init__(self, tree: PrefixTree, device: torch.device) -> None:
+        self.num_tokens = len(tree)
+        self.positions_T = torch.as_tensor(tree.depth_U, device=device)
+        self._subtree_end_T = torch.as_tensor(
+            tree.subtree_ends_G.repeat(tree.lengths_G), device=device
+        )
+        counts = tree.lengths_G.tolist()
+        self._within = Part.of(counts, counts, device, causal=True)
+        self._above = [
+            _level(tree, level, device) for level in range(int(tree.levels_G.max(initial=0)))
+        ]
+
+    def __call__(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        if len(q_TNH) != self.num_tokens:
+            raise ValueError(f"the tree has {self.num_tokens} tokens, got {len(q_TNH)}")
+        if window is None and has_kernel(q_TNH):
+            return _BySegments.apply(q_TNH, k_TKH, v_TKH, self._within, self._above, scale)
+        return self.by_mask(q_TNH, k_TKH, v_TKH, window=window, scale=scale)
+
+    def by_mask(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        q_NTH, k_KTH, v_KTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
+        place_T = torch.arange(self.num_tokens, device=q_TNH.device)
+        outputs = []
+        for start in range(0, self.num_tokens, _QUERY_BLOCK):
+            end = min(start + _QUERY_BLOCK, self.num_tokens)
+            query_Q1, key_M = place_T[start:end, None], place_T[:end]
+            sees_QM = (key_M <= query_Q1) & (query_Q1 < self._subtree_end_T[:end])
+            if window is not None:
+                behind_QM = self.positions_T[start:end, None] - self.positions_T[:end]
+                sees_QM &= behind_QM < window
+            out_NQH = F.scaled_dot_product_attention(
+                q_NTH[:, :, start:end],
+                k_KTH[:, :, :end],
+                v_KTH[:, :, :end],
+                attn_mask=sees_QM,
+                scale=scale,
+                enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
+            )
+            outputs.append(out_NQH[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class _BySegments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_TNH, k_TKH, v_TKH, within: Part, above: list[_Level], scale: float | None):
+        out_TNH, lse_NT = attend_part(q_TNH, k_TKH, v_TKH, within, scale)
+        if above:
+            out_TNH = out_TNH.float()
+        for level in above:
+            q_QNH = q_TNH.index_select(0, level.queries)
+            k_MKH, v_MKH = (x.index_select(0, level.keys) for x in (k_TKH, v_TKH))
+            found = attend_part(q_QNH, k_MKH, v_MKH, level.part, scale)
+            _join(out_TNH, lse_NT, level.queries, *found)
+        out_TNH = out_TNH.to(q_TNH.dtype)
+        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, lse_NT)
+        ctx.within, ctx.above, ctx.scale = within, above, scale
+        return out_TNH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TNH):
+        q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = ctx.saved_tensors
+        grad_TNH = grad_TNH.contiguous()
+        saved = (grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT)
+        grads = attend_part_backward(*saved, ctx.within, ctx.scale)
+        if ctx.above:
+            # float32, since a prompt's keys sum over all that is below.
+            grads = tuple(grad.float() for grad in grads)
+        for level in ctx.above:
+            queries, keys = level.queries, level.keys
+            rows = (queries, queries, keys, keys, queries)
+            part = [x.index_select(0, index) for x, index in zip(saved[:-1], rows, strict=True)]
+            lse_NQ = lse_NT.index_select(1, queries)
+            found = attend_part_backward(*part, lse_NQ, level.part, ctx.scale)
+            for total, index, grad in zip(grads, (queries, keys, keys), found, strict=True):
+                total.index_add_(0, index, grad.float())
+        return *(grad.to(q_TNH.dtype) for grad in grads), None, None, None
+
+
+def _join(
+    out_TNH: torch.Tensor,
+    lse_NT: torch.Tensor,
+    rows: torch.Tensor,
+    other_QNH: torch.Tensor,
+    other_lse_NQ: torch.Tensor,
+) -> None:
+    """Put into `out` and `lse`, in place, what `rows` found among other keys."""
+    own_lse_NQ = lse_NT.index_select(1, rows)
+    both_NQ = torch.logaddexp(own_lse_NQ, other_lse_NQ)
+    own_QN1, other_QN1 = (
+        (lse_NQ - both_NQ).exp().T[..., None] for lse_NQ in (own_lse_NQ, other_lse_NQ)
+    )
+    joined_QNH = out_TNH.index_select(0, rows) * own_QN1 + other_QNH * other_QN1
+    out_TNH.index_copy_(0, rows, joined_QNH)
+    lse_NT.index_copy_(1, rows, both_NQ)
+
+
+def _level(tree: PrefixTree, level: int, device: torch.device) -> _Level:
+    starts, lengths = tree.starts_G, tree.lengths_G
+    ends = starts + lengths
+    chosen = np.flatnonzero((tree.levels_G == level) & (tree.subtree_ends_G > ends))
+    below = [(ends[g], tree.subtree_ends_G[g]) for g in chosen]
+    own = [(starts[g], ends[g]) for g in chosen]
+    rows = (
+        torch.as_tensor(np.concatenate([np.arange(*run) for run in runs]), device=device)
+        for runs in (below, own)
+    )
+    counts = ([int(end - start) for start, end in runs] for runs in (below, own))
+    return _Level(*rows, Part.of(*counts, device, causal=False))

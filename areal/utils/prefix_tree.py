@@ -1,0 +1,154 @@
+"""The prefix tree of a few token sequences: what they begin with alike is held once.
+
+    tree = PrefixTree.of([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
+    tree.source_U    # [7, 8, 2, 5, 6]: the tokens 5 6 7 8 9 of the tree, where the input has them
+    tree.place_T     # [0, 1, 2,  0, 1, 3, 4,  0, 1]: where the tree has each token of the input
+    tree.depth_U     # [0, 1, 2, 2, 3]: the position of each in its sequences
+
+Tokens lie in depth-first order. A segment is a run of them without a fork, so the tokens below a
+segment lie right behind it, up to its `subtree_ends`. Sequences without a common first token make
+several trees, one behind another. A token of the tree stands for one prefix: no two are equal.
+
+Built by sorting: neighbours in lexicographic order share as much as any two do, so each sequence
+adds what it does not share with the one before it, and nothing looks at single tokens in Python.
+
+Shape legend: T tokens of the input, sequence by sequence; U tokens of the tree; G segments; R pairs
+of a token and its successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Ints = np.ndarray  # one dimension of integers
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    lengths: Ints  # of the sequences
+    source_U: Ints
+    place_T: Ints
+    depth_U: Ints
+    starts_G: Ints
+    lengths_G: Ints
+    subtree_ends_G: Ints
+    levels_G: Ints  # segments above each
+
+    @classmethod
+    def of(cls, sequences: Sequence[Ints | list[int]]) -> PrefixTree:
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        lengths = np.array([len(array) for array in arrays])
+        if not len(lengths) or not lengths.all():
+            raise ValueError(f"every sequence of a tree needs a token, got lengths {lengths}")
+        order, shared = sort_by_prefix(arrays)
+        firsts = lengths.cumsum() - lengths
+        place_T = np.empty(lengths.sum(), dtype=np.int64)
+        sources, depths, size, last = [], [], 0, slice(0)
+        for row, common in zip(order, shared, strict=True):
+            first, length = firsts[row], lengths[row]
+            path = place_T[first : first + length]
+            path[:common] = place_T[last][:common]
+            path[common:] = np.arange(size, size + length - common)
+            sources.append(np.arange(first + common, first + length))
+            depths.append(np.arange(common, length))
+            size, last = size + length - common, slice(first, first + length)
+        segments = _segments([int(lengths[row]) for row in order], shared)
+        return cls(
+            lengths=lengths,
+            source_U=np.concatenate(sources),
+            place_T=place_T,
+            depth_U=np.concatenate(depths),
+            starts_G=np.array([segment.start for segment in segments]),
+            lengths_G=np.array([segment.length for segment in segments]),
+            subtree_ends_G=np.array([segment.subtree_end for segment in segments]),
+            levels_G=_levels(segments),
+        )
+
+    def __len__(self) -> int:
+        return len(self.source_U)
+
+    def predictions(self) -> Predictions:
+        """Each pair of a token and what follows it, once however many sequences have it."""
+        is_child_U = self.depth_U > 0
+        row_U = is_child_U.cumsum() - 1  # of the pair that ends in this token
+        parents = self.place_T[self.source_U[is_child_U] - 1]
+        last_T = self.lengths.cumsum() - 1
+        ends, end_of_sequence = np.unique(self.place_T[last_T], return_inverse=True)
+        row_T = np.roll(row_U[self.place_T], -1)
+        row_T[last_T] = len(parents) + end_of_sequence
+        return Predictions(
+            place_R=np.concatenate([parents, ends]),
+            label_source_R=np.concatenate([self.source_U[is_child_U], np.full(len(ends), -1)]),
+            row_T=row_T,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    place_R: Ints  # the tree's token that predicts
+    label_source_R: Ints  # which input token it predicts; -1 at the end of a sequence
+    row_T: Ints  # the pair of each input token
+
+
+def sort_by_prefix(sequences: Sequence[Ints]) -> tuple[list[int], list[int]]:
+    """The lexicographic order, and how many first tokens each in it shares with the one before."""
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]  # bytes compare as numbers
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    neighbours = zip(order, order[1:], strict=False)
+    return order, [0] + [_common(sequences[a], sequences[b]) for a, b in neighbours]
+
+
+def _common(a: Ints, b: Ints) -> int:
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+@dataclass(slots=True)
+class _Segment:
+    start: int
+    depth: int
+    length: int
+    subtree_end: int = 0
+
+
+def _segments(lengths: Sequence[int], shared: Sequence[int]) -> list[_Segment]:
+    """Of sequences in lexicographic order, each laid behind what it shares with the one before."""
+    segments: list[_Segment] = []
+    path: list[_Segment] = []  # from a root to the last token laid
+    size = 0
+    for length, common in zip(lengths, shared, strict=True):
+        if length == common:  # equal to the one before
+            continue
+        while path and path[-1].depth >= common:
+            path.pop().subtree_end = size
+        if path:
+            top = path[-1]
+            upper = common - top.depth
+            if top.length > upper:  # a fork within it
+                lower = _Segment(top.start + upper, common, top.length - upper, size)
+                segments.append(lower)
+                top.length = upper
+            elif top.start + top.length == size:  # the sequence before goes on
+                top.length += length - common
+                size += length - common
+                continue
+        path.append(_Segment(size, common, length - common))
+        segments.append(path[-1])
+        size += length - common
+    for segment in path:
+        segment.subtree_end = size
+    return sorted(segments, key=lambda segment: segment.start)
+
+
+def _levels(segments: Sequence[_Segment]) -> Ints:
+    levels, open_ends = [], []
+    for segment in segments:
+        while open_ends and open_ends[-1] <= segment.start:
+            open_ends.pop()
+        levels.append(len(open_ends))
+        open_ends.append(segment.subtree_end)
+    return np.array(levels)

@@ -1,0 +1,103 @@
+"""Attention over prefix trees: segment by segment, by a mask, and sequence by sequence."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from areal.models.common.attention_tree import TreeAttention
+from areal.models.common.attention_varlen import PackedAttention
+from areal.utils.prefix_tree import PrefixTree
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+
+
+def random_sequences(seed: int, count: int, forks: int, length: int) -> list[list[int]]:
+    """Each begins as some part of an earlier one: trees of any depth, and some sequences alone."""
+    rng = random.Random(seed)
+    sequences = [[rng.randrange(50) for _ in range(length)]]
+    for _ in range(count - 1):
+        old = rng.choice(sequences[-forks:])
+        kept = rng.choice([0, len(old), rng.randrange(len(old))])
+        new = [rng.randrange(50) for _ in range(rng.randrange(0 if kept else 1, length))]
+        sequences.append(old[:kept] + new)
+    return sequences
+
+
+SHAPES = {
+    "group": [[*range(20), 30 + i, *range(i)] for i in range(5)],
+    "chain": [list(range(n)) for n in (3, 9, 17)],
+    "unshared": [[i, *range(i)] for i in range(1, 6)],
+    "equal": [list(range(7))] * 3,
+    "one_token": [[1]],
+    "forks": random_sequences(0, 40, 4, 12),
+    "deep": random_sequences(1, 30, 1, 6),
+}
+
+
+def draw(tree: PrefixTree, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list:
+    gen = torch.Generator().manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    drawn = [torch.randn(len(tree), n, HEAD_DIM, generator=gen) for n in heads]
+    *qkv, weight = (x.to(device, dtype) for x in drawn)
+    return [*(x.requires_grad_() for x in qkv), weight]
+
+
+def with_gradients(attend, q, k, v, weight) -> list[torch.Tensor]:
+    out = attend(q, k, v)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), (q, k, v))]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_tree_attends_as_its_sequences_do(name: str, window: int | None):
+    tree = PrefixTree.of(SHAPES[name])
+    attend = TreeAttention(tree, torch.device("cpu"))
+    place_T = torch.as_tensor(tree.place_T)
+    bounds = torch.tensor([0, *tree.lengths.cumsum()])
+    packed = PackedAttention(bounds, int(tree.lengths.max()))
+    # Where each token of the tree is first found among the packed ones.
+    source_U = torch.as_tensor(tree.source_U)
+
+    def sequence_by_sequence(q, k, v):
+        spread = (x.index_select(0, place_T) for x in (q, k, v))
+        return packed(0, *spread, window=window, scale=0.3).index_select(0, source_U)
+
+    inputs = draw(tree)
+    got = with_gradients(lambda *qkv: attend(0, *qkv, window=window, scale=0.3), *inputs)
+    expected = with_gradients(sequence_by_sequence, *inputs)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_segments_and_mask_agree(name: str):
+    tree = PrefixTree.of(SHAPES[name])
+    attend, inputs = TreeAttention(tree, torch.device("cpu")), draw(tree)
+    by_segments = with_gradients(lambda *qkv: attend(0, *qkv), *inputs)
+    by_mask = with_gradients(lambda *qkv: attend.by_mask(*qkv, window=None, scale=None), *inputs)
+    torch.testing.assert_close(by_segments, by_mask, rtol=1e-5, atol=2e-6)
+
+
+def test_another_number_of_tokens_is_refused():
+    tree = PrefixTree.of([[1, 2, 3]])
+    q, k, v, _ = draw(PrefixTree.of([[1, 2]]))
+    with pytest.raises(ValueError, match="the tree has 3 tokens, got 2"):
+        TreeAttention(tree, torch.device("cpu"))(0, q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", [*SHAPES, "large"])
+def test_cuda_kernels_equal_the_mask(name: str, dtype: torch.dtype):
+    large = [[*range(700), 1000 + i, *range(i * 37)] for i in range(8)]
+    tree = PrefixTree.of(large if name == "large" else SHAPES[name])
+    attend = TreeAttention(tree, torch.device("cuda"))
+    inputs = draw(tree, "cuda", dtype)
+    got = with_gradients(lambda *qkv: attend(0, *qkv, scale=0.3), *inputs)
+    exact = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
+    expected = with_gradients(lambda *qkv: attend.by_mask(*qkv, window=None, scale=0.3), *exact)
+    for found, wanted in zip(got, expected, strict=True):
+        error = (found.float() - wanted).norm() / wanted.norm().clamp(min=1e-2)
+        assert error < (1e-4 if dtype is torch.float32 else 1e-2), float(error)
