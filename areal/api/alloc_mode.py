@@ -5,6 +5,7 @@ dims:         a letter and a positive number each, in any order; what is left ou
               d data, t tensor, p pipeline, and for training c context, e expert
 world size:   d * t * p * c; the e expert ranks are borrowed from d * c * t
 hybrid MoE:   `megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)`, another cut for the experts of the same world
+              (archon: t of ffn is 1 or that of attn; without ffn experts are not cut by t)
 several:      `A+B` on their own devices, `A|B` sharing devices (binds tighter; equal world sizes)
 
 Whitespace means nothing. Text that does not parse is a ValueError, a layout that an engine cannot
@@ -264,6 +265,33 @@ def _check_layout(backend: str, parallel: ParallelStrategy, text: str) -> None:
         raise AllocationValidationError(
             f"e{parallel.expert_parallel_size} does not divide d*c*t = {ranks} in {text!r}: "
             "experts are spread over those ranks"
+        )
+
+    if backend == "archon":
+        check_expert_tensor_parallel(parallel)
+
+
+def check_expert_tensor_parallel(parallel: ParallelStrategy) -> None:
+    """Experts of our own models are whole, or cut over the ranks of t like the rest."""
+    own, tensor = parallel.expert_tensor_parallel_size, parallel.tensor_parallel_size
+    if own not in (1, tensor):
+        choices = "t1" if tensor == 1 else f"t1 or t{tensor}"
+        raise AllocationValidationError(
+            f"archon cannot cut experts over t{own} in {str(parallel)!r}: ffn takes {choices}, "
+            "whole experts or the t of attn"
+        )
+
+
+def check_num_experts(expert_parallel_size: int, num_experts: int) -> None:
+    """`num_experts` of the model's config.json; 0 when it has none."""
+    if num_experts == 0:
+        raise AllocationValidationError(
+            f"e{expert_parallel_size} spreads experts, but this model has none: remove e"
+        )
+    if num_experts % expert_parallel_size:
+        raise AllocationValidationError(
+            f"e{expert_parallel_size} cannot spread this model: num_experts of its config.json "
+            f"must be a multiple of {expert_parallel_size}, got {num_experts}; choose another e"
         )
 
 

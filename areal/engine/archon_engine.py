@@ -207,7 +207,7 @@ class ArchonEngine(TrainEngine):
 
     def optimizer_step(self) -> dict[str, float]:
         stats = self.optimizer.step()
-        balance_experts(self.model, group=self._mesh and self._mesh.get_group("tokens"))
+        balance_experts(self.model, group=self._mesh and self._mesh.get_group("stage"))
         return stats
 
     def step_lr_scheduler(self) -> None:

@@ -1,4 +1,4 @@
-"""From a parallel layout to one DeviceMesh with named axes.
+"""From a parallel layout to a DeviceMesh with named axes.
 
     dims = ParallelDims.of(ModelAllocation.from_str("archon:d2t2").parallel)
     mesh = dims.build_mesh("cpu")          # every rank calls
@@ -10,29 +10,35 @@ group, which talk most, are neighbours. Joined axes of the same mesh:
 | axis      | of                         | its ranks                                               |
 |-----------|----------------------------|---------------------------------------------------------|
 | `dp`      | dp_replicate, dp_shard     | have other rows of the batch                            |
-| `tokens`  | dp_replicate, dp_shard, cp | compute other tokens of the batch                       |
 | `cp_tp`   | cp, tp                     | compute the same rows together; the first is their head |
 | `fsdp`    | dp_shard, cp               | hold a shard each of the weights                        |
-| `fsdp_tp` | dp_shard, cp, tp           | hold a shard each of the experts                        |
+| `fsdp_tp` | dp_shard, cp, tp           | hold a shard each of the routers, and of whole experts  |
+| `stage`   | all but pp                 | have the same layers                                    |
+
+Layouts that spread experts (e, or a t of their own: etp is 1 or tp) cut the same ranks once more,
+into axes pp, dp_replicate, efsdp, ep, etp, where efsdp * ep * etp = dp_shard * cp * tp: ep is made
+of neighbours, etp of the ranks of tp, and efsdp is what is left to shard the experts over.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from areal.api.alloc_mode import ParallelStrategy
+from areal.api.alloc_mode import ParallelStrategy, check_expert_tensor_parallel
 
 _JOINED_AXES = {
     "dp": ("dp_replicate", "dp_shard"),
-    "tokens": ("dp_replicate", "dp_shard", "cp"),
     "cp_tp": ("cp", "tp"),
     "fsdp": ("dp_shard", "cp"),
     "fsdp_tp": ("dp_shard", "cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +50,14 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @classmethod
     def of(cls, strategy: ParallelStrategy, *, num_replicas: int = 1) -> ParallelDims:
         """`num_replicas` groups of data-parallel ranks each hold all the weights, in shards."""
         for letter, size in {
             "p": strategy.pipeline_parallel_size,
-            "e": strategy.expert_parallel_size,
         }.items():
             if size > 1:
                 raise ValueError(
@@ -69,11 +76,30 @@ class ParallelDims:
             dp_shard=dp // num_replicas,
             cp=strategy.context_parallel_size,
             tp=strategy.tensor_parallel_size,
-        )
+            ep=strategy.expert_parallel_size,
+            etp=strategy.expert_tensor_parallel_size,
+        )._checked(strategy)
+
+    def _checked(self, strategy: ParallelStrategy) -> ParallelDims:
+        check_expert_tensor_parallel(strategy)
+        ranks = self.dp_shard * self.cp * self.tp
+        if ranks % (self.ep * self.etp):
+            raise ValueError(
+                f"the layout {strategy} spreads experts over {self.ep * self.etp} ranks, which do "
+                f"not divide the {ranks} that hold the weights together (d * c * t"
+                f"{f' / {self.dp_replicate} replicas' if self.dp_replicate > 1 else ''}): choose "
+                "another e"
+            )
+        return self
 
     @property
     def dp(self) -> int:
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that shard what one rank of ep and etp holds of the experts."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def world_size(self) -> int:
@@ -86,20 +112,36 @@ class ParallelDims:
                 f"the layout {self} needs {self.world_size} ranks, but {dist.get_world_size()} "
                 "processes were started: start as many, or change the backend string"
             )
-        names = tuple(field.name for field in fields(self))
-        return ParallelMesh(init_device_mesh(device_type, astuple(self), mesh_dim_names=names))
+        mesh = self._cut_world(device_type, _AXES)
+        spreads_experts = self.ep * self.etp > 1
+        experts = self._cut_world(device_type, _EXPERT_AXES) if spreads_experts else None
+        return ParallelMesh(mesh, experts)
+
+    def _cut_world(self, device_type: str, axes: tuple[str, ...]) -> DeviceMesh:
+        sizes = tuple(getattr(self, axis) for axis in axes)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
 
 
 class ParallelMesh:
-    """One DeviceMesh, found by the names of its axes and of the joined ones."""
+    """The ranks by the names of the axes and of the joined ones; `experts`: cut for experts."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
         self._mesh = mesh
+        self._experts = experts
         self._joined = {name: mesh[axes]._flatten(name) for name, axes in _JOINED_AXES.items()}
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether there are the axes efsdp, ep and etp."""
+        return self._experts is not None
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         if axes in self._joined:
             return self._joined[axes]
+        names = (axes,) if isinstance(axes, str) else axes
+        if not {"efsdp", "ep", "etp"}.isdisjoint(names):
+            assert self._experts is not None, f"{axes}: this layout spreads no experts"
+            return self._experts[axes]
         with warnings.catch_warnings():
             # torch has no other public way yet to put a joined axis beside another.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)

@@ -13,6 +13,10 @@ Between blocks the tokens are (sequence parallel): a rank holds T / tp rows of t
 gathers them before a matrix and scatters the partial sums after it. Experts are not cut: each rank
 sends its own T / tp rows through them, and their weights are sharded over tp like over dp.
 
+Expert parallel: each rank of the axis ep holds some of the experts, and rows travel to them
+(models/expert_parallel.py). What a rank holds is sharded over the axis efsdp. With etp = tp experts
+are cut over tp like a dense feed-forward, and see all T rows.
+
 Shape legend: T tokens, D model dim.
 """
 
@@ -34,7 +38,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from areal.api.alloc_mode import check_num_experts
 from areal.models.common.moe import MoE
+from areal.models.expert_parallel import SpreadExperts, WholeTokens
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 
 if TYPE_CHECKING:
@@ -62,17 +68,48 @@ def check_layout(args: DecoderArgs, dims: ParallelDims) -> None:
             f"c{dims.cp} cannot cut this model: context parallel ranks divide its {heads} query "
             f"and {kv_heads} key-value heads (per rank of t{dims.tp}) among them; choose another c"
         )
+    if dims.ep * dims.etp > 1:
+        _check_experts(args, dims)
+
+
+def _check_experts(args: DecoderArgs, dims: ParallelDims) -> None:
+    moe = args.moe
+    check_num_experts(dims.ep, 0 if moe is None else moe.num_experts)
+    if moe is not None and moe.hidden_dim % dims.etp:
+        raise ValueError(
+            f"experts cannot be cut over t{dims.etp}: moe_intermediate_size of the model's "
+            f"config.json must be a multiple of {dims.etp}, got {moe.hidden_dim}"
+        )
+    if moe is not None and moe.num_experts // dims.ep % dims.efsdp and args.dim % dims.efsdp:
+        raise ValueError(
+            f"neither the {moe.num_experts // dims.ep} experts of a rank of e{dims.ep} nor the "
+            f"model's hidden_size of {args.dim} can be cut over the {dims.efsdp} ranks that hold "
+            "the same experts: choose another e or d"
+        )
 
 
 def parallelize(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype) -> None:
     """Cut a float32 model on the meta device, in place. `dtype` is what it computes in."""
+    if mesh.spreads_experts:
+        _spread_experts(model, mesh)
     if mesh["tp"].size() > 1:
-        _cut_over_tp(model, mesh["tp"])
+        _cut_over_tp(model, mesh["tp"], cuts_experts=_cuts_experts(mesh))
     _shard(model, mesh, dtype)
     model.write = write_own_part
 
 
-def _cut_over_tp(model: Decoder, tp: DeviceMesh) -> None:
+def _spread_experts(model: Decoder, mesh: ParallelMesh) -> None:
+    for block in model.layers.values():
+        if isinstance(block.feed_forward, MoE):
+            with torch.device("meta"):
+                block.feed_forward.experts = SpreadExperts(model.args, mesh["ep", "etp"])
+
+
+def _cuts_experts(mesh: ParallelMesh) -> bool:
+    return mesh.spreads_experts and mesh["etp"].size() > 1
+
+
+def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
     sequence = SequenceParallel(sequence_dim=0, use_local_output=True)
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
@@ -84,10 +121,12 @@ def _cut_over_tp(model: Decoder, tp: DeviceMesh) -> None:
         plan["score"] = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, tp, plan)
     for block in model.layers.values():
-        parallelize_module(block, tp, _block_plan(block, sequence))
+        parallelize_module(block, tp, _block_plan(block, sequence, cuts_experts))
 
 
-def _block_plan(block: DecoderBlock, sequence: SequenceParallel) -> dict[str, object]:
+def _block_plan(
+    block: DecoderBlock, sequence: SequenceParallel, cuts_experts: bool
+) -> dict[str, object]:
     # Gathered once for the matrices that read it, and still a DTensor: so their partial gradients
     # are added up before they are scattered.
     gather = {"input_layouts": (Shard(0),), "desired_input_layouts": (Replicate(),)}
@@ -111,6 +150,8 @@ def _block_plan(block: DecoderBlock, sequence: SequenceParallel) -> dict[str, ob
             "feed_forward.w3": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=Shard(0)),
         }
+    elif cuts_experts:
+        plan["feed_forward"] = WholeTokens()
     norms = {name for name, child in block.named_children() if isinstance(child, nn.RMSNorm)}
     return plan | dict.fromkeys(norms, sequence)
 
@@ -120,7 +161,7 @@ def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype) -> None:
     weights_mesh = mesh.in_replicas("fsdp")
     for block in model.layers.values():
         if isinstance(block.feed_forward, MoE):
-            fully_shard(block.feed_forward, mesh=mesh.in_replicas("fsdp_tp"), mp_policy=policy)
+            _shard_moe(block.feed_forward, mesh, policy)
         fully_shard(block, mesh=weights_mesh, mp_policy=policy)
     # The head is read after the forward pass has ended, so the root's weights stay whole.
     fully_shard(model, mesh=weights_mesh, mp_policy=policy, reshard_after_forward=False)
@@ -128,6 +169,22 @@ def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_moe(moe: MoE, mesh: ParallelMesh, policy: MixedPrecisionPolicy) -> None:
+    experts = moe.experts
+    if isinstance(experts, SpreadExperts):
+        num_shards = mesh["efsdp"].size()
+        fully_shard(
+            experts,
+            mesh=mesh.in_replicas("efsdp"),
+            mp_policy=policy,
+            shard_placement_fn=lambda weight: experts.shard_placement(weight, num_shards),
+        )
+    # What is left: the router, and experts that are not spread.
+    fully_shard(moe, mesh=mesh.in_replicas("fsdp_tp"), mp_policy=policy)
+    if isinstance(experts, SpreadExperts):
+        moe.set_modules_to_forward_prefetch([experts])
 
 
 def gather_tokens(hidden_TD: DTensor, *, partial_grad: bool) -> torch.Tensor:

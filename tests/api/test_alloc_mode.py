@@ -94,6 +94,8 @@ def test_colocated_engine_adds_no_devices() -> None:
         ("fsdp:d2e2", AllocationValidationError, "expert"),
         ("fsdp:(attn:d2|ffn:e2)", AllocationValidationError, "archon or megatron"),
         ("archon:d2e3", AllocationValidationError, "does not divide"),
+        ("archon:(attn:d4t2|ffn:t4)", AllocationValidationError, "ffn takes t1 or t2"),
+        ("archon:(attn:d4|ffn:t2e2)", AllocationValidationError, "ffn takes t1, whole experts"),
         ("fsdp:d4|fsdp:d4", AllocationValidationError, "needs a name"),
         ("sglang:d2+fsdp:d4+megatron:d8", AllocationValidationError, "needs a name"),
         ("fsdp[a]:d4+fsdp[a]:d4", AllocationValidationError, "unique"),

@@ -1,9 +1,6 @@
 """What parity tests of Archon run: the same work on one rank and on every rank of a layout.
 
-    expected = work(open_engine(folder, "archon:d1"))                       # in the test
-    jobs = [(folder, "archon:d2t2", {}, out)]                               # (.., changes, ..)
-    run_ranks(4, "engine.archon_world:rank_works", jobs)
-    got = torch.load(out)                                                   # written by rank 0
+    assert_parity(4, [(folder, "archon:d2t2", {}, out)])        # changes of the engine, a file
 
 Each data-parallel place takes every dp-th row of the whole batch; losses, gradients, weights and
 the log-probabilities of all rows must come out the same.
@@ -15,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import run_ranks
 
 from areal.algorithm.sft import sft_loss
 from areal.api.alloc_mode import ModelAllocation
@@ -108,7 +106,21 @@ def work(engine: ArchonEngine) -> dict[str, Any]:
     return found
 
 
-def rank_works(jobs: list[tuple[str, str, dict[str, Any], str]]) -> None:
+Job = tuple[str, str, dict[str, Any], str]  # folder, backend, changes of the engine, result file
+
+
+def assert_parity(num_ranks: int, jobs: list[Job]) -> None:
+    run_ranks(num_ranks, "engine.archon_world:rank_works", jobs, timeout_s=180)
+    for folder, backend, changes, out in jobs:
+        changes.pop("num_replicas", None)
+        expected, got = work(open_engine(folder, "archon:d1", **changes)), torch.load(out)
+        assert max(g.abs().max() for g in expected["gradients"].values()) > 1e-2
+        torch.testing.assert_close(
+            got, expected, rtol=1e-5, atol=1e-5, msg=lambda m, b=backend: f"{b}: {m}"
+        )
+
+
+def rank_works(jobs: list[Job]) -> None:
     for folder, backend, changes, out in jobs:
         found = work(open_engine(folder, backend, **changes))
         if dist.get_rank() == 0:

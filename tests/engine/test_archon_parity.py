@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine.archon_world import open_engine, work
-from gloo_ranks import run_ranks
+from engine.archon_world import assert_parity
 from tiny import write_tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -46,14 +44,7 @@ def check_parity(folder_of, tmp_path):
             (str(folder_of(model)), backend, changes, str(tmp_path / f"{i}.pt"))
             for i, (model, backend, changes) in enumerate(cases)
         ]
-        run_ranks(num_ranks, "engine.archon_world:rank_works", jobs, timeout_s=120)
-        for folder, backend, changes, out in jobs:
-            changes.pop("num_replicas", None)
-            expected, got = work(open_engine(folder, "archon:d1", **changes)), torch.load(out)
-            assert max(g.abs().max() for g in expected["gradients"].values()) > 1e-2
-            torch.testing.assert_close(
-                got, expected, rtol=1e-5, atol=1e-5, msg=lambda m, b=backend: f"{b}: {m}"
-            )
+        assert_parity(num_ranks, jobs)
 
     return check
 

@@ -214,11 +214,10 @@ def test_the_grouped_product_equals_expert_after_expert(counts, device, dtype):
     inputs = [x, *experts.parameters()]
     ends = torch.tensor(counts, device=device).cumsum(0).int()
     grouped, looped = experts._grouped(x, ends), experts._one_by_one(x, counts)
-    close = {"atol": 1e-4, "rtol": 1e-4} if device == "cpu" else {"atol": 0.2, "rtol": 0.05}
-    torch.testing.assert_close(grouped, looped, **close)
-    for got, expected in zip(
-        torch.autograd.grad(grouped, inputs, grad),
-        torch.autograd.grad(looped, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, expected, **close)
+    all_got = [grouped, *torch.autograd.grad(grouped, inputs, grad)]
+    all_expected = [looped, *torch.autograd.grad(looped, inputs, grad)]
+    # Both round to bfloat16 at the same places, after sums in other orders.
+    rounding = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, expected in zip(all_got, all_expected, strict=True):
+        error = (got - expected).double().norm()
+        assert error <= rounding * expected.double().norm()

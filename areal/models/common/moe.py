@@ -3,8 +3,8 @@
     weights_TK, experts_TK = router(x_TD)       # float32, whatever the model's dtype
     out_SD = experts(x_SD, counts_E)            # rows in the order of their experts
 
-`experts` sees nothing but rows sorted by expert and how many each expert has, so that whoever
-spreads experts over ranks puts an exchange of rows in its place and changes nothing else.
+`experts` sees nothing but rows sorted by expert and how many each expert has: so experts that are
+spread over ranks (models/expert_parallel.py) take its place, and nothing else changes.
 
 Balance without a loss: with `expert_bias`, a bias per expert decides which experts are chosen, not
 how much they weigh. No gradient moves it: `balance_experts` raises the bias of experts that got
@@ -102,19 +102,23 @@ class Experts(nn.Module):
 
     def forward(self, x_SD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """Rows 0 .. counts[0] - 1 by expert 0, the next counts[1] by expert 1, and so on."""
-        if _grouped_kernel_takes(x_SD, self.w1):
+        if _grouped_kernel_takes(x_SD, self.weights()[0]):
             return self._grouped(x_SD, counts_E.cumsum(0).to(torch.int32))
         return self._one_by_one(x_SD, counts_E.tolist())
 
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """w1, w2, w3 of the experts that are computed here."""
+        return self.w1, self.w2, self.w3
+
     def _grouped(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        gate_SF = F.grouped_mm(x_SD, self.w1.transpose(1, 2), offs=ends_E)
-        up_SF = F.grouped_mm(x_SD, self.w3.transpose(1, 2), offs=ends_E)
-        hidden_SF = self.activation(gate_SF) * up_SF
-        return F.grouped_mm(hidden_SF, self.w2.transpose(1, 2), offs=ends_E)
+        w1_EDF, w2_EFD, w3_EDF = (weight.transpose(1, 2) for weight in self.weights())
+        gate_SF = F.grouped_mm(x_SD, w1_EDF, offs=ends_E)
+        hidden_SF = self.activation(gate_SF) * F.grouped_mm(x_SD, w3_EDF, offs=ends_E)
+        return F.grouped_mm(hidden_SF, w2_EFD, offs=ends_E)
 
     def _one_by_one(self, x_SD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         # Unbound, not indexed: the gradient of each index would be a whole stack.
-        w1_FD, w2_DF, w3_FD = self.w1.unbind(), self.w2.unbind(), self.w3.unbind()
+        w1_FD, w2_DF, w3_FD = (weight.unbind() for weight in self.weights())
         # Without any row, one expert computes none: the result still hangs on its inputs.
         used = [expert for expert, count in enumerate(counts) if count] or [0]
         outputs, start = [], 0
@@ -141,8 +145,8 @@ def balance_experts(
 ) -> None:
     """Move the expert biases by `rate` against the load; call it after each optimizer step.
 
-    `group`: the ranks that trained on other tokens of the batch; all of them call. A model without
-    expert biases is left as it is.
+    `group`: the ranks that routed other tokens of the batch, or all of them equally often; they all
+    call, so that their biases stay the same. A model without expert biases is left as it is.
     """
     for router in model.modules():
         if not isinstance(router, Router) or router.expert_bias is None:
