@@ -286,7 +286,7 @@ def check_num_experts(expert_parallel_size: int, num_experts: int) -> None:
     """`num_experts` of the model's config.json; 0 when it has none."""
     if num_experts == 0:
         raise AllocationValidationError(
-            f"e{expert_parallel_size} spreads experts, but this model has none: remove e"
+            "the layout spreads experts, but this model has none: write it without e and ffn"
         )
     if num_experts % expert_parallel_size:
         raise AllocationValidationError(

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.api.alloc_mode import ModelAllocation, check_num_experts
 from areal.api.config.train_engine import TrainEngineConfig
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def check_models(config: BaseExperimentConfig) -> None:
     for role, section in roles.items():
         from_scratch = isinstance(section, TrainEngineConfig) and section.init_from_scratch
         _check_model(role, section.path, needs_weights=not from_scratch)
+        check_experts(role, section.path, section.backend)
     _check_tokenizer(config.tokenizer_path)
     for role, section in roles.items():
         _check_same_tokens(f"{role}.path", section.path, config.tokenizer_path)
@@ -48,6 +50,19 @@ def _check_model(role: str, path: str, *, needs_weights: bool) -> None:
         )
     for file in weights:
         _check_safetensors(key, file)
+
+
+def check_experts(role: str, path: str, backend: str) -> None:
+    """The model has experts for the layout to spread, if it spreads any."""
+    size = ModelAllocation.from_str(backend).parallel.expert_parallel_size
+    file = Path(path) / "config.json"
+    if size == 1 or not file.is_file():
+        return
+    model = _parse_object(file, file.read_bytes())
+    try:
+        check_num_experts(size, model.get("num_experts", model.get("num_local_experts", 0)))
+    except ValueError as error:
+        raise ValueError(f"{role}.backend: {backend!r} with {path!r}: {error}") from None
 
 
 def _check_safetensors(key: str, file: Path) -> None:

@@ -70,7 +70,7 @@ class ParallelDims:
                 f"the layout {strategy} has d{dp}, which {num_replicas} replicas do not divide: "
                 "choose a number of replicas that divides d"
             )
-        return cls(
+        dims = cls(
             pp=strategy.pipeline_parallel_size,
             dp_replicate=num_replicas,
             dp_shard=dp // num_replicas,
@@ -78,19 +78,19 @@ class ParallelDims:
             tp=strategy.tensor_parallel_size,
             ep=strategy.expert_parallel_size,
             etp=strategy.expert_tensor_parallel_size,
-        )._checked(strategy)
+        )
+        dims._check_experts(strategy)
+        return dims
 
-    def _checked(self, strategy: ParallelStrategy) -> ParallelDims:
+    def _check_experts(self, strategy: ParallelStrategy) -> None:
         check_expert_tensor_parallel(strategy)
         ranks = self.dp_shard * self.cp * self.tp
         if ranks % (self.ep * self.etp):
             raise ValueError(
                 f"the layout {strategy} spreads experts over {self.ep * self.etp} ranks, which do "
-                f"not divide the {ranks} that hold the weights together (d * c * t"
-                f"{f' / {self.dp_replicate} replicas' if self.dp_replicate > 1 else ''}): choose "
-                "another e"
+                f"not divide the {ranks} that hold the weights together (d * c * t by the number "
+                f"of replicas, {self.dp_replicate}): choose another e"
             )
-        return self
 
     @property
     def dp(self) -> int:

@@ -22,7 +22,7 @@ Shape legend: T tokens, D model dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -75,14 +75,16 @@ def check_layout(args: DecoderArgs, dims: ParallelDims) -> None:
 def _check_experts(args: DecoderArgs, dims: ParallelDims) -> None:
     moe = args.moe
     check_num_experts(dims.ep, 0 if moe is None else moe.num_experts)
-    if moe is not None and moe.hidden_dim % dims.etp:
+    assert moe is not None
+    if moe.hidden_dim % dims.etp:
         raise ValueError(
             f"experts cannot be cut over t{dims.etp}: moe_intermediate_size of the model's "
             f"config.json must be a multiple of {dims.etp}, got {moe.hidden_dim}"
         )
-    if moe is not None and moe.num_experts // dims.ep % dims.efsdp and args.dim % dims.efsdp:
+    own_experts = moe.num_experts // dims.ep
+    if own_experts % dims.efsdp and args.dim % dims.efsdp:
         raise ValueError(
-            f"neither the {moe.num_experts // dims.ep} experts of a rank of e{dims.ep} nor the "
+            f"neither the {own_experts} experts of a rank of e{dims.ep} nor the "
             f"model's hidden_size of {args.dim} can be cut over the {dims.efsdp} ranks that hold "
             "the same experts: choose another e or d"
         )
@@ -161,7 +163,7 @@ def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype) -> None:
     weights_mesh = mesh.in_replicas("fsdp")
     for block in model.layers.values():
         if isinstance(block.feed_forward, MoE):
-            _shard_moe(block.feed_forward, mesh, policy)
+            _shard_moe(block.feed_forward, mesh, mp_policy=policy)
         fully_shard(block, mesh=weights_mesh, mp_policy=policy)
     # The head is read after the forward pass has ended, so the root's weights stay whole.
     fully_shard(model, mesh=weights_mesh, mp_policy=policy, reshard_after_forward=False)
@@ -171,18 +173,18 @@ def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _shard_moe(moe: MoE, mesh: ParallelMesh, policy: MixedPrecisionPolicy) -> None:
+def _shard_moe(moe: MoE, mesh: ParallelMesh, **options: Any) -> None:
     experts = moe.experts
     if isinstance(experts, SpreadExperts):
         num_shards = mesh["efsdp"].size()
         fully_shard(
             experts,
             mesh=mesh.in_replicas("efsdp"),
-            mp_policy=policy,
             shard_placement_fn=lambda weight: experts.shard_placement(weight, num_shards),
+            **options,
         )
     # What is left: the router, and experts that are not spread.
-    fully_shard(moe, mesh=mesh.in_replicas("fsdp_tp"), mp_policy=policy)
+    fully_shard(moe, mesh=mesh.in_replicas("fsdp_tp"), **options)
     if isinstance(experts, SpreadExperts):
         moe.set_modules_to_forward_prefetch([experts])
 

@@ -10,6 +10,7 @@ import pytest
 from config_files import FILES
 
 from areal.cli.main import main
+from areal.cli.model_folders import check_experts
 
 KL = ("actor.kl_ctl=0.1", "ref={}")
 
@@ -106,6 +107,18 @@ def test_models_without_weights(check, project: Path) -> None:
     assert check("ppo", "critic={path: ./bare, init_from_scratch: true}")[0] == 0
     code, line = check("ppo", "teacher.path=./bare")  # a frozen model is never random
     assert (code, line.endswith("'./bare' holds no *.safetensors weights")) == (2, True)
+
+
+def test_a_layout_must_find_experts_to_spread(project: Path) -> None:
+    file = project / "tiny" / "config.json"
+    check_experts("actor", "./tiny", "archon:d2")
+    with pytest.raises(ValueError, match=r"actor.backend: 'archon:d2e2' with './tiny': .* none"):
+        check_experts("actor", "./tiny", "archon:d2e2")
+    file.write_text(json.dumps({"num_experts": 4}))
+    check_experts("actor", "./tiny", "archon:d2e2")
+    with pytest.raises(ValueError, match="num_experts .* multiple of 3, got 4"):
+        check_experts("actor", "./tiny", "archon:d3e3")
+    check_experts("actor", "hub/name", "archon:d3e3")  # cannot be looked into
 
 
 def test_broken_copy_is_named_with_its_role(check, project: Path) -> None:
