@@ -78,7 +78,7 @@ def test_checkpoints_of_four_ranks(folder, tmp_path):
 def test_ranks_hold_their_experts_and_agree_on_the_balance(tmp_path):
     folder = str(write_tiny_model(tmp_path, "qwen3_moe", use_expert_bias=True))
     layouts = ["archon:d2e2", "archon:t2e2", "archon:t2"]
-    found = run_ranks(2, "engine.test_archon_experts:balance_body", folder, layouts)
+    found = run_ranks(2, "engine.test_archon_experts:balance_body", folder, layouts, timeout_s=120)
     expected = balance(open_engine(folder, "archon:d1"))
     assert any(map(any, expected))
     for rank_found in found:
