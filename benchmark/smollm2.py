@@ -57,7 +57,8 @@ def main() -> None:
 
 
 def _measure(args: argparse.Namespace) -> list[Point]:
-    folder = ROOT / "runs" / "smollm2" / f"benchmark-{time.strftime('%Y%m%d-%H%M%S')}"
+    runs = Path(args.runs).resolve()
+    folder = runs / "smollm2" / f"benchmark-{time.strftime('%Y%m%d-%H%M%S')}"
     began = time.monotonic()
     _train(args.model, args.data, folder, args.overrides)
     wall_s = time.monotonic() - began
@@ -76,6 +77,7 @@ def _parse() -> argparse.Namespace:
     source.add_argument("--model", help="model folder that prepare.py wrote")
     source.add_argument("--results", metavar="FILE", help="draw these results, run nothing")
     parser.add_argument("--data", help="data folder that prepare.py wrote")
+    parser.add_argument("--runs", default="runs", help="folder the run is kept in")
     parser.add_argument("--json", metavar="FILE", help="write rows and the curve")
     parser.add_argument("--plot", metavar="PNG", help="draw the curve")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe")

@@ -120,6 +120,23 @@ def test_every_script_and_recipe_is_listed():
 
 
 @pytest.mark.parametrize(
+    "completion, reward",
+    [("The answer is -13.", 1.0), ("0 - 9 - 4 = -13", 1.0), ("-13 or 13", 0.0), ("none", 0.0)],
+)
+def test_a_sum_is_scored_by_its_last_number(completion, reward):
+    from examples.smollm2.chain_sum import last_number_reward_fn
+
+    assert last_number_reward_fn("", completion, [], [], answer="-13") == reward
+
+
+def test_missing_sums_name_the_script_that_makes_them(tmp_path):
+    from examples.smollm2.chain_sum import load
+
+    with pytest.raises(FileNotFoundError, match="train.jsonl .*prepare.py"):
+        load(str(tmp_path), split="train", tokenizer=None)
+
+
+@pytest.mark.parametrize(
     "algorithm, loss",
     [("grpo", "ppo"), ("gspo", "gspo"), ("sapo", "sapo"), ("cispo", "cispo"), ("dapo", "ppo")],
 )
