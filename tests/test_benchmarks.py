@@ -33,6 +33,24 @@ def test_async_speedup_reports_every_load(tmp_path):
 
 
 @pytest.mark.slow
+def test_smollm2_reports_accuracy_and_draws_it_again(tmp_path):
+    make_model(tmp_path / "model")
+    report, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    data = BENCHMARKS.parent / "tests" / "data" / "chain_sum_sample"
+    small = ("total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=2")
+    on_cpu = ("actor.weight_update_mode=direct", "native.num_pages=64", "gconfig.max_new_tokens=4")
+    options = ("--model", tmp_path / "model", "--data", data, "--runs", tmp_path, "--json", report)
+    run("smollm2.py", *options, *small, *on_cpu)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS | {"overrides", "curve"}
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    assert rows["steps"] == 2 and rows["throughput"] > 0 and 0 <= rows["accuracy_after"] <= 1
+    assert [point["step"] for point in written["curve"]] == [0, 1, 2]
+    run("smollm2.py", "--results", report, "--plot", plot)
+    assert plot.stat().st_size
+
+
+@pytest.mark.slow
 def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     options = ("--steps", "1", "--jobs", "2", "--only", "grpo", "--cpu", "--json", report)

@@ -35,10 +35,15 @@ SCRIPTS = {  # script -> the recipe it is run with
     "multi_turn_math/train_multi_turn.py": "multi_turn_math/arithmetic_grpo.yaml",
     "sft/train_sft.py": "sft/arithmetic_sft.yaml",
 }
-SAMPLES = {  # data set of a hub -> what stands for it here
+PARTS = {  # what a recipe is made with or names, by itself no training
+    "smollm2/chain_sum.py",
+    "smollm2/prepare.py",
+}
+SAMPLES = {  # data set of a hub, or made by a script -> what stands for it here
     "Anthropic/hh-rlhf": ("hh_rlhf_sample", "hh-rlhf"),
     "Jiayi-Pan/Countdown-Tasks-3to4": ("countdown_sample", "countdown"),
     "openai/gsm8k": ("gsm8k_sample", "gsm8k"),
+    "runs/smollm2/data": ("chain_sum_sample", "examples.smollm2.chain_sum.load"),
 }
 STEPS = 2
 
@@ -107,11 +112,28 @@ def test_a_script_runs_as_users_start_it(tiny_folder, tmp_path):
 
 def test_every_script_and_recipe_is_listed():
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
-    assert found == set(SCRIPTS)
+    assert found == set(SCRIPTS) | PARTS
     readme = (EXAMPLES / "README.md").read_text()
     for name in [*found, *(path.relative_to(EXAMPLES).as_posix() for path in RECIPES)]:
         folder, _, file = name.rpartition("/")
         assert f"({folder}/{file})" in readme, f"examples/README.md does not link {name}"
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [("The answer is -13.", 1.0), ("0 - 9 - 4 = -13", 1.0), ("-13 or 13", 0.0), ("none", 0.0)],
+)
+def test_a_sum_is_scored_by_its_last_number(completion, reward):
+    from examples.smollm2.chain_sum import last_number_reward_fn
+
+    assert last_number_reward_fn("", completion, [], [], answer="-13") == reward
+
+
+def test_missing_sums_name_the_script_that_makes_them(tmp_path):
+    from examples.smollm2.chain_sum import load
+
+    with pytest.raises(FileNotFoundError, match="train.jsonl .*prepare.py"):
+        load(str(tmp_path), split="train", tokenizer=None)
 
 
 @pytest.mark.parametrize(
