@@ -39,6 +39,7 @@ _EXPENSIVE_OPS = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_flash_attention_forward",
     "torch_attn::_varlen_attn",
 }
 
