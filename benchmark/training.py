@@ -116,10 +116,12 @@ def main() -> None:
         shape = SHAPE | TINY if args.tiny else SHAPE
         (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         for name in args.rows:
-            if name == "attention":
-                rows += attention_rows(tiny=args.tiny)
-            elif name != "peak_extra":
-                rows += measure(name, folder, rate, args)
+            if name == "peak_extra":  # comes with 1x32768_full
+                continue
+            is_work = name in WORKS
+            found = measure(name, folder, rate, args) if is_work else attention_rows(tiny=args.tiny)
+            print_table(found)
+            rows += found
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
