@@ -89,3 +89,24 @@ def test_tree_training_computes_less_and_learns_the_same(tmp_path):
         assert rows[f"tree_speedup_{name}_token_ratio"] == pytest.approx(ratio)
         assert rows[f"tree_speedup_{name}_logprob_difference"] < 1e-4
         assert rows[f"tree_speedup_{name}_grad_norm_ratio"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_training_reports_every_row(tmp_path):
+    report = tmp_path / "report.json"
+    run("training.py", "--tiny", "--eager", "--repeats", "1", "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    for name in ("8x2048", "4x8192_ckpt", "1x32768_full", "logprob_64k"):
+        assert rows[name] > 0 and 0 < rows[f"{name}_share"] < 1
+    assert {"peak_extra", "peak_extra_head", "attention_mixed_ours"} <= rows.keys()
+
+
+@pytest.mark.slow
+def test_rl_single_gpu_reports_both_halves_and_the_loop(tmp_path):
+    report = tmp_path / "report.json"
+    run("rl_single_gpu.py", "--tiny", "--steps", "1", "--json", report)
+    rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
+    assert rows["ceiling"] < min(rows["generate_alone"], rows["train_alone"])
+    assert rows["staleness_0"] > 0 and rows["staleness_2"] > 0

@@ -19,6 +19,7 @@ place of log-probabilities; one that starts from a language model says 0 of ever
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ from areal.engine.process_group import any_rank, join_ranks
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
 from areal.engine.weight_stream import stream_weights
+from areal.models.activation_checkpoint import checkpoint_blocks
+from areal.models.block_compile import compile_blocks
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
 from areal.models.common.moe import balance_experts
@@ -94,6 +97,11 @@ class ArchonEngine(TrainEngine):
                 "enable_tree_training computes each tree on one rank, got "
                 f"archon:{parallel_strategy}: turn it off, or use data parallelism alone"
             )
+        if self.config.archon.enable_compile and self._dims.tp > 1:
+            raise ValueError(
+                f"archon.enable_compile: blocks cut over ranks cannot be compiled, got "
+                f"archon:{parallel_strategy}: turn it off, or choose t1"
+            )
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
@@ -119,10 +127,24 @@ class ArchonEngine(TrainEngine):
         self._fill_model(self._model)
         if self.config.batch_invariant:
             make_invariant(self._model)
+        self._speed_up_blocks(self._model)
         if self.config.optimizer is not None and ft_spec is not None:
             self._optimizer = MasterOptimizer(
                 self._model, self.config.optimizer, ft_spec.total_train_steps, self._ranks
             )
+
+    def _speed_up_blocks(self, model: Decoder) -> None:
+        archon = self.config.archon
+        ac_mode = archon.ac_mode if self.config.gradient_checkpointing else "none"
+        if archon.enable_compile:
+            has_budget = ac_mode == "memory_budget"
+            compile_blocks(model, archon.ac_memory_budget if has_budget else None)
+        checkpoint_blocks(
+            model,
+            ac_mode,
+            selective_option=archon.selective_ac_option,
+            compiled=archon.enable_compile,
+        )
 
     def _build_model(self) -> Decoder:
         return build_model(
@@ -158,6 +180,7 @@ class ArchonEngine(TrainEngine):
     def destroy(self) -> None:
         self._model = self._optimizer = self._receiver = None
         if self.device.type == "cuda":
+            gc.collect()  # compiled and checkpointed blocks refer to themselves
             torch.cuda.empty_cache()
 
     @property

@@ -2,7 +2,8 @@
 
 The LM head turns `[T, D]` into `[T, V]`, which for a large vocabulary is far more memory than the
 model. Here at most `chunk_size` rows of float32 logits exist at a time, in the forward pass and
-again in the backward pass, which computes them anew.
+again in the backward pass, which computes them anew. On a GPU each of them is read once
+(logprob_kernels.py). A head that is not trained has no gradient computed for it.
 
 With tensor parallelism each rank has some rows of the head, so W columns of the logits, and these
 are never brought together: the ranks exchange a maximum and three sums per token.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -71,15 +73,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_T = torch.empty(len(hidden_TD), dtype=torch.float32, device=hidden_TD.device)
         entropy_T, log_total_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
         for chunk in _chunks(len(hidden_TD), head.chunk_size):
-            logits_CW = _logits(hidden_TD[chunk], weight_WD, head, head.batch_invariant)
-            row = _whole_rows if head.part is None else _rows_in_parts
-            log_total_C, label_C, mean_logit_C = row(logits_CW, labels_T[chunk], head.part)
-            if head.batch_invariant:
-                logprobs_T[chunk] = row_logprobs(logits_CW, labels_T[chunk])
-            else:
-                logprobs_T[chunk] = label_C - log_total_C
-            entropy_T[chunk] = log_total_C - mean_logit_C
-            log_total_T[chunk] = log_total_C
+            logprobs_T[chunk], entropy_T[chunk], log_total_T[chunk] = _chunk_forward(
+                hidden_TD[chunk], weight_WD, labels_T[chunk], head
+            )
         ctx.save_for_backward(hidden_TD, weight_WD, labels_T, log_total_T)
         ctx.head = head
         ctx.mark_non_differentiable(entropy_T)
@@ -89,24 +85,106 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_T, _entropy_grad):
         hidden_TD, weight_WD, labels_T, log_total_T = ctx.saved_tensors
-        head: _Head = ctx.head
-        grad_hidden_TD = torch.empty_like(hidden_TD)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         # float32, since a large vocabulary sums over very many chunks.
-        grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32)
-        for chunk in _chunks(len(hidden_TD), head.chunk_size):
-            logits_CW = _logits(hidden_TD[chunk], weight_WD, head, False)
-            scale_C1 = grad_T[chunk, None] / head.temperature
-            slope_CW = None if head.softcap is None else _softcap_slope(logits_CW, head)
-            # d logp(label) / d logits = onehot(label) - softmax
-            grad_CW = (logits_CW - log_total_T[chunk, None]).exp_().mul_(-scale_C1)
-            label_C, is_here_C = _own_labels(labels_T[chunk], grad_CW.shape[1], head.part)
-            grad_CW.scatter_add_(1, label_C[:, None], scale_C1 * is_here_C[:, None])
-            if slope_CW is not None:
-                grad_CW *= slope_CW
-            grad_CW = grad_CW.to(hidden_TD.dtype)
-            grad_hidden_TD[chunk] = grad_CW @ weight_WD
-            grad_weight_WD += grad_CW.T @ hidden_TD[chunk]
-        return grad_hidden_TD, grad_weight_WD.to(weight_WD.dtype), None, None
+        grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if needs_weight else None
+        for chunk in _chunks(len(hidden_TD), ctx.head.chunk_size):
+            grad_CW = _logit_gradient(
+                hidden_TD[chunk],
+                weight_WD,
+                labels_T[chunk],
+                log_total_T[chunk],
+                grad_T[chunk],
+                ctx.head,
+            )
+            if needs_hidden:
+                torch.mm(grad_CW, weight_WD, out=grad_hidden_TD[chunk])
+            if needs_weight:
+                _add_product(grad_weight_WD, grad_CW.T, hidden_TD[chunk])
+            del grad_CW  # before the next chunk makes its own
+        if needs_weight:
+            grad_weight_WD = grad_weight_WD.to(weight_WD.dtype)
+        return grad_hidden_TD, grad_weight_WD, None, None
+
+
+# The logits of a chunk live as long as the call of one of these two functions.
+
+
+def _chunk_forward(
+    hidden_CD: torch.Tensor, weight_WD: torch.Tensor, labels_C: torch.Tensor, head: _Head
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log p(label), entropy and logsumexp of each row."""
+    if _has_kernels(hidden_CD, head):
+        from areal.engine.logprob_kernels import row_statistics  # needs Triton
+
+        raw_CW = float32_logits(hidden_CD, weight_WD)
+        stats = row_statistics(raw_CW, labels_C, head.temperature, head.softcap)
+        log_total_C, label_C, mean_logit_C = stats
+    else:
+        logits_CW = _logits(hidden_CD, weight_WD, head, head.batch_invariant)
+        row = _whole_rows if head.part is None else _rows_in_parts
+        log_total_C, label_C, mean_logit_C = row(logits_CW, labels_C, head.part)
+    if head.batch_invariant:
+        logprobs_C = row_logprobs(logits_CW, labels_C)
+    else:
+        logprobs_C = label_C - log_total_C
+    return logprobs_C, log_total_C - mean_logit_C, log_total_C
+
+
+def _logit_gradient(
+    hidden_CD: torch.Tensor,
+    weight_WD: torch.Tensor,
+    labels_C: torch.Tensor,
+    log_total_C: torch.Tensor,
+    grad_C: torch.Tensor,
+    head: _Head,
+) -> torch.Tensor:
+    """Gradient of the products with the head [C, W], in the model's dtype."""
+    if _has_kernels(hidden_CD, head):
+        from areal.engine.logprob_kernels import logit_gradient  # needs Triton
+
+        raw_CW = float32_logits(hidden_CD, weight_WD)
+        options = (head.temperature, head.softcap, hidden_CD.dtype)
+        return logit_gradient(raw_CW, labels_C, log_total_C, grad_C, *options)
+    logits_CW = _logits(hidden_CD, weight_WD, head, False)
+    scale_C1 = grad_C[:, None] / head.temperature
+    slope_CW = None if head.softcap is None else _softcap_slope(logits_CW, head)
+    # d logp(label) / d logits = onehot(label) - softmax
+    grad_CW = (logits_CW - log_total_C[:, None]).exp_().mul_(-scale_C1)
+    label_C, is_here_C = _own_labels(labels_C, grad_CW.shape[1], head.part)
+    grad_CW.scatter_add_(1, label_C[:, None], scale_C1 * is_here_C[:, None])
+    if slope_CW is not None:
+        grad_CW *= slope_CW
+    return grad_CW.to(hidden_CD.dtype)
+
+
+def _has_kernels(hidden_CD: torch.Tensor, head: _Head) -> bool:
+    return hidden_CD.is_cuda and head.part is None and not head.batch_invariant
+
+
+def _add_product(sum_WD: torch.Tensor, grad_WC: torch.Tensor, hidden_CD: torch.Tensor) -> None:
+    """Add the product of two matrices to a float32 one, without rounding it before."""
+    if not hidden_CD.is_cuda or hidden_CD.dtype == torch.float32:
+        sum_WD += grad_WC @ hidden_CD
+    elif _can_add_in_place(hidden_CD.device, hidden_CD.dtype):
+        torch.addmm(sum_WD, grad_WC, hidden_CD, out_dtype=torch.float32, out=sum_WD)
+    else:
+        sum_WD += torch.mm(grad_WC, hidden_CD, out_dtype=torch.float32)
+
+
+@cache
+def _can_add_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Some releases of torch refuse to add a product of 16-bit matrices to a float32 one."""
+    factor, total = (
+        torch.ones(16, 16, device=device, dtype=dtype),
+        torch.ones(16, 16, device=device),
+    )
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
 
 
 def _whole_rows(

@@ -88,15 +88,18 @@ class MasterOptimizer:
 
     def collect_gradients(self) -> None:
         """Add the model's gradients to the masters'; sums over micro-batches are in float32."""
+        first: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, weight in self._weights.items():
-            master = self._masters[name]
-            if master is weight or weight.grad is None or isinstance(weight, DTensor):
+            if not self._is_copy(name) or weight.grad is None:
                 continue  # FSDP itself sums the gradients of shards in float32
+            master = self._masters[name]
             if master.grad is None:
-                master.grad = weight.grad.float()
+                master.grad = torch.empty_like(master)
+                first.append((master.grad, weight.grad))
             else:
                 master.grad += weight.grad
             weight.grad = None
+        _copy_all(first)
 
     @torch.no_grad()
     def step(self) -> dict[str, float]:
@@ -106,7 +109,8 @@ class MasterOptimizer:
         grad_norm = norm.item()
         successful = math.isfinite(grad_norm)
         if successful:
-            self._clip(norm)
+            if grad_norm + 1e-6 > self._config.gradient_clipping:
+                self._clip(norm)
             self._optimizer.step()
             self.write_back()
         else:
@@ -150,9 +154,9 @@ class MasterOptimizer:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model."""
-        for name, weight in self._weights.items():
-            if self._is_copy(name):
-                weight.copy_(self._masters[name])
+        _copy_all(
+            [(w, self._masters[name]) for name, w in self._weights.items() if self._is_copy(name)]
+        )
 
     @torch.no_grad()
     def read_model(self) -> None:
@@ -200,6 +204,13 @@ class MasterOptimizer:
                 state.update({key: dtensor.to_local() for key, dtensor in whole.items()})
                 moments[name] |= whole
         return moments
+
+
+def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor into the first, rounding it; few kernels for many tensors."""
+    if pairs:
+        targets, sources = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, sources)
 
 
 def _master_of(weight: nn.Parameter) -> nn.Parameter:

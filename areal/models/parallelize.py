@@ -33,6 +33,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -124,20 +125,20 @@ def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
     parallelize_module(model, tp, plan)
     for block in model.layers.values():
         parallelize_module(block, tp, _block_plan(block, sequence, cuts_experts))
+        # Gathered once for the matrices that read it, and still a DTensor: so their partial
+        # gradients are added up before they are scattered.
+        gather = PrepareModuleOutput(
+            output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False
+        )
+        parallelize_module(block.attention_norm, tp, gather)
 
 
 def _block_plan(
     block: DecoderBlock, sequence: SequenceParallel, cuts_experts: bool
 ) -> dict[str, object]:
-    # Gathered once for the matrices that read it, and still a DTensor: so their partial gradients
-    # are added up before they are scattered.
     gather = {"input_layouts": (Shard(0),), "desired_input_layouts": (Replicate(),)}
     heads = SequenceParallel(sequence_dim=1, use_local_output=True)
     plan = {
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(0), None, None, None),
-            desired_input_layouts=(Replicate(), None, None, None),
-        ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),

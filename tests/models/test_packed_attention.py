@@ -66,7 +66,7 @@ def test_positions_restart_with_each_sequence():
 
 def test_a_long_sequence_does_not_pad_the_short_ones():
     attend = PackedAttention(bounds([1000] + [10] * 50), 1000)
-    assert sum(rows * width for _, (rows, width) in attend._rectangles) == 1000 + 50 * 10
+    assert sum(rows * width for _, (rows, width) in attend._rectangles[0]) == 1000 + 50 * 10
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0], [1, 4], [0, 4, 2]])
@@ -81,3 +81,23 @@ def test_bounds_that_do_not_fit_are_refused():
     x = torch.zeros(5, 1, 4)
     with pytest.raises(ValueError, match="cu_seqlens ends at 4, got 5 tokens"):
         PackedAttention(torch.tensor([0, 4]), 4)(0, x, x, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[128] * 3, [517], [3, 200, 0, 64, 333]])
+@pytest.mark.parametrize("window", [None, 50])
+def test_kernels_of_the_device_agree_with_float64(lengths, window):
+    torch.manual_seed(0)
+    qkv = [
+        torch.randn(sum(lengths), n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (6, 2, 2)
+    ]
+    out = PackedAttention(bounds(lengths).cuda(), max(lengths))(0, *qkv, window=window, scale=0.2)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad(out, qkv, weight)
+    wide = [x.detach().double().cpu().requires_grad_() for x in qkv]
+    parts = zip(*(x.split(lengths) for x in wide), strict=True)
+    expected = torch.cat([plain_causal(*part, window, 0.2) for part in parts if len(part[0])])
+    expected_grads = torch.autograd.grad(expected, wide, weight.double().cpu())
+    for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert (got.double().cpu() - want).norm() < 1e-2 * want.norm()

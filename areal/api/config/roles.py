@@ -12,6 +12,7 @@ from typing import Literal
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.checks import expand_path, require, require_above, require_at_least
 from areal.api.config.train_engine import (
+    ArchonEngineConfig,
     FSDPEngineConfig,
     MicroBatchSpec,
     TrainEngineConfig,
@@ -57,6 +58,7 @@ class FrozenModelConfig:
             temperature=actor.temperature,
             logprobs_chunk_size=actor.logprobs_chunk_size,
             fsdp=actor.fsdp if engine == "fsdp" else FSDPEngineConfig(),
+            archon=actor.archon if engine == "archon" else ArchonEngineConfig(),
             enable_tree_training=actor.enable_tree_training and engine == "archon",
         )
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from areal.api.alloc_mode import AllocationMode, ModelAllocation
-from areal.api.config.checks import expand_path, require, require_above, require_at_least
+from areal.api.config.checks import (
+    expand_path,
+    require,
+    require_above,
+    require_at_least,
+    require_fraction,
+)
 from areal.api.config.optimizer import OptimizerConfig
 
 
@@ -68,6 +74,36 @@ class FSDPEngineConfig:
 
 
 @dataclass(kw_only=True)
+class ArchonEngineConfig:
+    """What only the archon engine is told."""
+
+    enable_compile: bool = False
+    """Compile each block: faster after a first step that takes about a minute."""
+    ac_mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
+    """How gradient_checkpointing saves memory: `full` keeps only the inputs of each block and
+    computes a third more; `selective` keeps the results of matrix products and attention;
+    `memory_budget` (needs enable_compile) keeps as much as `ac_memory_budget` says."""
+    selective_ac_option: str = "op"
+    """`op`: as above, in every block. A number n: `full` in every n-th block, nothing elsewhere."""
+    ac_memory_budget: float = 0.5
+    """Share of the memory `selective` keeps, from 0 to 1."""
+
+    def __post_init__(self) -> None:
+        require_fraction(ac_memory_budget=self.ac_memory_budget)
+        option = self.selective_ac_option
+        require(
+            option == "op" or (option.isdecimal() and int(option) > 0),
+            "selective_ac_option must be `op` or a number of blocks from 1",
+            option,
+        )
+        require(
+            self.ac_mode != "memory_budget" or self.enable_compile,
+            "ac_mode memory_budget is done by the compiler: set enable_compile to true",
+            self.ac_mode,
+        )
+
+
+@dataclass(kw_only=True)
 class TrainEngineConfig:
     """One model to train, and how."""
 
@@ -82,7 +118,7 @@ class TrainEngineConfig:
     """One number per token (a value or a score) in place of the LM head's probabilities."""
     temperature: float = 1.0
     """Divides the logits before log-probabilities. For RL it must equal `gconfig.temperature`."""
-    logprobs_chunk_size: int = 1024
+    logprobs_chunk_size: int = 2048
     """Tokens whose logits exist at the same time; bounds the memory of the LM head."""
     batch_invariant: bool = False
     """Forward passes with the kernels of native.batch_invariant: log-probabilities of both are then
@@ -98,8 +134,8 @@ class TrainEngineConfig:
     optimizer: OptimizerConfig | None = None
     """Required to train."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of each block and compute the rest again in the backward pass: less
-    memory, a third more work. Needs backend fsdp."""
+    """Keep only a part of each block's results and compute the rest again in the backward pass:
+    less memory, more work. `archon.ac_mode` says which; backend fsdp keeps the inputs of blocks."""
     use_lora: bool = False
     """Train small matrices beside the frozen weights (LoRA) and save only these. Needs backend fsdp
     and the extra `lora`."""
@@ -112,6 +148,8 @@ class TrainEngineConfig:
     linear layer but the head."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Settings of backend fsdp."""
+    archon: ArchonEngineConfig = field(default_factory=ArchonEngineConfig)
+    """Settings of backend archon."""
     weight_update_mode: Literal["shm", "ipc", "disk", "direct"] = "shm"
     """How weights reach the inference engine: shared memory, the memory of a GPU both processes
     use (ipc), a folder, or inside one process (direct)."""
@@ -142,9 +180,18 @@ class TrainEngineConfig:
             "enable_tree_training has no batch_invariant attention: turn one of them off",
             True,
         )
+        require(
+            engine == "archon" or self.archon == ArchonEngineConfig(),
+            f"the section archon needs backend archon (backend is {self.backend!r})",
+            self.archon,
+        )
+        require(
+            not (self.batch_invariant and self.archon.enable_compile),
+            "batch_invariant has kernels of its own: set archon.enable_compile to false",
+            True,
+        )
         if engine != "fsdp":
             for name, value in {
-                "gradient_checkpointing": self.gradient_checkpointing,
                 "use_lora": self.use_lora,
                 "fsdp.offload_params": self.fsdp.offload_params,
             }.items():

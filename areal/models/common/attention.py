@@ -1,5 +1,8 @@
 """Grouped-query attention without the attention itself: projections, QK norm, rotation.
 
+    out_TNH = attend(attention.layer, *attention.heads(x_TD, cos_TR, sin_TR), ...)
+    x_TD += attention.wo(out_TNH.flatten(1))         # the block's part: see decoder.py
+
 The scores and the weighted sum belong to `attend`, a callable the caller gives: packed sequences in
 training, a paged cache in decoding. So both run the same weights through the same code up to there.
 
@@ -53,14 +56,13 @@ class Attention(nn.Module):
         self.q_norm = norm_class(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.k_norm = norm_class(args.head_dim, args.norm_eps) if args.qk_norm else None
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def heads(
+        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, N, H], keys and values [T, K, H]; the first two rotated."""
         q_TNH = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKH = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
         v_TKH = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
-        out_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, window=self.window, scale=self.scale)
-        return self.wo(out_TNH.flatten(1))
+        return rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR), v_TKH

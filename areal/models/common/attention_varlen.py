@@ -1,12 +1,19 @@
 """Causal attention over packed sequences: the training back end of `attend`, in plain torch.
 
-Sequences lie one after another in a flat row of T tokens; none sees another. Sequences of similar
-length (within a factor of two) are padded to a rectangle together, so that one long sequence does
-not make every short one pay for it. Right padding is harmless under a causal mask: a real query
-never looks right, and what padded queries produce is dropped. Differentiable; no state is kept.
+Sequences lie one after another in a flat row of T tokens; none sees another. Differentiable; no
+state is kept. Three layouts, chosen once per micro-batch:
 
-A window is computed in blocks of queries, each with the keys its window can reach: the cost grows
-with S times the window, and no S x S mask is ever made.
+| sequences                | computed as                                                     |
+|--------------------------|-----------------------------------------------------------------|
+| one, or all equally long | the rectangle they already are, on a GPU by cuDNN (the fastest) |
+| mixed, 16 bits on a GPU  | one call of the kernel for packed sequences                     |
+| mixed otherwise          | rectangles of similar length (within a factor of two), padded   |
+
+Rectangles keep one long sequence from making every short one pay for it. Right padding is harmless
+under a causal mask: a real query never looks right, and what padded queries produce is dropped.
+
+In a rectangle, a window is computed in blocks of queries, each with the keys its window can reach:
+the cost grows with S times the window, and no S x S mask is ever made.
 
 Shape legend: T packed tokens, N query heads, K key-value heads, H head dim, B x S one rectangle,
 Q queries of a block, W keys it reaches.
@@ -14,11 +21,24 @@ Q queries of a block, W keys it reaches.
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Shorter blocks would recompute more keys than their own for small windows.
 _MIN_QUERY_BLOCK = 256
+# The first that can do it is taken. (By itself torch prefers flash, at half the speed of cuDNN on
+# Hopper.)
+_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class PackedAttention:
@@ -32,23 +52,14 @@ class PackedAttention:
 
     def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int):
         starts, lengths = _starts_and_lengths(cu_seqlens, max_seqlen)
-        device = cu_seqlens.device
         self.num_tokens = int(lengths.sum())
-        self.positions_T = _ranges(lengths).to(device)
-        # Where each token's output lies when the rectangles are laid out one after another.
-        slot_T = torch.empty(self.num_tokens, dtype=torch.int64)
-        self._rectangles: list[tuple[torch.Tensor, tuple[int, int]]] = []
-        offset = 0
-        for group in _groups_of_similar_length(lengths):
-            size = int(lengths[group].max())
-            column_S = torch.arange(size)
-            # Padding repeats the last token of its sequence: any finite value would do.
-            token_BS = starts[group, None] + column_S.clamp(max=lengths[group, None] - 1)
-            real_BS = column_S < lengths[group, None]
-            slot_T[token_BS[real_BS]] = offset + real_BS.flatten().nonzero().squeeze(1)
-            self._rectangles.append((token_BS.flatten().to(device), (len(group), size)))
-            offset += token_BS.numel()
-        self._slot_T = slot_T.to(device)
+        self.positions_T = _ranges(lengths).to(cu_seqlens.device)
+        self._cu_seqlens = cu_seqlens.to(torch.int32)
+        self._max_seqlen = int(lengths.max())
+        self._starts, self._lengths = starts, lengths
+        used = lengths[lengths > 0]
+        is_even = bool((used == self._max_seqlen).all())
+        self._shape = (len(used), self._max_seqlen) if is_even else None
 
     def __call__(
         self,
@@ -62,13 +73,62 @@ class PackedAttention:
     ) -> torch.Tensor:
         if len(q_TNH) != self.num_tokens:
             raise ValueError(f"cu_seqlens ends at {self.num_tokens}, got {len(q_TNH)} tokens")
+        if window is not None and window >= self._max_seqlen:
+            window = None
+        if (window is not None or self._shape is None) and _packed_kernel_takes(q_TNH):
+            return self._by_packed_kernel(q_TNH, k_TKH, v_TKH, window, scale)
+        if self._shape is not None:
+            return _attend_rows(q_TNH, k_TKH, v_TKH, self._shape, window, scale)
+        rectangles, slot_T = self._rectangles
         outputs = [
             _attend_rows(
                 *(x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH)), shape, window, scale
             )
-            for tokens, shape in self._rectangles
+            for tokens, shape in rectangles
         ]
-        return torch.cat(outputs).index_select(0, self._slot_T)
+        return torch.cat(outputs).index_select(0, slot_T)
+
+    def _by_packed_kernel(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        window: int | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # its import registers operators
+
+        # Older releases share key-value heads without being told.
+        gqa = {"enable_gqa"} & inspect.signature(varlen_attn).parameters.keys()
+        bounds, longest = self._cu_seqlens, self._max_seqlen
+        return varlen_attn(
+            q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=scale,
+            window_size=(-1 if window is None else window - 1, 0), **dict.fromkeys(gqa, True),
+        )  # fmt: skip
+
+    @cached_property
+    def _rectangles(self) -> tuple[list[tuple[torch.Tensor, tuple[int, int]]], torch.Tensor]:
+        """Each rectangle's tokens and shape, and where each token's output lies when the rectangles
+        are laid out one after another."""
+        starts, lengths, device = self._starts, self._lengths, self._cu_seqlens.device
+        slot_T = torch.empty(self.num_tokens, dtype=torch.int64)
+        rectangles = []
+        offset = 0
+        for group in _groups_of_similar_length(lengths):
+            size = int(lengths[group].max())
+            column_S = torch.arange(size)
+            # Padding repeats the last token of its sequence: any finite value would do.
+            token_BS = starts[group, None] + column_S.clamp(max=lengths[group, None] - 1)
+            real_BS = column_S < lengths[group, None]
+            slot_T[token_BS[real_BS]] = offset + real_BS.flatten().nonzero().squeeze(1)
+            rectangles.append((token_BS.flatten().to(device), (len(group), size)))
+            offset += token_BS.numel()
+        return rectangles, slot_T.to(device)
+
+
+def _packed_kernel_takes(q_TNH: torch.Tensor) -> bool:
+    is_16_bit = q_TNH.dtype in (torch.bfloat16, torch.float16)
+    return q_TNH.is_cuda and is_16_bit and q_TNH.shape[-1] % 8 == 0 and q_TNH.shape[-1] <= 256
 
 
 def _attend_rows(
@@ -81,12 +141,15 @@ def _attend_rows(
 ) -> torch.Tensor:
     """Attention within each row of a rectangle: [B * S, heads, H] in and out."""
     q_BNSH, k_BKSH, v_BKSH = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-    if window is None or window >= shape[1]:
-        out_BNSH = F.scaled_dot_product_attention(
-            q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale, enable_gqa=_shares(q_BNSH, k_BKSH)
-        )
-    else:
+    if window is not None and window < shape[1]:
         out_BNSH = _windowed(q_BNSH, k_BKSH, v_BKSH, window, scale)
+    else:
+        # Elsewhere there is one kernel, and the choice costs time.
+        with sdpa_kernel(_KERNELS, set_priority=True) if q.is_cuda else nullcontext():
+            out_BNSH = F.scaled_dot_product_attention(
+                q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale,
+                enable_gqa=_shares(q_BNSH, k_BKSH),
+            )  # fmt: skip
     return out_BNSH.transpose(1, 2).flatten(0, 1)
 
 

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 
 class DecoderBlock(nn.Module):
-    """Norms before attention and feed-forward. A family with others subclasses it."""
+    """Norms before attention and feed-forward. A family with others subclasses it.
+
+    What comes before `attend` and what comes after it are two functions of tensors alone, so that
+    each can be compiled (models/block_compile.py) whatever `attend` does.
+    """
 
     norm_class: ClassVar[type[nn.RMSNorm]] = nn.RMSNorm
 
@@ -46,7 +50,20 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos_TR, sin_TR, attend)
+        q_TNH, k_TKH, v_TKH = self.before(x_TD, cos_TR, sin_TR)
+        layer, window, scale = self.attention.layer, self.attention.window, self.attention.scale
+        out_TNH = attend(layer, q_TNH, k_TKH, v_TKH, window=window, scale=scale)
+        return self.after(x_TD, out_TNH)
+
+    def before(
+        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The queries, keys and values to attend with."""
+        return self.attention.heads(self.attention_norm(x_TD), cos_TR, sin_TR)
+
+    def after(self, x_TD: torch.Tensor, out_TNH: torch.Tensor) -> torch.Tensor:
+        """The block's output from its input and the output of attention."""
+        x_TD = x_TD + self.attention.wo(out_TNH.flatten(1))
         return x_TD + self.feed_forward(self.ffn_norm(x_TD))
 
 

@@ -1,6 +1,6 @@
 """The Gemma 3 decoder (text): norms before and after attention and feed-forward, scaled by 1 + w.
 
-Shape legend: T tokens, D model dim, R = head dim / 2.
+Shape legend: T tokens, D model dim, N heads, H head dim.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from areal.models.common.args import DecoderArgs
-from areal.models.common.attention import Attend
 from areal.models.common.decoder import Decoder, DecoderBlock
 from areal.models.gemma3.state_dict_adapter import Gemma3StateDictAdapter
 
@@ -34,11 +33,8 @@ class Gemma3Block(DecoderBlock):
         self.attention_out_norm = Gemma3Norm(args.dim, args.norm_eps)
         self.ffn_out_norm = Gemma3Norm(args.dim, args.norm_eps)
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        attended_TD = self.attention(self.attention_norm(x_TD), cos_TR, sin_TR, attend)
-        x_TD = x_TD + self.attention_out_norm(attended_TD)
+    def after(self, x_TD: torch.Tensor, out_TNH: torch.Tensor) -> torch.Tensor:
+        x_TD = x_TD + self.attention_out_norm(self.attention.wo(out_TNH.flatten(1)))
         return x_TD + self.ffn_out_norm(self.feed_forward(self.ffn_norm(x_TD)))
 
 
