@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from areal.api.io_struct import (
@@ -138,6 +140,14 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None: ...
+
+    @abstractmethod
+    def capture(self) -> Callable[[str | Path], None]:
+        """Copy the resumable state to host memory; what is returned writes it to a folder.
+
+        The folder is that of `save` as `dcp` with the optimizer. The writing may happen in another
+        thread while training goes on, one write at a time. On several ranks all call both.
+        """
 
     @abstractmethod
     def load(self, meta: SaveLoadMeta) -> None: ...

@@ -34,7 +34,7 @@ from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
 from areal.engine.optim import MasterOptimizer
-from areal.engine.process_group import any_rank, join_ranks
+from areal.engine.process_group import any_rank, join_ranks, side_group
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
 from areal.engine.weight_stream import stream_weights
@@ -75,6 +75,7 @@ class ArchonEngine(TrainEngine):
         self._model: Decoder | None = None
         self._optimizer: MasterOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
+        self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
 
     def create_process_group(
         self, parallel_strategy: ParallelStrategy, *, num_replicas: int = 1
@@ -128,6 +129,7 @@ class ArchonEngine(TrainEngine):
         if self.config.batch_invariant:
             make_invariant(self._model)
         self._speed_up_blocks(self._model)
+        self._writers = side_group(self._ranks)
         if self.config.optimizer is not None and ft_spec is not None:
             self._optimizer = MasterOptimizer(
                 self._model, self.config.optimizer, ft_spec.total_train_steps, self._ranks
@@ -241,10 +243,13 @@ class ArchonEngine(TrainEngine):
         `hf` give a scratch folder."""
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
-            checkpoint.save(meta.path, self.model, optimizer, self._version, self._ranks)
+            checkpoint.save(meta.path, self.model, optimizer, self._version, self._writers)
             return
         _refuse_optimizer(meta)
         self._stream_to(lambda weights: self._save_hf(weights, meta))
+
+    def capture(self) -> Callable[[str | Path], None]:
+        return checkpoint.capture(self.model, self.optimizer, self._version, self._writers).write
 
     def _save_hf(self, weights: Iterator[tuple[str, torch.Tensor]], meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
@@ -261,7 +266,7 @@ class ArchonEngine(TrainEngine):
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
             self._version = checkpoint.load(
-                meta.path, self.model, self._optimizer_if(meta.with_optim), self._ranks
+                meta.path, self.model, self._optimizer_if(meta.with_optim), self._writers
             )
             return
         _refuse_optimizer(meta)

@@ -2,29 +2,81 @@
 
 Holds the float32 master weights, the optimizer's moments, the buffers, the place in the
 learning-rate schedule and the policy version: everything that training on depends on. Each rank
-writes what it holds, and any layout of ranks can load it. The folder appears whole or not at all.
+writes what it holds, and any layout of ranks can load it. The folder appears whole or not at all,
+with a manifest of checksums that is verified before anything of it is loaded.
+
+    save(path, model, optimizer, version, ranks)                 # training waits
+    snapshot = capture(model, optimizer, version, ranks)         # training waits for a copy in
+    snapshot.write(path)                                         # memory; this may be in a thread
 
 `ranks` is None for one process that knows no others; else every one of them calls, on a file system
-all of them see.
+all of them see. A group that writes in a thread is used for nothing else, and for one write at a
+time: see `process_group.side_group`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from areal.engine.optim import MasterOptimizer
-from areal.engine.process_group import on_first_rank
+from areal.engine.process_group import on_all_ranks, on_first_rank
 from areal.utils.fs import atomic_folder
+from areal.utils.manifest import check_files, describe, list_files, read_manifest, write_manifest
+
+# torch warns where no process group exists; with one rank that is meant. For the whole process,
+# since filters are not the business of a thread.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+State = dict[str, torch.Tensor]
+
+_MOMENTS = "moments."
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state at one moment; later training does not change it."""
+
+    state: State
+    ranks: dist.ProcessGroup | None
+    copied: torch.cuda.Event | None  # when the copies in `state` are whole; None: they are
+
+    def write(self, path: str | Path) -> None:
+        """Write the folder `path`, in place of what it was; any thread."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        _write_folder(path, self.state, self.ranks)
+
+
+def capture(
+    model: nn.Module,
+    optimizer: MasterOptimizer | None,
+    version: int,
+    ranks: dist.ProcessGroup | None = None,
+) -> Snapshot:
+    """Copy what `save` would write to host memory; without `optimizer` weights and version alone.
+
+    From a GPU the copies are made in the order of its stream: what is launched after this call
+    changes them no more, and the caller need not wait for them.
+    """
+    state = _state(model, optimizer, version)
+    copies = {name: _host_copy(tensor) for name, tensor in state.items()}
+    copied = None
+    if any(_local(tensor).is_cuda for tensor in state.values()):
+        copied = torch.cuda.Event()
+        copied.record()
+    return Snapshot(copies, ranks, copied)
 
 
 def save(
@@ -36,25 +88,7 @@ def save(
 ) -> None:
     """Write the folder `path`, in place of what it was; without `optimizer` weights and version
     alone."""
-    state, _ = _state(model, optimizer, version)
-    with ExitStack() as stack:
-        scratch = on_first_rank(ranks, lambda: str(stack.enter_context(atomic_folder(path))))
-        _write(state, scratch, path, ranks)
-        on_first_rank(ranks, stack.close)  # gives the folder its name
-
-
-def _write(
-    state: dict[str, Any], scratch: str, path: str | Path, ranks: dist.ProcessGroup | None
-) -> None:
-    """What one rank cannot write fails on all of them."""
-    try:
-        with _quiet(ranks):
-            dcp.save(state, checkpoint_id=scratch, process_group=ranks, no_dist=ranks is None)
-    except CheckpointException as error:  # no Exception in torch: nobody else would catch it
-        cause = _cause(error)
-        if isinstance(cause, OSError):
-            raise cause from error
-        raise RuntimeError(f"cannot write {path}: {cause}") from error
+    _write_folder(path, _state(model, optimizer, version), ranks)
 
 
 def load(
@@ -63,21 +97,86 @@ def load(
     optimizer: MasterOptimizer | None,
     ranks: dist.ProcessGroup | None = None,
 ) -> int:
-    """Fill model and optimizer in place; returns the saved version."""
-    state, counters = _state(model, optimizer, 0)
+    """Fill model and optimizer in place; returns the saved version.
+
+    DamagedError names a file that is not what was written, ValueError a tensor that does not fit;
+    then nothing was changed.
+    """
+    path = Path(path)
+    _verify(path, ranks)
+    state = _state(model, optimizer, 0)
+    _check_fit(path, state)
     try:
-        with _quiet(ranks):
-            dcp.load(state, checkpoint_id=path, process_group=ranks, no_dist=ranks is None)
+        dcp.load(state, checkpoint_id=path, process_group=ranks, no_dist=ranks is None)
     except CheckpointException as error:
-        raise RuntimeError(
-            f"{path} is not a checkpoint of this model and optimizer: {_cause(error)}"
-        ) from error
-    version, lr_step, num_skipped_steps = counters.tolist()
+        raise RuntimeError(f"cannot load {path}: {_cause(error)}") from error
+    version, lr_step, num_skipped_steps = state["counters"].tolist()
     if optimizer is not None:
         optimizer.write_back()
         optimizer.set_lr_step(lr_step)
         optimizer.num_skipped_steps = num_skipped_steps
     return version
+
+
+def _write_folder(path: str | Path, state: State, ranks: dist.ProcessGroup | None) -> None:
+    with ExitStack() as stack:
+        scratch = on_first_rank(ranks, lambda: str(stack.enter_context(atomic_folder(path))))
+        _write_shards(state, scratch, path, ranks)
+        folder = Path(scratch)
+        own_part = on_all_ranks(ranks, lambda: describe(folder, _share(list_files(folder), ranks)))
+        files = {name: facts for part in own_part for name, facts in part.items()}
+        on_first_rank(ranks, lambda: write_manifest(folder, files, {}))
+        on_first_rank(ranks, stack.close)  # gives the folder its name
+
+
+def _write_shards(
+    state: State, scratch: str, path: str | Path, ranks: dist.ProcessGroup | None
+) -> None:
+    """What one rank cannot write fails on all of them."""
+    try:
+        dcp.save(state, checkpoint_id=scratch, process_group=ranks, no_dist=ranks is None)
+    except CheckpointException as error:  # no Exception in torch: nobody else would catch it
+        cause = _cause(error)
+        if isinstance(cause, OSError):
+            raise cause from error
+        raise RuntimeError(f"cannot write {path}: {cause}") from error
+
+
+def _verify(path: Path, ranks: dist.ProcessGroup | None) -> None:
+    """Each file is read by one of the ranks; damage one of them finds ends the call on all."""
+
+    def verify_share() -> None:
+        if not path.is_dir():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+        manifest = read_manifest(path)
+        check_files(path, manifest, _share(sorted(manifest.files), ranks))
+
+    on_all_ranks(ranks, verify_share)
+
+
+def _share(names: list[str], ranks: dist.ProcessGroup | None) -> list[str]:
+    return names if ranks is None else names[ranks.rank() :: ranks.size()]
+
+
+def _check_fit(path: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """torch would leave out what the model does not ask for: a larger model's layers."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    sizes = {
+        name: list(entry.size)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    if not any(name.startswith(_MOMENTS) for name in state):
+        sizes = {name: size for name, size in sizes.items() if not name.startswith(_MOMENTS)}
+    own = {name: list(tensor.shape) for name, tensor in state.items()}
+    odd = [name for name in sorted(own.keys() | sizes.keys()) if own.get(name) != sizes.get(name)]
+    if odd:
+        name = odd[0]
+        raise ValueError(
+            f"{path} is not a checkpoint of this model and optimizer: {len(odd)} tensors differ, "
+            f"the first is {name}: {sizes.get(name, 'absent')} there, {own.get(name, 'absent')} "
+            "here"
+        )
 
 
 def _cause(error: CheckpointException) -> BaseException:
@@ -91,27 +190,34 @@ def _cause(error: CheckpointException) -> BaseException:
     return cause or first
 
 
-@contextmanager
-def _quiet(ranks: dist.ProcessGroup | None) -> Iterator[None]:
-    """torch warns where no process group exists; with one rank that is meant."""
-    with warnings.catch_warnings():
-        if ranks is None:
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
-
-
-def _state(
-    model: nn.Module, optimizer: MasterOptimizer | None, version: int
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """The tensors of the checkpoint (those in use, not copies), and its counters."""
+def _state(model: nn.Module, optimizer: MasterOptimizer | None, version: int) -> State:
+    """The tensors of the checkpoint by name: those in use, not copies; and three counters."""
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    state: dict[str, Any] = {"weights": weights}
     buffers = {k: tensor for k, tensor in model.state_dict().items() if k not in weights}
-    if buffers:
-        state["buffers"] = buffers
     counters = torch.tensor([version, 0, 0])
+    moments: dict[str, dict[str, torch.Tensor]] = {}
     if optimizer is not None:
         counters = torch.tensor([version, optimizer.lr_step, optimizer.num_skipped_steps])
-        state |= {"weights": optimizer.masters(), "moments": optimizer.moments()}
-    state["counters"] = counters
-    return state, counters
+        weights, moments = optimizer.masters(), optimizer.moments()
+    return {
+        **{f"weights.{name}": tensor for name, tensor in weights.items()},
+        **{f"buffers.{name}": tensor for name, tensor in buffers.items()},
+        **{
+            f"{_MOMENTS}{name}.{kind}": tensor
+            for name, kinds in moments.items()
+            for kind, tensor in kinds.items()
+        },
+        "counters": counters,
+    }
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned when it comes from a GPU, so that the copy needs no one to wait for it."""
+    pinned = _local(tensor).is_cuda
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+    _local(copy).copy_(_local(tensor), non_blocking=pinned)
+    return copy
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -45,7 +45,7 @@ from areal.engine.fsdp.weights import (
     whole_weights,
 )
 from areal.engine.optim import MasterOptimizer
-from areal.engine.process_group import join_ranks
+from areal.engine.process_group import join_ranks, side_group
 from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
@@ -75,6 +75,7 @@ class FSDPEngine(TrainEngine):
         self._adapters: Adapters | None = None
         self._optimizer: MasterOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
+        self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
 
     def create_process_group(
         self, parallel_strategy: ParallelStrategy, *, num_replicas: int = 1
@@ -122,6 +123,7 @@ class FSDPEngine(TrainEngine):
         check_model(model, self.device)
         self._model = model
         self._reshard()
+        self._writers = side_group(self._ranks)
         if trains:
             self._optimizer = MasterOptimizer(
                 _Trained(model), self.config.optimizer, ft_spec.total_train_steps, self._ranks
@@ -258,7 +260,7 @@ class FSDPEngine(TrainEngine):
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
             trained = _Trained(self.model)
-            checkpoint.save(meta.path, trained, optimizer, self._version, self._ranks)
+            checkpoint.save(meta.path, trained, optimizer, self._version, self._writers)
             return
         _refuse_optimizer(meta)
         if self._adapters is None:
@@ -266,6 +268,10 @@ class FSDPEngine(TrainEngine):
         else:
             adapters = self._adapters.tensors(is_receiver=self._is_first_rank)
             self._hand_over(adapters, lambda tensors: self._save_adapters(tensors, meta))
+
+    def capture(self) -> Callable[[str | Path], None]:
+        trained = _Trained(self.model)
+        return checkpoint.capture(trained, self.optimizer, self._version, self._writers).write
 
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = read_hf_config(self.config.path)
@@ -281,7 +287,7 @@ class FSDPEngine(TrainEngine):
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
             trained = _Trained(self.model)
-            self._version = checkpoint.load(meta.path, trained, optimizer, self._ranks)
+            self._version = checkpoint.load(meta.path, trained, optimizer, self._writers)
             return
         _refuse_optimizer(meta)
         if self._adapters is None:

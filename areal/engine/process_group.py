@@ -61,3 +61,30 @@ def on_first_rank(ranks: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise RuntimeError(f"rank 0 failed: {outcome[1]}")
     return outcome[0]
+
+
+def on_all_ranks(ranks: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
+    """What `act` returns on each rank, in order; what it raises on any of them is raised on all."""
+    if ranks is None:
+        return [act()]
+    outcome: tuple[Any, Exception | None]
+    try:
+        outcome = (act(), None)
+    except (OSError, RuntimeError, ValueError) as error:
+        outcome = (None, error)
+    outcomes: list[Any] = [None] * ranks.size()
+    dist.all_gather_object(outcomes, outcome, group=ranks)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
+
+
+def side_group(ranks: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The same ranks once more, on the CPU: for threads that talk while the others train.
+
+    All of them call.
+    """
+    if ranks is None:
+        return None
+    return dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")

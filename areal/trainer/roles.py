@@ -2,7 +2,8 @@
 
     roles.add("actor", engine); roles.add("critic", engine)
     roles.save_if_due(step, tokenizer)     # checkpoints/{role}/..., each when its own timer says so
-    roles.write(point); roles.read(point)  # all of them, in one recover point: {point}/{role}/
+    write = roles.capture()                # all of them as they are now, copied
+    write(point); roles.read(point)        # one recover point: {point}/{role}/
 
 A recover point holds every role or it is none: the manifest over all its files is written last, by
 `utils/recover.py`. Models that are not trained (reference, teacher) have no state to keep.
@@ -28,15 +29,22 @@ class _Role:
 
 
 class Roles:
-    def __init__(self, checkpoints: Path, new_timer: Callable[[], FrequencyTimer]) -> None:
-        """`new_timer` makes the timer of one role's saver."""
+    def __init__(
+        self,
+        checkpoints: Path,
+        new_timer: Callable[[], FrequencyTimer],
+        *,
+        keep: int | None = None,
+    ) -> None:
+        """`new_timer` makes the timer of one role's saver, which keeps its newest `keep`."""
         self._checkpoints = checkpoints
         self._new_timer = new_timer
+        self._keep = keep
         self._roles: dict[str, _Role] = {}
 
     def add(self, role: str, engine: TrainEngine) -> None:
         assert role not in self._roles, f"role {role} is taken"
-        saver = Saver(self._checkpoints, role, self._new_timer())
+        saver = Saver(self._checkpoints, role, self._new_timer(), keep=self._keep)
         self._roles[role] = _Role(engine, saver)
 
     def engine(self, role: str) -> TrainEngine:
@@ -49,14 +57,17 @@ class Roles:
         for role in self._roles.values():
             role.saver.save_if_due(role.engine, step, tokenizer)
 
-    def write(self, point: Path) -> None:
-        for name, role in self._roles.items():
-            role.engine.save(_resumable(point / name))
+    def capture(self) -> Callable[[Path], None]:
+        """What is returned writes their state of this moment; training may go on meanwhile."""
+        writers = {name: role.engine.capture() for name, role in self._roles.items()}
+
+        def write(point: Path) -> None:
+            for name, write_role in writers.items():
+                write_role(point / name)
+
+        return write
 
     def read(self, point: Path) -> None:
         for name, role in self._roles.items():
-            role.engine.load(_resumable(point / name))
-
-
-def _resumable(folder: Path) -> SaveLoadMeta:
-    return SaveLoadMeta(path=str(folder), weight_format="dcp", with_optim=True)
+            path = str(point / name)
+            role.engine.load(SaveLoadMeta(path=path, weight_format="dcp", with_optim=True))

@@ -4,6 +4,10 @@ In: the experiment config. Out: the run's folder, its database (locked for this 
 statistics, traces, savers and recover points. Trainers differ in what they do inside a step; when
 a step is saved, evaluated, recorded and recovered from is decided here, once.
 
+A recover point is the run at the end of one step: everything is copied there and then, and written
+beside the steps that follow. Until it is whole on the disk the one before it counts, and what that
+one needs is kept. A write that fails stops the run at the end of the next step.
+
     with Run(config, dataset_size=len(rows)) as run:
         run.roles.add("actor", engine)           # every model that is trained
         run.remember("kl_controller", control)   # other state that training on depends on
@@ -20,18 +24,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.trainer.identity import run_identity
+from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
 from areal.utils import logging, perf_tracer, stats_tracker
 from areal.utils.fs import atomic_write_text
 from areal.utils.perf_tracer import phase
-from areal.utils.recover import RecoverPoint, RecoverStore
 from areal.utils.run_db import RunDatabase
 from areal.utils.run_paths import RunPaths
 from areal.utils.saver import save_checkpoint
@@ -43,9 +48,6 @@ if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
 
 logger = logging.getLogger("Run")
-
-# Sections that name a model; a trainer's config has some of them.
-_ROLES = ("actor", "critic", "ref", "teacher")
 
 # Called after every step with (steps done, steps in all, its statistics).
 StepObserver = Callable[[int, int, Mapping[str, float]], None]
@@ -68,16 +70,15 @@ class Run:
         self._resumes = config.recover.mode == "on"
         self._committed_at = time.perf_counter()
         self._config_text = dump_yaml(config)
-        self._recover = RecoverStore(
-            self.paths.recover, identity=_identity(config), keep=config.recover.keep
-        )
         self._has_begun = False
         with ExitStack() as stack:
             stack.enter_context(self._no_folder_for_a_mistake())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
-            if (point := self._newest_point()) is not None:
-                point.check_identity()
+            self._recovery = stack.enter_context(
+                Recovery(self.paths.recover, config.recover, run_identity(config, dataset_size))
+            )
+            self._recovery.check_identity()
             trackers = open_trackers(
                 config.stats_logger,
                 experiment_name=config.experiment_name,
@@ -92,7 +93,9 @@ class Run:
                 stack.callback(perf_tracer.stop)
             self._closing = stack.pop_all()
         self._trace_interval = config.perf_tracer.save_interval
-        self.roles = Roles(self.paths.checkpoints, lambda: _timer(config.saver))
+        self.roles = Roles(
+            self.paths.checkpoints, lambda: _timer(config.saver), keep=config.saver.keep
+        )
         self._remembered: dict[str, Stateful] = {}
         self._evaluation_timer = _timer(config.evaluator)
         self._evaluates = config.evaluator.ever_fires or config.evaluator.eval_before_train
@@ -114,20 +117,19 @@ class Run:
 
         From here on the folder is that of a run: it gets its config.yaml.
         """
-        point = self._newest_point()
-        state = None if point is None else point.load()
+        found = self._recovery.read(self.roles.read)
         atomic_write_text(self.paths.config, self._config_text)
         self._has_begun = True
-        if point is None:
+        if found is None:
             self.database.record_event("started", "step 0")
             return 0
-        self.roles.read(point.path)
+        point, state = found
         for name, holder in self._states().items():
             if name in state:  # what the killed run did not have starts afresh
                 holder.load_state_dict(state[name])
         first = point.global_step + 1
         self.database.record_event("resumed", f"step {first}")
-        logger.info("resumed after step %d of %d", first, self.total_steps)
+        logger.info("resumed after step %d of %d, from %s", first, self.total_steps, point.path)
         return first
 
     def steps(self, first: int) -> Iterator[StepInfo]:
@@ -155,24 +157,27 @@ class Run:
         `stats["tokens"]` is what the step trained on. The recover point comes last, so that a run
         resumed from it repeats nothing before it.
         """
-        with phase("save", "io"):
-            self.roles.save_if_due(step, tokenizer)
-        recorded = {**stats_tracker.export_all(), **stats, **self._speed(stats["tokens"])}
-        self.stats_logger.commit(step.global_step, recorded)
-        due = self._recover_timer.tick(step) or self._is_last(step)
-        if not self._resumes:
-            self.on_settled(step.global_step)
-        elif due:
-            with phase("recover", "io"):
-                self._write_recover_point(step)
-                self.on_settled(self._recover.oldest_step())
+        with self._recovery.stopping_in_order(step.global_step + 1):
+            self._settle(self._recovery.poll())
+            with phase("save", "io"):
+                self.roles.save_if_due(step, tokenizer)
+            recorded = {**stats_tracker.export_all(), **stats, **self._speed(stats["tokens"])}
+            self.stats_logger.commit(step.global_step, recorded)
+            due = self._recover_timer.tick(step) or self._is_last(step)
+            if not self._resumes:
+                self.on_settled(step.global_step)
+            elif due:
+                with phase("recover", "io"):
+                    self._start_recover_point(step)
         if (step.global_step + 1) % self._trace_interval == 0:
             perf_tracer.save()
         return recorded
 
     def finish(self, tokenizer: Any) -> Path:
         """Export the trained actor to the run's `model/` folder."""
-        save_checkpoint(self.roles.engine("actor"), self.paths.model, tokenizer)
+        with self._recovery.stopping_in_order(self.total_steps):
+            save_checkpoint(self.roles.engine("actor"), self.paths.model, tokenizer)
+            self._settle(self._recovery.wait())
         self.database.record_event("finished", f"step {self.total_steps}")
         return self.paths.model
 
@@ -200,9 +205,6 @@ class Run:
                         folder.rmdir()
             raise
 
-    def _newest_point(self) -> RecoverPoint | None:
-        return self._recover.latest() if self._resumes else None
-
     def _speed(self, tokens: float) -> dict[str, float]:
         """From commit to commit, so that no part of the loop goes uncounted."""
         now = time.perf_counter()
@@ -212,9 +214,16 @@ class Run:
     def _is_last(self, step: StepInfo) -> bool:
         return step.global_step == self.total_steps - 1
 
-    def _write_recover_point(self, step: StepInfo) -> None:
+    def _start_recover_point(self, step: StepInfo) -> None:
+        self._settle(self._recovery.wait())
         state = {name: holder.state_dict() for name, holder in self._states().items()}
-        self._recover.save(step.global_step, self.roles.write, state)
+        self._recovery.start(
+            step.global_step, self.roles.capture(), state, before=self.database.flush
+        )
+
+    def _settle(self, has_written: bool) -> None:
+        if has_written:
+            self.on_settled(self._recovery.oldest_step())
 
     def _states(self) -> dict[str, Stateful]:
         timers = {"evaluator": self._evaluation_timer, "recover": self._recover_timer}
@@ -257,17 +266,3 @@ def _timer(config: TimerConfig) -> FrequencyTimer:
     return FrequencyTimer(
         freq_epochs=config.freq_epochs, freq_steps=config.freq_steps, freq_secs=config.freq_secs
     )
-
-
-def _identity(config: BaseExperimentConfig) -> dict[str, Any]:
-    """What must not change between a recover point and the run that goes on from it."""
-    sections = {f.name: getattr(config, f.name) for f in fields(config) if f.name in _ROLES}
-    models = {f"{role}.path": section.path for role, section in sections.items() if section}
-    return {
-        "trainer": config.trainer,
-        "seed": config.seed,
-        **models,
-        "train_dataset.path": config.train_dataset.path,
-        "train_dataset.batch_size": config.train_dataset.batch_size,
-        "train_dataset.dataset_kwargs": config.train_dataset.dataset_kwargs,
-    }

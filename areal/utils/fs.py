@@ -89,11 +89,18 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
     return removed
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder; a kill in the middle leaves no half of it, only a hidden leftover."""
+    doomed = _sibling(path)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
 @contextlib.contextmanager
 def _leaving_nothing_behind(target: Path) -> Iterator[Path]:
     """Yields a fresh sibling name of `target`; what still has that name at the end is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    scratch = _sibling(target)
     try:
         yield scratch
     except Exception as err:
@@ -104,6 +111,10 @@ def _leaving_nothing_behind(target: Path) -> Iterator[Path]:
         raise OSError(code, reason) from err
     finally:
         _remove(scratch)
+
+
+def _sibling(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _write_fault(err: Exception, scratch: Path) -> int | None:
@@ -146,7 +157,7 @@ def _move_onto(scratch: Path, target: Path) -> None:
     elif not _exchange(scratch, target):
         # No atomic exchange here (not Linux, or a file system without it): the old folder steps
         # aside first, so a kill between the two renames leaves no `target`, but never half of one.
-        aside = scratch.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        aside = _sibling(target)
         os.rename(target, aside)
         os.rename(scratch, target)
         _remove(aside)

@@ -126,6 +126,11 @@ class RunDatabase:
                 "INSERT INTO events (time, kind, text) VALUES (?, ?, ?)", (time.time(), kind, text)
             )
 
+    def flush(self) -> None:
+        """What was committed is on the disk and outlives the machine's power."""
+        with self._lock:
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
     def step_stats(self) -> list[tuple[int, dict[str, float]]]:
         with self._lock:
             return read_steps(self._connection)

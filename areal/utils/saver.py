@@ -2,21 +2,25 @@
 
 A Saver belongs to one role (`actor`, `critic`) and has its own timer. The engine writes into a
 hidden sibling folder that gets its name only when everything is on the disk, so a full disk or a
-kill leaves no folder that looks like a checkpoint.
+kill leaves no folder that looks like a checkpoint. Older ones beyond `keep` go when a newer one is
+whole.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import SaveLoadMeta, StepInfo
 from areal.utils import logging
-from areal.utils.fs import atomic_folder
+from areal.utils.fs import atomic_folder, remove_folder, remove_leftovers
 from areal.utils.timers import FrequencyTimer
 
 logger = logging.getLogger("Saver")
+
+_NAME = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
 
 
 class Saver:
@@ -26,9 +30,15 @@ class Saver:
     saver.save_if_due(engine, step, tokenizer)      # once per finished step
     """
 
-    def __init__(self, checkpoints: Path, role: str, timer: FrequencyTimer) -> None:
+    def __init__(
+        self, checkpoints: Path, role: str, timer: FrequencyTimer, *, keep: int | None = None
+    ) -> None:
+        """`keep`: how many of the newest stay; None: all."""
         self.timer = timer
         self._folder = checkpoints / role
+        self._keep = keep
+        if self._folder.is_dir():
+            remove_leftovers(self._folder)
 
     def save_if_due(
         self, engine: TrainEngine, step: StepInfo, tokenizer: Any = None
@@ -38,7 +48,15 @@ class Saver:
             return None
         path = self._folder / checkpoint_name(step)
         save_checkpoint(engine, path, tokenizer)
+        self._prune()
         return path
+
+    def _prune(self) -> None:
+        if self._keep is None:
+            return
+        steps = {p: int(m[1]) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))}
+        for path in sorted(steps, key=steps.__getitem__)[: -self._keep]:
+            remove_folder(path)
 
 
 def checkpoint_name(step: StepInfo) -> str:

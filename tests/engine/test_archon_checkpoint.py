@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,13 +51,15 @@ def resume_and_save(folder: str, scratch: str, backends: list[str]) -> list[list
     for backend in backends:
         engine = open_engine(folder, backend, optimizer=ADAM)
         engine.load(point(last))
+        found.append([engine.get_version(), engine.optimizer.lr])
         last = Path(scratch) / backend.replace(":", "_")
-        engine.save(point(last))
-        found.append([engine.get_version(), engine.optimizer.lr, last.is_dir()])
-        go_on(engine, range(2, 4))
+        with ThreadPoolExecutor() as thread:
+            written = thread.submit(engine.capture(), last)
+            go_on(engine, range(2, 4))  # both talk to the other ranks at the same time
+        written.result()
         weights = weights_of(engine)
         if dist.get_rank() == 0:
-            torch.save(weights, last / "end.pt")
+            torch.save(weights, last.with_suffix(".pt"))
     return found
 
 
@@ -69,9 +73,9 @@ def check(folder: str, scratch: Path, num_ranks: int, backends: list[str]) -> No
     expected = weights_of(straight)
 
     found = run_ranks(num_ranks, BODY, folder, str(scratch), backends, timeout_s=120)
-    assert found == [[[7, pytest.approx(lr), True]] * len(backends)] * num_ranks
+    assert found == [[[7, pytest.approx(lr)]] * len(backends)] * num_ranks
     for backend in backends:
-        got = torch.load(scratch / backend.replace(":", "_") / "end.pt")
+        got = torch.load((scratch / backend.replace(":", "_")).with_suffix(".pt"))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
     resumed = open_engine(folder, "archon:d1", optimizer=ADAM)
@@ -95,27 +99,37 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(fo
     (tmp_path / "point").mkdir()
     (tmp_path / "point" / "kept").write_text("old")
     found = run_ranks(2, "engine.test_archon_checkpoint:fail_to_save", folder, str(tmp_path))
-    for full_disk, no_folder in found:
+    for full_disk, no_folder, damage in found:
         assert "No space left" in full_disk and "File exists" in no_folder
-    assert [path.name for path in tmp_path.rglob("*")] == ["point", "kept"]
+        assert "whole is damaged: __1_0.distcp: its checksum" in damage
+    assert [path.name for path in tmp_path.rglob("*") if path.parent.name != "whole"] == [
+        *("point", "whole", "kept")
+    ]
 
 
 def fail_to_save(folder: str, scratch: str) -> list[str]:
-    """To a disk that is full for rank 1, and to where rank 0 can make no folder."""
+    """To a disk that is full for rank 1, and to where rank 0 can make no folder; and to load what
+    is damaged in a file that one of them reads."""
     engine = open_engine(folder, "archon:d2", optimizer=ADAM)
-    no_folder = _failed_save(engine, f"{scratch}/point/kept/inside")
+    no_folder = _failed(engine.save, f"{scratch}/point/kept/inside")
+    engine.save(point(f"{scratch}/whole"))
+    if dist.get_rank() == 0:
+        shard = Path(scratch) / "whole" / "__1_0.distcp"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    damage = _failed(engine.load, f"{scratch}/whole")
     if dist.get_rank() == 1:
         filesystem._write_item = _full_disk
-    return [_failed_save(engine, f"{scratch}/point"), no_folder]
+    return [_failed(engine.save, f"{scratch}/point"), no_folder, damage]
 
 
 def _full_disk(*args, **kwargs) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _failed_save(engine: ArchonEngine, path: str) -> str:
+def _failed(act: Callable[[SaveLoadMeta], None], path: str) -> str:
     try:
-        engine.save(point(path))
+        act(point(path))
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""

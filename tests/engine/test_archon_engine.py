@@ -289,7 +289,7 @@ def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path):
     other = write_tiny_model(tmp_path / "wide", "qwen3", hidden_size=16)
     meta = SaveLoadMeta(path=str(tmp_path / "point"), weight_format="dcp", with_optim=True)
     open_engine(other).save(meta)
-    with pytest.raises(RuntimeError, match="not a checkpoint of this model"):
+    with pytest.raises(ValueError, match="not a checkpoint of this model"):
         open_engine(folder).load(meta)
 
 

@@ -147,8 +147,11 @@ class FullDisk:
     def __init__(self, after: int) -> None:
         self.left = after
 
-    def save(self, meta) -> None:
+    def capture(self):
         self.left -= 1
+        return self.write
+
+    def write(self, path) -> None:
         if self.left < 0:
             raise OSError("No space left on device")
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.utils.recover import RecoverError, RecoverStore
+from areal.utils.manifest import (
+    DamagedError,
+    check_files,
+    describe,
+    read_manifest,
+    write_manifest,
+)
+from areal.utils.recover import RecoverError, RecoverPoint, RecoverStore
 
 IDENTITY = {"actor.path": "tiny", "seed": 1}
 
@@ -23,19 +31,23 @@ def write_weights(folder: Path) -> None:
     (folder / "dcp" / "shard.bin").write_bytes(bytes(range(256)) * 40)
 
 
+def load(points: RecoverStore) -> dict | None:
+    return points.read_newest(RecoverPoint.load)
+
+
 def store(root: Path, **changes) -> RecoverStore:
     return RecoverStore(root, **{"identity": IDENTITY, "keep": 2, **changes})
 
 
 def test_fresh_run_has_no_point_and_asking_creates_none(tmp_path):
-    assert store(tmp_path / "recover").latest() is None
+    assert load(store(tmp_path / "recover")) is None
     assert store(tmp_path / "recover").oldest_step() is None
     assert not (tmp_path / "recover").exists()
 
 
 def test_round_trip(tmp_path):
     path = store(tmp_path).save(7, write_weights, {"timer": {"steps": 2}, "list": [1, 2.5]})
-    point = store(tmp_path).latest()
+    (point,) = store(tmp_path).points()
     assert point.path == path == tmp_path / "step_7"
     assert point.global_step == 7
     assert point.load() == {"timer": {"steps": 2}, "list": [1, 2.5]}
@@ -46,7 +58,7 @@ def test_only_the_newest_points_are_kept_in_number_order(tmp_path):
     for step in (8, 9, 10, 11):
         points.save(step, write_weights, {"at": step})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11"]
-    assert points.latest().load() == {"at": 11}
+    assert load(points) == {"at": 11}
     assert points.oldest_step() == 10
 
 
@@ -54,7 +66,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     points = store(tmp_path)
     points.save(3, write_weights, {"try": 1})
     points.save(3, write_weights, {"try": 2})
-    assert points.latest().load() == {"try": 2}
+    assert load(points) == {"try": 2}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +80,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
         (lambda p: (p / "state.json").write_text('{"a": 2}'), "state.json: its checksum differs"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json: missing"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json: unreadable"),
-        (lambda p: (p / "manifest.json").write_text('{"format": 99}'), "format 99, expected 1"),
+        (lambda p: (p / "manifest.json").write_text('{"format": 99}'), "format 99, expected 2"),
+        (lambda p: (p / "dcp/other.bin").write_bytes(b"x"), "dcp/other.bin: foreign"),
+        (lambda p: shutil.copytree(p.parent / "step_1", p, dirs_exist_ok=True), "of step 1"),
     ],
 )
 def test_damage_is_named_and_never_a_fresh_start(tmp_path, damage, message):
@@ -77,27 +91,65 @@ def test_damage_is_named_and_never_a_fresh_start(tmp_path, damage, message):
     points.save(2, write_weights, {"a": 1})
     damage(tmp_path / "step_2")
     with pytest.raises(RecoverError, match=message) as error:
-        points.latest().load()
-    assert "step_2" in str(error.value) and "Delete that folder" in str(error.value)
+        load(points)
+    assert "step_2" in str(error.value) and "recover.on_damage=previous" in str(error.value)
+    assert load(store(tmp_path, on_damage="previous")) == {"a": 1}
 
 
-@given(position=st.integers(0, 256 * 40 - 1), bit=st.integers(0, 7))
-def test_any_flipped_bit_is_found(tmp_path_factory, position, bit):
+def test_the_only_point_damaged_is_an_error_also_when_the_one_before_may_be_taken(tmp_path):
+    points = store(tmp_path, on_damage="previous")
+    points.save(1, write_weights, {})
+    (tmp_path / "step_1" / "state.json").unlink()
+    with pytest.raises(RecoverError, match="state.json: missing.*choose a new trial_name"):
+        load(points)
+
+
+def test_a_damaged_point_left_behind_does_not_push_out_good_ones(tmp_path):
+    points = store(tmp_path, keep=1, on_damage="previous")
+    for step in (3, 9):
+        store(tmp_path).save(step, write_weights, {"at": step})
+    (tmp_path / "step_9" / "state.json").unlink()
+    assert load(points) == {"at": 3}
+    points.save(4, write_weights, {"at": 4})
+    assert os.listdir(tmp_path) == ["step_4"]
+
+
+def test_files_an_inner_manifest_vouches_for_are_left_to_its_reader(tmp_path):
+    def write_vouched(folder: Path) -> None:
+        write_weights(folder)
+        write_manifest(folder / "dcp", describe(folder / "dcp", ["shard.bin"]), {})
+
+    path = store(tmp_path).save(1, write_vouched, {"a": 1})
+    (path / "dcp" / "shard.bin").write_bytes(b"changed")
+    assert load(store(tmp_path)) == {"a": 1}
+    with pytest.raises(DamagedError, match="shard.bin: 7 bytes, expected 10240"):
+        check_files(path / "dcp", read_manifest(path / "dcp"), ["shard.bin"])
+    (path / "dcp" / "manifest.json").write_text("{}")
+    with pytest.raises(RecoverError, match="dcp/manifest.json: 2 bytes"):
+        load(store(tmp_path))
+
+
+@given(
+    name=st.sampled_from(["dcp/shard.bin", "state.json", "manifest.json"]),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+@settings(deadline=None)
+def test_any_flipped_bit_is_found(tmp_path_factory, name, where, bit):
     root = tmp_path_factory.mktemp("recover")
-    path = store(root).save(1, write_weights, {})
-    file = path / "dcp" / "shard.bin"
+    file = store(root).save(1, write_weights, {"some": "state"}) / name
     data = bytearray(file.read_bytes())
-    data[position] ^= 1 << bit
+    data[int(where * len(data))] ^= 1 << bit
     file.write_bytes(data)
-    with pytest.raises(RecoverError, match="checksum"):
-        store(root).latest().load()
+    with pytest.raises(RecoverError, match=f"step_1 is damaged: {name}"):
+        load(store(root))
 
 
 def test_changed_config_is_refused_with_the_values(tmp_path):
     store(tmp_path).save(1, write_weights, {})
     other = store(tmp_path, identity={"actor.path": "big", "seed": 1})
     with pytest.raises(ValueError, match="actor.path was 'tiny', now 'big'") as error:
-        other.latest().load()
+        load(other)
     assert "seed" not in str(error.value)
 
 
@@ -112,7 +164,7 @@ def test_failed_save_keeps_the_point_before(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         points.save(2, run_out_of_disk, {})
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
-    assert points.latest().load() == {"good": True}
+    assert load(points) == {"good": True}
 
 
 def test_kill_in_the_middle_of_a_save_keeps_the_point_before(tmp_path):
@@ -128,7 +180,7 @@ def test_kill_in_the_middle_of_a_save_keeps_the_point_before(tmp_path):
     child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
     assert child.returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2  # the half-written sibling is still there
-    assert store(tmp_path).latest().load() == {"good": True}
+    assert load(store(tmp_path)) == {"good": True}
     assert os.listdir(tmp_path) == ["step_1"]
 
 

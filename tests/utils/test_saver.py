@@ -48,6 +48,18 @@ def test_each_role_is_saved_in_its_own_rhythm(tmp_path):
     assert len(list(tmp_path.glob("*/*"))) == 4
 
 
+def test_only_the_newest_are_kept_by_number_and_leftovers_go(tmp_path):
+    (tmp_path / "actor" / ".old.tmp-999999999-0123abcd").mkdir(parents=True)
+    saver = Saver(tmp_path, "actor", FrequencyTimer(freq_steps=1), keep=2)
+    (tmp_path / "actor" / "notes").mkdir()
+    step = StepInfo(epoch=0, epoch_step=0, global_step=8, steps_per_epoch=3)
+    for _ in range(4):
+        saver.save_if_due(WritingEngine(), step)
+        step = step.next()
+    kept = [p.name.rpartition("step")[2] for p in (tmp_path / "actor").iterdir()]
+    assert sorted(kept) == ["10", "11", "notes"]
+
+
 def test_step_done_again_after_recovery_replaces_its_checkpoint(tmp_path):
     saver = Saver(tmp_path, "actor", FrequencyTimer(freq_steps=1))
     saver.save_if_due(WritingEngine("old"), STEP)

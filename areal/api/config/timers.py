@@ -33,7 +33,14 @@ class TimerConfig:
 
 @dataclass(kw_only=True)
 class SaverConfig(TimerConfig):
-    """Checkpoints in Hugging Face format, kept for ever."""
+    """Checkpoints in Hugging Face format."""
+
+    keep: int | None = None
+    """Newest checkpoints kept of each model. Default: all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, keep=self.keep)
 
 
 @dataclass(kw_only=True)
@@ -53,6 +60,9 @@ class RecoverConfig(TimerConfig):
     `disabled` and `on`, and are stored as those."""
     keep: int = 2
     """Newest recover points kept."""
+    on_damage: Literal["stop", "previous"] = "stop"
+    """When a file of the newest recover point is damaged: stop and name it, or go on from the point
+    before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,47 @@
+"""What makes a run the same run: a recover point of another one is refused, key by key.
+
+Models and their shape, roles, algorithm and data may not change between two starts. Rates, clips
+and coefficients may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from areal.api.config.train_engine import TrainEngineConfig
+
+if TYPE_CHECKING:
+    from areal.api.config.experiment import BaseExperimentConfig
+
+# Sections that name a model; a trainer's config has some of them.
+_ROLES = ("actor", "critic", "ref", "teacher")
+
+_MODEL_KEYS = ("path", "is_critic", "use_lora", "lora_rank", "target_modules")
+_ALGORITHM_KEYS = (
+    "importance_sampling_level",
+    "use_sapo_loss",
+    "use_cispo_loss",
+    "use_decoupled_loss",
+    "loss_type",
+)
+
+
+def run_identity(config: BaseExperimentConfig, dataset_size: int) -> dict[str, Any]:
+    """JSON values by the key they are written under."""
+    identity = {"trainer": config.trainer, "seed": config.seed}
+    identity |= {f"train_dataset.{k}": v for k, v in _values(config.train_dataset).items()}
+    identity["rows of train_dataset"] = dataset_size
+    for role, section in _values(config).items():
+        if role not in _ROLES or section is None:
+            continue
+        values = _values(section)
+        keys = [key for key in (*_MODEL_KEYS, *_ALGORITHM_KEYS) if key in values]
+        identity |= {f"{role}.{key}": values[key] for key in keys}
+        if isinstance(section, TrainEngineConfig) and section.optimizer is not None:
+            identity[f"{role}.optimizer.type"] = section.optimizer.type
+    return identity
+
+
+def _values(section: Any) -> dict[str, Any]:
+    return {f.name: getattr(section, f.name) for f in fields(section)}
