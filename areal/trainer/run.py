@@ -32,6 +32,7 @@ from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
 from areal.trainer.identity import run_identity
+from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
 from areal.utils import logging, perf_tracer, stats_tracker
@@ -227,7 +228,8 @@ class Run:
 
     def _states(self) -> dict[str, Stateful]:
         timers = {"evaluator": self._evaluation_timer, "recover": self._recover_timer}
-        return {**timers, **self.roles.timers(), **self._remembered}
+        random = {"random": RandomStates()}
+        return {**timers, **random, **self.roles.timers(), **self._remembered}
 
 
 def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneSpec:

@@ -387,6 +387,21 @@ def test_read_only_disk(project, small_disk):
     refuse(project, project.grpo(f"cluster.fileroot={small_disk}/runs"), says)
 
 
+def test_recover_folder_that_becomes_read_only(project, small_disk):
+    order = project.sft("recover.freq_steps=2", f"cluster.fileroot={small_disk}")
+    assert project(*order, "total_train_steps=2").code == 0
+    points = small_disk / "arithmetic" / "sft" / "recover"
+    subprocess.run(["mount", "--bind", points, points], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", points], check=True)
+        ended = project(*order, "total_train_steps=20")
+        says = ("Read-only file system", "Training stopped after step", "goes on from", "step_1")
+        check_line(ended, 1, *says)
+    finally:
+        subprocess.run(["umount", points], check=True)
+    assert project(*order, "total_train_steps=4").code == 0
+
+
 def test_too_little_disk_to_start(project, small_disk):
     (small_disk / "ballast").write_bytes(bytes(30 << 20))
     ended = project(*project.sft(f"cluster.fileroot={small_disk}"))
@@ -403,7 +418,7 @@ def test_disk_full_on_save(project, small_disk, kind):
     ballast = small_disk / "ballast"
     fill_disk(ballast, leave=(16 << 20) + (1 << 19))
     ended = project(*order(*steps, "total_train_steps=200", "recover.keep=100"))
-    check_line(ended, 1, "No space left on device", str(run_dir))
+    check_line(ended, 1, "No space left on device", str(run_dir), "Training stopped after step")
     points = sorted(p.name for p in (run_dir / "recover").iterdir())
     assert "step_1" in points and all(name.startswith("step_") for name in points)
     assert not list(run_dir.rglob("*.tmp-*"))

@@ -30,7 +30,7 @@ def start(root: Path, trial: str, eta: int) -> subprocess.Popen:
         recipe_path("arithmetic_grpo.yaml"),
         *overrides(root, f"trial_name={trial}", f"total_train_steps={STEPS}"),
         f"rollout.max_head_offpolicyness={eta}",
-        "recover.freq_steps=3",
+        "recover.freq_steps=2",  # the second point waits for the first: five steps in, there is one
         cwd=TESTS,  # where the reward function is imported from
     )
 
