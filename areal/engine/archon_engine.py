@@ -15,6 +15,8 @@ same everywhere, but the rows of `forward_batch`.
 
 With `config.is_critic` the model has a score head in place of the LM head, and values take the
 place of log-probabilities; one that starts from a language model says 0 of every token at first.
+With `config.use_lora` only adapters are trained and saved, and what leaves for inference has them
+merged in.
 """
 
 from __future__ import annotations
@@ -53,11 +55,14 @@ from areal.models.hf_io import (
     read_hf_config,
     save_hf,
 )
+from areal.models.lora import Adapters, check_lora_layout
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.models.parallelize import check_layout, parallelize
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 from areal.weight_sync.transports import send_weights
+
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class ArchonEngine(TrainEngine):
@@ -73,6 +78,7 @@ class ArchonEngine(TrainEngine):
         self._seed = seed
         self._version = 0
         self._model: Decoder | None = None
+        self._adapters: Adapters | None = None
         self._optimizer: MasterOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
@@ -103,6 +109,8 @@ class ArchonEngine(TrainEngine):
                 f"archon.enable_compile: blocks cut over ranks cannot be compiled, got "
                 f"archon:{parallel_strategy}: turn it off, or choose t1"
             )
+        if self.config.use_lora:
+            check_lora_layout(self._dims, "archon")
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
@@ -149,25 +157,41 @@ class ArchonEngine(TrainEngine):
         )
 
     def _build_model(self) -> Decoder:
-        return build_model(
+        model = build_model(
             self._hf_config,
             device=self.device,
             dtype=self._dtype(),
             is_critic=self.config.is_critic,
         )
+        self._add_adapters(model)
+        return model
 
     def _build_shards(self) -> Decoder:
         model = build_model(
             self._hf_config, device="meta", dtype=torch.float32, is_critic=self.config.is_critic
         )
         check_layout(model.args, self._dims)
+        self._add_adapters(model)
         parallelize(model, self._mesh, self._dtype())
         return model.to_empty(device=self.device)
+
+    def _add_adapters(self, model: Decoder) -> None:
+        if self.config.use_lora:
+            self._adapters = Adapters(
+                model,
+                rank=self.config.lora_rank,
+                alpha=self.config.lora_alpha,
+                target_modules=self.config.target_modules,
+            )
 
     @property
     def _ranks(self) -> dist.ProcessGroup | None:
         """All of this engine's; None when there is one."""
         return None if self._mesh is None else dist.group.WORLD
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._ranks is None or self._ranks.rank() == 0
 
     def _fill_model(self, model: Decoder) -> None:
         path = self.config.path
@@ -178,9 +202,11 @@ class ArchonEngine(TrainEngine):
             load_hf(model, path, without=[SCORE_HEAD])
         else:
             load_hf(model, path)
+        if self._adapters is not None:
+            self._adapters.draw(self._seed)
 
     def destroy(self) -> None:
-        self._model = self._optimizer = self._receiver = None
+        self._model = self._optimizer = self._receiver = self._adapters = None
         if self.device.type == "cuda":
             gc.collect()  # compiled and checkpointed blocks refer to themselves
             torch.cuda.empty_cache()
@@ -240,20 +266,32 @@ class ArchonEngine(TrainEngine):
 
     def save(self, meta: SaveLoadMeta) -> None:
         """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
-        `hf` give a scratch folder."""
+        `hf` give a scratch folder. With LoRA `hf` is the adapter alone, as peft saves it."""
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
             checkpoint.save(meta.path, self.model, optimizer, self._version, self._writers)
             return
         _refuse_optimizer(meta)
-        self._stream_to(lambda weights: self._save_hf(weights, meta))
+        if self._adapters is None:
+            self._stream_to(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
+        else:
+            adapters = self._adapters.tensors(is_receiver=self._is_first_rank)
+            self._stream_to(adapters, lambda tensors: self._save_adapters(tensors, meta))
 
     def capture(self) -> Callable[[str | Path], None]:
         return checkpoint.capture(self.model, self.optimizer, self._version, self._writers).write
 
-    def _save_hf(self, weights: Iterator[tuple[str, torch.Tensor]], meta: SaveLoadMeta) -> None:
+    def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(weights, config, meta.path)
+        self._save_beside(meta)
+
+    def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
+        self._adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
+        self._save_beside(meta)
+
+    def _save_beside(self, meta: SaveLoadMeta) -> None:
+        """What a reader of the folder wants beside the weights."""
         base_model = Path(meta.base_model_path or self.config.path)
         generation_config = base_model / "generation_config.json"
         if generation_config.is_file():
@@ -270,19 +308,25 @@ class ArchonEngine(TrainEngine):
             )
             return
         _refuse_optimizer(meta)
-        load_hf(self.model, meta.path)
+        if self._adapters is None:
+            load_hf(self.model, meta.path)
+        else:
+            self._adapters.load(meta.path)
         if self._optimizer is not None:
             self._optimizer.read_model()
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """On several ranks all iterate, to the end: rank 0 is given the tensors, others none."""
-        if self._mesh is None:
+    def hf_weights(self) -> Weights:
+        """Adapters are merged in. On several ranks all iterate, to the end: rank 0 is given the
+        tensors, others none."""
+        if self._mesh is None and self._adapters is None:
             return self.model.named_hf_tensors()
-        return stream_weights(self.model, self._dtype(), is_receiver=dist.get_rank() == 0)
+        merge = None if self._adapters is None else self._adapters.merge
+        return stream_weights(
+            self.model, self._dtype(), is_receiver=self._is_first_rank, merge=merge
+        )
 
-    def _stream_to(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+    def _stream_to(self, weights: Weights, consume: Callable[[Weights], None]) -> None:
         """Rank 0 gives the weights to `consume`; what it raises there ends the call on all."""
-        weights = self.hf_weights()
         if self._mesh is None:
             return consume(weights)
         failure: Exception | None = None
@@ -303,7 +347,15 @@ class ArchonEngine(TrainEngine):
         if self._receiver is None:
             raise RuntimeError("no inference engine is connected: call connect_engine() first")
         engine, meta = self._receiver
-        self._stream_to(lambda weights: send_weights(engine, meta.with_version(version), weights))
+
+        def send(weights: Weights) -> None:
+            if meta.type == "ipc" and self._adapters is not None:
+                # The receiver reads them where they lie: merged ones must still be there.
+                held = list(weights)
+                weights = iter(held)
+            send_weights(engine, meta.with_version(version), weights)
+
+        self._stream_to(self.hf_weights(), send)
 
     def set_version(self, version: int) -> None:
         self._version = version

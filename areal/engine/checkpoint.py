@@ -1,9 +1,10 @@
 """Resumable state of a training engine, in torch's distributed checkpoint format.
 
 Holds the float32 master weights, the optimizer's moments, the buffers, the place in the
-learning-rate schedule and the policy version: everything that training on depends on. Each rank
-writes what it holds, and any layout of ranks can load it. The folder appears whole or not at all,
-with a manifest of checksums that is verified before anything of it is loaded.
+learning-rate schedule and the policy version: everything that training on depends on, without
+frozen weights. Each rank writes what it holds, and any layout of ranks can load it. The folder
+appears whole or not at all, with a manifest of checksums that is verified before anything of it is
+loaded.
 
     save(path, model, optimizer, version, ranks)                 # training waits
     snapshot = capture(model, optimizer, version, ranks)         # training waits for a copy in
@@ -192,8 +193,10 @@ def _cause(error: CheckpointException) -> BaseException:
 
 def _state(model: nn.Module, optimizer: MasterOptimizer | None, version: int) -> State:
     """The tensors of the checkpoint by name: those in use, not copies; and three counters."""
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    buffers = {k: tensor for k, tensor in model.state_dict().items() if k not in weights}
+    trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+    weights = {name: weight.detach() for name, weight in trained.items()}
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     counters = torch.tensor([version, 0, 0])
     moments: dict[str, dict[str, torch.Tensor]] = {}
     if optimizer is not None:

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.alloc_mode import ParallelStrategy
@@ -49,6 +48,7 @@ from areal.engine.process_group import join_ranks, side_group
 from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
+from areal.models.lora import check_lora_layout
 from areal.models.parallel_dims import ParallelDims
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
@@ -88,11 +88,8 @@ class FSDPEngine(TrainEngine):
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
             return
-        if self.config.use_lora and self._dims.tp > 1:
-            raise ValueError(
-                f"use_lora cannot be cut by t{self._dims.tp}: use d or c instead, like "
-                f"fsdp:d{self._dims.dp * self._dims.tp}"
-            )
+        if self.config.use_lora:
+            check_lora_layout(self._dims, "fsdp")
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
@@ -126,7 +123,7 @@ class FSDPEngine(TrainEngine):
         self._writers = side_group(self._ranks)
         if trains:
             self._optimizer = MasterOptimizer(
-                _Trained(model), self.config.optimizer, ft_spec.total_train_steps, self._ranks
+                model.hf, self.config.optimizer, ft_spec.total_train_steps, self._ranks
             )
 
     def _build_model(self, trains: bool) -> PackedModel:
@@ -259,8 +256,7 @@ class FSDPEngine(TrainEngine):
         `hf` give a scratch folder. With LoRA it holds the adapter alone."""
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
-            trained = _Trained(self.model)
-            checkpoint.save(meta.path, trained, optimizer, self._version, self._writers)
+            checkpoint.save(meta.path, self.model.hf, optimizer, self._version, self._writers)
             return
         _refuse_optimizer(meta)
         if self._adapters is None:
@@ -270,8 +266,8 @@ class FSDPEngine(TrainEngine):
             self._hand_over(adapters, lambda tensors: self._save_adapters(tensors, meta))
 
     def capture(self) -> Callable[[str | Path], None]:
-        trained = _Trained(self.model)
-        return checkpoint.capture(trained, self.optimizer, self._version, self._writers).write
+        model = self.model.hf
+        return checkpoint.capture(model, self.optimizer, self._version, self._writers).write
 
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = read_hf_config(self.config.path)
@@ -286,8 +282,7 @@ class FSDPEngine(TrainEngine):
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
-            trained = _Trained(self.model)
-            self._version = checkpoint.load(meta.path, trained, optimizer, self._writers)
+            self._version = checkpoint.load(meta.path, self.model.hf, optimizer, self._writers)
             return
         _refuse_optimizer(meta)
         if self._adapters is None:
@@ -348,19 +343,6 @@ class FSDPEngine(TrainEngine):
 
     def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
         return self.optimizer if wanted else None
-
-
-class _Trained(nn.Module):
-    """The part of a model that has gradients, under the names of the Hugging Face module."""
-
-    def __init__(self, model: PackedModel) -> None:
-        super().__init__()
-        self._hf = [model.hf]  # in a list: no submodule
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._hf[0].named_parameters(*args, **kwargs):
-            if parameter.requires_grad:
-                yield name, parameter
 
 
 def _pad(

@@ -44,7 +44,8 @@ def lr_factor(
 
 
 class MasterOptimizer:
-    """Updates `model` in place. With `ranks`, the holders of its shards, all of them call."""
+    """Updates what of `model` is not frozen, in place. With `ranks`, the holders of its shards, all
+    of them call."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class MasterOptimizer:
         self.lr_step = 0
         self._config = config
         self._total_steps = total_steps
-        self._weights = dict(model.named_parameters())
+        self._weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
         assert ranks is not None or all(_num_shards(w) == 1 for w in self._weights.values())
         self._masters = {name: _master_of(weight) for name, weight in self._weights.items()}
         self._optimizer = _build(config, list(self._masters.values()))

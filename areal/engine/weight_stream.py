@@ -8,7 +8,7 @@ most one bucket of whole weights exists at a time; its gathers are queued on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,18 +20,27 @@ BUCKET_BYTES = 256 << 20
 
 @torch.no_grad()
 def stream_weights(
-    model: Decoder, dtype: torch.dtype, *, is_receiver: bool, bucket_bytes: int = BUCKET_BYTES
+    model: Decoder,
+    dtype: torch.dtype,
+    *,
+    is_receiver: bool,
+    merge: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor), rounded to `dtype`. A larger weight is a bucket of its own."""
+    """(Hugging Face name, tensor), rounded to `dtype`. A larger weight is a bucket of its own.
+
+    merge: makes the whole tensor of our name that leaves, where it is not the weight itself.
+    """
+    gather = merge or _gather
     for bucket in _buckets(model.state_dict(), bucket_bytes):
-        whole = {name: _gather(tensor, dtype) for name, tensor in bucket.items()}
+        whole = {name: gather(name, tensor, dtype) for name, tensor in bucket.items()}
         for name in bucket:
             tensor = whole.pop(name)
             if is_receiver:
                 yield from model.adapter.convert_single_to_hf(name, tensor)
 
 
-def _gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _gather(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor  # a buffer, the same on every rank
     return tensor.detach().to(dtype).full_tensor()

@@ -200,6 +200,12 @@ def gather_tokens(hidden_TD: DTensor, *, partial_grad: bool) -> torch.Tensor:
     return whole_TD.to_local(grad_placements=[Partial()] if partial_grad else None)
 
 
+def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor itself in `dtype`, or gathered from all ranks, which all call."""
+    tensor = tensor.detach().to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def write_own_part(own: torch.Tensor, whole: torch.Tensor, index: int | None = None) -> None:
     """Copy into `own`, perhaps a shard, its part of `whole`, which every rank has.

@@ -45,7 +45,10 @@ def test_a_reference_model_shares_prefixes_where_its_engine_can(tmp_path: Path) 
     [
         (["actor.backend=fsdp:d2"], "actor.backend 'fsdp:d2' cannot run in this version"),
         (["actor.backend=megatron:d1"], "use 'archon:d1' or 'fsdp:d1'"),
-        (["actor.use_lora=true"], "actor.use_lora needs backend fsdp"),
+        (
+            ["actor.use_lora=true", "actor.batch_invariant=true"],
+            "actor.use_lora must be false with batch_invariant",
+        ),
         (["actor.fsdp.offload_params=true"], "fsdp.offload_params needs backend fsdp"),
         (["actor.backend=fsdp:d1", "actor.batch_invariant=true"], "needs backend archon"),
         (["actor.backend=fsdp:d1", "actor.enable_tree_training=true"], "needs backend archon"),

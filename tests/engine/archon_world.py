@@ -18,7 +18,7 @@ from areal.algorithm.sft import sft_loss
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
-from areal.api.io_struct import FinetuneSpec
+from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.engine.archon_engine import ArchonEngine
 from areal.utils.data import select_rows
 
@@ -125,6 +125,17 @@ def rank_works(jobs: list[Job]) -> None:
         found = work(open_engine(folder, backend, **changes))
         if dist.get_rank() == 0:
             torch.save(found, out)
+
+
+def rank_saves_adapters(folder: str, scratch: str, lora: dict[str, Any]) -> None:
+    """Two steps; the merged weights and the adapter alone are left in `scratch`."""
+    engine = open_engine(folder, "archon:d2", **lora)
+    for number in range(2):
+        train(engine, make_batch(number))
+    weights = weights_of(engine)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{scratch}/end.pt")
+    engine.save(SaveLoadMeta(path=f"{scratch}/adapter", weight_format="hf"))
 
 
 def _all_rows(

@@ -137,8 +137,8 @@ class TrainEngineConfig:
     """Keep only a part of each block's results and compute the rest again in the backward pass:
     less memory, more work. `archon.ac_mode` says which; backend fsdp keeps the inputs of blocks."""
     use_lora: bool = False
-    """Train small matrices beside the frozen weights (LoRA) and save only these. Needs backend fsdp
-    and the extra `lora`."""
+    """Train small matrices beside the frozen weights (LoRA) and save only these, as peft does.
+    Backend fsdp needs the extra `lora`."""
     lora_rank: int = 32
     """Rank of those matrices."""
     lora_alpha: float = 16.0
@@ -190,9 +190,14 @@ class TrainEngineConfig:
             "batch_invariant has kernels of its own: set archon.enable_compile to false",
             True,
         )
+        require(
+            not (self.use_lora and self.batch_invariant),
+            "use_lora must be false with batch_invariant: servers get the adapters merged, which "
+            "rounds otherwise",
+            self.use_lora,
+        )
         if engine != "fsdp":
             for name, value in {
-                "use_lora": self.use_lora,
                 "fsdp.offload_params": self.fsdp.offload_params,
             }.items():
                 require(

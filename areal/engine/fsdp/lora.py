@@ -11,22 +11,18 @@ whole and saved beside the adapters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from areal.engine.fsdp.weights import whole
-from areal.models.parallelize import write_own_part
+from areal.models.lora import FILE_PREFIX, draw_adapter, load_adapter, save_adapter
+from areal.models.parallelize import whole
 
 _ADAPTER = "default"  # peft's name for the only adapter; not part of names in files
-_FILE = "adapter_model.safetensors"
-_FILE_PREFIX = "base_model.model."
 
 
 class Adapters:
@@ -69,16 +65,12 @@ class Adapters:
             name: module for name, module in hf.named_modules() if isinstance(module, LoraLayer)
         }
 
-    @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """A start that changes nothing: A random, B zero; equal on all ranks."""
+        """A start that changes nothing; equal on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         for layer in self._layers.values():
-            a = layer.lora_A[_ADAPTER].weight.detach()
-            bound = 1 / math.sqrt(a.shape[1])
-            drawn = torch.empty(a.shape, device="cpu").uniform_(-bound, bound, generator=generator)
-            write_own_part(a, drawn)
-            layer.lora_B[_ADAPTER].weight.detach().zero_()
+            a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+            draw_adapter(a, b, generator)
 
     def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The whole weight of checkpoint name `name`, computed in float32, as `dtype`."""
@@ -101,34 +93,17 @@ class Adapters:
         self, tensors: Iterator[tuple[str, torch.Tensor]], folder: str | Path, base_model: str
     ) -> None:
         """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors}
-        save_file(on_cpu, folder / _FILE, metadata={"format": "pt"})
+        save_adapter(tensors, folder)
         self.config.base_model_name_or_path = base_model
         self.config.save_pretrained(str(folder))
 
-    @torch.no_grad()
     def load(self, folder: str | Path) -> None:
         """Take the adapters of a folder that `save` or peft wrote."""
-        file = Path(folder) / _FILE
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{file} not found: with use_lora a saved model is the adapter alone"
-            )
-        tensors, own = load_file(file), dict(self._trained())
-        odd = sorted(tensors.keys() ^ own.keys())
-        odd += [name for name in own.keys() & tensors if own[name].shape != tensors[name].shape]
-        if odd:
-            raise ValueError(
-                f"{file} does not fit rank {self.config.r} on {self.config.target_modules}: "
-                f"{', '.join(odd[:4])} differ{'s' if len(odd) == 1 else ''}"
-            )
-        for name, parameter in own.items():
-            write_own_part(parameter.detach(), tensors[name])
+        what = f"rank {self.config.r} on {self.config.target_modules}"
+        load_adapter(folder, dict(self._trained()), what)
 
     def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By name in the adapter's file."""
         for name, parameter in self._hf.named_parameters():
             if parameter.requires_grad:
-                yield _FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter
+                yield FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter

@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal.engine.process_group import any_rank
 from areal.models.hf_io import read_shapes, weight_files
-from areal.models.parallelize import write_own_part
+from areal.models.parallelize import whole, write_own_part
 
 _ADAPTER_MARK = ".lora_"
 _WRAPPED_MARK = ".base_layer."
@@ -95,12 +94,6 @@ def copy_weights(hf: PreTrainedModel, named: Iterable[tuple[str, torch.Tensor]])
     for name, tensor in named:
         if name in own:
             write_own_part(own[name], tensor)
-
-
-def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor itself in `dtype`, or gathered from all ranks."""
-    tensor = tensor.detach().to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 Weights = Iterator[tuple[str, torch.Tensor]]

@@ -104,10 +104,11 @@ def test_bad_targets_are_named(folder):
         open_engine(folder, **LORA, target_modules=["no_such_layer"])
 
 
-def test_a_grpo_run_with_adapters_is_served_merged(tmp_path):
+@pytest.mark.parametrize("backend", ["fsdp:d1", "archon:d1"])
+def test_a_grpo_run_with_adapters_is_served_merged(backend, tmp_path):
     config = grpo_config(
         tmp_path,
-        "actor.backend=fsdp:d1",
+        f"actor.backend={backend}",
         "actor.use_lora=true",
         "actor.lora_rank=4",
         "actor.weight_update_mode=direct",

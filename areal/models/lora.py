@@ -1,0 +1,214 @@
+"""LoRA: small matrices beside frozen weights, merged when the model leaves the engine.
+
+    adapters = Adapters(model, rank=32, alpha=16, target_modules=[])    # before it is cut or loaded
+    adapters.draw(seed)                                                 # after it got its memory
+    adapters.merge(name, weight, dtype)      # the whole weight of that name, with its adapter in it
+    adapters.save(adapters.tensors(is_receiver=True), folder, base_model)
+
+A fresh adapter changes nothing: one of its two matrices is zero. A critic's score head is trained
+whole and saved beside the adapters. Files are those of peft, by Hugging Face names; peft itself is
+not needed.
+
+Shape legend: T tokens, D inputs, N outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from areal.models.parallelize import whole, write_own_part
+
+if TYPE_CHECKING:
+    from areal.models.common.decoder import Decoder
+    from areal.models.parallel_dims import ParallelDims
+
+_FILE = "adapter_model.safetensors"
+_CONFIG_FILE = "adapter_config.json"
+FILE_PREFIX = "base_model.model."
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class LoraLinear(nn.Linear):
+    """Its state dict is that of the plain layer: checkpoints of the model fit it as they are."""
+
+    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make and fill another weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scaling = alpha / rank
+        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, **like))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, **like))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        out_TN = super().forward(x_TD)
+        return out_TN + F.linear(F.linear(x_TD, self.lora_A), self.lora_B) * self.scaling
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for name in ("weight", "bias"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+
+class Adapters:
+    def __init__(
+        self, model: Decoder, *, rank: int, alpha: float, target_modules: list[str]
+    ) -> None:
+        """`target_modules` are endings of Hugging Face module names (`q_proj`); empty: every linear
+        layer but the head."""
+        if model.args.moe is not None:
+            raise ValueError(
+                "use_lora: archon has no adapters for experts; use backend fsdp for this model"
+            )
+        self._model = model
+        self._rank, self._alpha = rank, alpha
+        model.requires_grad_(False)
+        if model.score is not None:
+            model.score.requires_grad_(True)
+        chosen = _choose(_linear_layers(model), target_modules)
+        self._targets = sorted({hf_name.rpartition(".")[2] for hf_name in chosen.values()})
+        self._layers: dict[str, LoraLinear] = {}  # by our name
+        self._hf_names = chosen
+        for name in chosen:
+            parent, _, leaf = name.rpartition(".")
+            layer = LoraLinear(model.get_submodule(name), rank=rank, alpha=alpha)
+            setattr(model.get_submodule(parent), leaf, layer)
+            self._layers[name] = layer
+
+    def draw(self, seed: int) -> None:
+        """A start that changes nothing; equal on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self._layers.values():
+            draw_adapter(layer.lora_A, layer.lora_B, generator)
+
+    def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The whole weight of our name `name`, computed in float32, as `dtype`."""
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            return whole(weight, dtype)
+        a_RD, b_NR = (whole(matrix, torch.float32) for matrix in (layer.lora_A, layer.lora_B))
+        return (whole(weight, torch.float32) + layer.scaling * (b_NR @ a_RD)).to(dtype)
+
+    @torch.no_grad()
+    def tensors(self, *, is_receiver: bool) -> Tensors:
+        """(name in the adapter's file, whole tensor) of what is trained, for the receiver."""
+        for name, parameter in self._trained().items():
+            tensor = whole(parameter, parameter.dtype)
+            if is_receiver:
+                yield name, tensor
+
+    def save(self, tensors: Tensors, folder: str | Path, base_model: str) -> None:
+        """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
+        save_adapter(tensors, folder)
+        is_critic = self._model.score is not None
+        config = {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": self._rank,
+            "lora_alpha": self._alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": self._targets,
+            "modules_to_save": ["score"] if is_critic else None,
+            "inference_mode": True,
+        }
+        (Path(folder) / _CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+    def load(self, folder: str | Path) -> None:
+        """Take the adapters of a folder that `save` or peft wrote."""
+        load_adapter(folder, self._trained(), f"rank {self._rank} on {', '.join(self._targets)}")
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """By name in the adapter's file."""
+        trained = {}
+        for name, layer in self._layers.items():
+            for matrix in ("lora_A", "lora_B"):
+                file_name = f"{FILE_PREFIX}{self._hf_names[name]}.{matrix}.weight"
+                trained[file_name] = getattr(layer, matrix)
+        if self._model.score is not None:
+            trained[f"{FILE_PREFIX}score.weight"] = self._model.score.weight
+        return trained
+
+
+def check_lora_layout(dims: ParallelDims, engine: str) -> None:
+    if dims.tp > 1:
+        raise ValueError(
+            f"use_lora cannot be cut by t{dims.tp}: use d or c instead, like "
+            f"{engine}:d{dims.dp * dims.tp}"
+        )
+
+
+@torch.no_grad()
+def draw_adapter(a_RD: torch.Tensor, b_NR: torch.Tensor, generator: torch.Generator) -> None:
+    """A random, B zero."""
+    bound = 1 / math.sqrt(a_RD.shape[1])
+    drawn = torch.empty(a_RD.shape, device="cpu").uniform_(-bound, bound, generator=generator)
+    write_own_part(a_RD.detach(), drawn)
+    b_NR.detach().zero_()
+
+
+def save_adapter(tensors: Tensors, folder: str | Path) -> None:
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    save_file(on_cpu, folder / _FILE, metadata={"format": "pt"})
+
+
+def load_adapter(folder: str | Path, own: dict[str, nn.Parameter], what: str) -> None:
+    """Fill `own`, by name in the file; `what` describes them where the file does not fit."""
+    file = Path(folder) / _FILE
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} not found: with use_lora a saved model is the adapter alone"
+        )
+    tensors = load_file(file)
+    odd = sorted(tensors.keys() ^ own.keys())
+    odd += [name for name in own.keys() & tensors if own[name].shape != tensors[name].shape]
+    if odd:
+        raise ValueError(
+            f"{file} does not fit {what}: {', '.join(odd[:4])} differ{'s' if len(odd) == 1 else ''}"
+        )
+    for name, parameter in own.items():
+        write_own_part(parameter.detach(), tensors[name])
+
+
+def _linear_layers(model: Decoder) -> dict[str, str]:
+    """Our name -> Hugging Face name of every linear layer but the heads."""
+    heads = (model.output, model.score)
+    return {
+        name: model.adapter.to_hf_name(f"{name}.weight").removesuffix(".weight")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+    }
+
+
+def _choose(layers: dict[str, str], targets: list[str]) -> dict[str, str]:
+    if not targets:
+        return layers
+    for target in targets:
+        if not any(_ends_in(hf_name, target) for hf_name in layers.values()):
+            known = ", ".join(sorted({hf_name.rpartition(".")[2] for hf_name in layers.values()}))
+            raise ValueError(f"target_modules: no layer is called {target!r}; there are {known}")
+    return {
+        name: hf_name
+        for name, hf_name in layers.items()
+        if any(_ends_in(hf_name, target) for target in targets)
+    }
+
+
+def _ends_in(hf_name: str, target: str) -> bool:
+    return hf_name == target or hf_name.endswith(f".{target}")
