@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Sections that name a model; a trainer's config has some of them.
 _ROLES = ("actor", "critic", "ref", "teacher")
 
-_MODEL_KEYS = ("path", "is_critic", "use_lora", "lora_rank", "target_modules")
+_LORA_KEYS = ("use_lora", "lora_rank", "target_modules")
 _ALGORITHM_KEYS = (
     "importance_sampling_level",
     "use_sapo_loss",
@@ -36,10 +36,12 @@ def run_identity(config: BaseExperimentConfig, dataset_size: int) -> dict[str, A
         if role not in _ROLES or section is None:
             continue
         values = _values(section)
-        keys = [key for key in (*_MODEL_KEYS, *_ALGORITHM_KEYS) if key in values]
+        keys = ["path", *(key for key in _ALGORITHM_KEYS if key in values)]
+        if isinstance(section, TrainEngineConfig):
+            keys += _LORA_KEYS if section.use_lora else ()
+            if section.optimizer is not None:
+                identity[f"{role}.optimizer.type"] = section.optimizer.type
         identity |= {f"{role}.{key}": values[key] for key in keys}
-        if isinstance(section, TrainEngineConfig) and section.optimizer is not None:
-            identity[f"{role}.optimizer.type"] = section.optimizer.type
     return identity
 
 
