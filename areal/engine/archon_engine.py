@@ -19,9 +19,7 @@ place of log-probabilities; one that starts from a language model says 0 of ever
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +30,12 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
-from areal.engine.process_group import any_rank, join_ranks
+from areal.engine.process_group import join_ranks
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
-from areal.engine.weight_stream import stream_weights
+from areal.engine.weight_stream import Weights, hand_over, stream_weights
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
 from areal.models.common.moe import balance_experts
@@ -220,20 +219,13 @@ class ArchonEngine(TrainEngine):
             optimizer = self._optimizer_if(meta.with_optim)
             checkpoint.save(meta.path, self.model, optimizer, self._version, self._ranks)
             return
-        _refuse_optimizer(meta)
+        refuse_optimizer(meta)
         self._stream_to(lambda weights: self._save_hf(weights, meta))
 
-    def _save_hf(self, weights: Iterator[tuple[str, torch.Tensor]], meta: SaveLoadMeta) -> None:
+    def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(weights, config, meta.path)
-        base_model = Path(meta.base_model_path or self.config.path)
-        generation_config = base_model / "generation_config.json"
-        if generation_config.is_file():
-            shutil.copy(generation_config, meta.path)
-        if meta.tokenizer is not None:
-            meta.tokenizer.save_pretrained(meta.path)
-        if meta.processor is not None:
-            meta.processor.save_pretrained(meta.path)
+        save_beside(meta, self.config.path)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
@@ -241,7 +233,7 @@ class ArchonEngine(TrainEngine):
                 meta.path, self.model, self._optimizer_if(meta.with_optim), self._ranks
             )
             return
-        _refuse_optimizer(meta)
+        refuse_optimizer(meta)
         load_hf(self.model, meta.path)
         if self._optimizer is not None:
             self._optimizer.read_model()
@@ -252,21 +244,8 @@ class ArchonEngine(TrainEngine):
             return self.model.named_hf_tensors()
         return stream_weights(self.model, self._dtype(), is_receiver=dist.get_rank() == 0)
 
-    def _stream_to(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
-        """Rank 0 gives the weights to `consume`; what it raises there ends the call on all."""
-        weights = self.hf_weights()
-        if self._mesh is None:
-            return consume(weights)
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                consume(weights)
-            except Exception as error:
-                failure = error  # raised below: the others still wait for this rank's gathers
-        for _ in weights:
-            pass
-        if any_rank(failure is not None, self._ranks, self.device):
-            raise failure or RuntimeError("rank 0 could not pass the weights on: see its error")
+    def _stream_to(self, consume: Callable[[Weights], None]) -> None:
+        hand_over(self.hf_weights(), consume, self._ranks, self.device)
 
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         self._receiver = (engine, meta)
@@ -289,10 +268,3 @@ class ArchonEngine(TrainEngine):
 
     def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
         return self.optimizer if wanted else None
-
-
-def _refuse_optimizer(meta: SaveLoadMeta) -> None:
-    if meta.with_optim:
-        raise ValueError(
-            "weight_format='hf' holds weights only: use weight_format='dcp' for the optimizer"
-        )

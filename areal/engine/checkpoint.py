@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,31 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import on_first_rank
 from areal.utils.fs import atomic_folder
+
+
+class Resumable(Protocol):
+    """An optimizer, as far as its state goes; the tensors are those in use."""
+
+    lr_step: int
+    num_skipped_steps: int
+
+    def masters(self) -> dict[str, torch.Tensor]: ...
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]: ...
+
+    def write_back(self) -> None:
+        """The masters have been loaded."""
+        ...
+
+    def set_lr_step(self, step: int) -> None: ...
 
 
 def save(
     path: str | Path,
     model: nn.Module,
-    optimizer: MasterOptimizer | None,
+    optimizer: Resumable | None,
     version: int,
     ranks: dist.ProcessGroup | None = None,
 ) -> None:
@@ -60,7 +76,7 @@ def _write(
 def load(
     path: str | Path,
     model: nn.Module,
-    optimizer: MasterOptimizer | None,
+    optimizer: Resumable | None,
     ranks: dist.ProcessGroup | None = None,
 ) -> int:
     """Fill model and optimizer in place; returns the saved version."""
@@ -101,7 +117,7 @@ def _quiet(ranks: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _state(
-    model: nn.Module, optimizer: MasterOptimizer | None, version: int
+    model: nn.Module, optimizer: Resumable | None, version: int
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """The tensors of the checkpoint (those in use, not copies), and its counters."""
     weights = {name: weight.detach() for name, weight in model.named_parameters()}

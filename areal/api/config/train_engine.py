@@ -75,7 +75,7 @@ class TrainEngineConfig:
     """Hugging Face folder or hub name of the model to start from."""
     backend: str = "archon:d1"
     """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` any causal LM of
-    transformers."""
+    transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA)."""
     init_from_scratch: bool = False
     """Random weights: only the model's config is read from `path`."""
     is_critic: bool = False
@@ -99,7 +99,7 @@ class TrainEngineConfig:
     """Required to train."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each block and compute the rest again in the backward pass: less
-    memory, a third more work. Needs backend fsdp."""
+    memory, a third more work. Needs backend fsdp or megatron."""
     use_lora: bool = False
     """Train small matrices beside the frozen weights (LoRA) and save only these. Needs backend fsdp
     and the extra `lora`."""
@@ -142,9 +142,18 @@ class TrainEngineConfig:
             "enable_tree_training has no batch_invariant attention: turn one of them off",
             True,
         )
+        require(
+            engine != "archon" or not self.gradient_checkpointing,
+            f"gradient_checkpointing needs backend fsdp or megatron (backend is {self.backend!r})",
+            self.gradient_checkpointing,
+        )
+        require(
+            engine != "megatron" or self.dtype != "float16",
+            "backend megatron trains in bfloat16 or float32",
+            self.dtype,
+        )
         if engine != "fsdp":
             for name, value in {
-                "gradient_checkpointing": self.gradient_checkpointing,
                 "use_lora": self.use_lora,
                 "fsdp.offload_params": self.fsdp.offload_params,
             }.items():
@@ -159,7 +168,7 @@ class TrainEngineConfig:
 
 
 def check_training_backend(backend: str) -> None:
-    check_backend(backend, role="training", runnable=("archon:d1", "fsdp:d1"))
+    check_backend(backend, role="training", runnable=("archon:d1", "fsdp:d1", "megatron:d1"))
 
 
 def check_backend(backend: str, *, role: str, runnable: tuple[str, ...]) -> None:

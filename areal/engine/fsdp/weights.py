@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal.engine.process_group import any_rank
+from areal.engine.weight_stream import Weights
 from areal.models.hf_io import read_shapes, weight_files
 from areal.models.parallelize import write_own_part
 
@@ -103,9 +102,6 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-Weights = Iterator[tuple[str, torch.Tensor]]
-
-
 @torch.no_grad()
 def whole_weights(
     hf: PreTrainedModel,
@@ -127,27 +123,6 @@ def whole_weights(
             yield from revert_weight_conversion(hf, {name: out}).items()
         elif is_receiver:
             yield name, out
-
-
-def hand_over(
-    weights: Weights,
-    consume: Callable[[Weights], None],
-    ranks: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """The first rank gives the weights to `consume`; what it raises there ends the call on all."""
-    if ranks is None:
-        return consume(weights)
-    failure: Exception | None = None
-    if ranks.rank() == 0:
-        try:
-            consume(weights)
-        except Exception as error:
-            failure = error  # raised below: the others still wait for this rank's gathers
-    for _ in weights:
-        pass
-    if any_rank(failure is not None, ranks, device):
-        raise failure or RuntimeError("rank 0 could not pass the weights on: see its error")
 
 
 @torch.no_grad()
