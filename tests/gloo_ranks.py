@@ -46,7 +46,9 @@ def _start(
         "WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(_TESTS.parent), str(_TESTS)]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(_TESTS.parent), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
     }
     command = [sys.executable, __file__, folder, target, json.dumps(args)]
     with _file(folder, rank, "log").open("wb") as log:

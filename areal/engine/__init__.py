@@ -1,4 +1,4 @@
-"""Engines: those that train (archon, fsdp) and those that generate (native)."""
+"""Engines: those that train (archon, fsdp, megatron) and those that generate (native)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 TRAIN_ENGINES = {
     "archon": "areal.engine.archon_engine.ArchonEngine",
     "fsdp": "areal.engine.fsdp_engine.FSDPEngine",
+    "megatron": "areal.engine.megatron_engine.MegatronEngine",
 }
 
 

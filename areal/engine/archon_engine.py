@@ -22,8 +22,7 @@ merged in.
 from __future__ import annotations
 
 import gc
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,12 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
-from areal.engine.process_group import any_rank, join_ranks, side_group
+from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
-from areal.engine.weight_stream import stream_weights
+from areal.engine.weight_stream import Weights, hand_over, stream_weights
 from areal.models.activation_checkpoint import checkpoint_blocks
 from areal.models.block_compile import compile_blocks
 from areal.models.common.decoder import Decoder
@@ -61,8 +61,6 @@ from areal.models.parallelize import check_layout, parallelize
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 from areal.weight_sync.transports import send_weights
-
-Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class ArchonEngine(TrainEngine):
@@ -271,12 +269,12 @@ class ArchonEngine(TrainEngine):
             optimizer = self._optimizer_if(meta.with_optim)
             checkpoint.save(meta.path, self.model, optimizer, self._version, self._writers)
             return
-        _refuse_optimizer(meta)
+        refuse_optimizer(meta)
         if self._adapters is None:
-            self._stream_to(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
+            self._hand_over(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
         else:
             adapters = self._adapters.tensors(is_receiver=self._is_first_rank)
-            self._stream_to(adapters, lambda tensors: self._save_adapters(tensors, meta))
+            self._hand_over(adapters, lambda tensors: self._save_adapters(tensors, meta))
 
     def capture(self) -> Callable[[str | Path], None]:
         return checkpoint.capture(self.model, self.optimizer, self._version, self._writers).write
@@ -284,22 +282,11 @@ class ArchonEngine(TrainEngine):
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(weights, config, meta.path)
-        self._save_beside(meta)
+        save_beside(meta, self.config.path)
 
     def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
         self._adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
-        self._save_beside(meta)
-
-    def _save_beside(self, meta: SaveLoadMeta) -> None:
-        """What a reader of the folder wants beside the weights."""
-        base_model = Path(meta.base_model_path or self.config.path)
-        generation_config = base_model / "generation_config.json"
-        if generation_config.is_file():
-            shutil.copy(generation_config, meta.path)
-        if meta.tokenizer is not None:
-            meta.tokenizer.save_pretrained(meta.path)
-        if meta.processor is not None:
-            meta.processor.save_pretrained(meta.path)
+        save_beside(meta, self.config.path)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
@@ -307,7 +294,7 @@ class ArchonEngine(TrainEngine):
                 meta.path, self.model, self._optimizer_if(meta.with_optim), self._writers
             )
             return
-        _refuse_optimizer(meta)
+        refuse_optimizer(meta)
         if self._adapters is None:
             load_hf(self.model, meta.path)
         else:
@@ -325,20 +312,8 @@ class ArchonEngine(TrainEngine):
             self.model, self._dtype(), is_receiver=self._is_first_rank, merge=merge
         )
 
-    def _stream_to(self, weights: Weights, consume: Callable[[Weights], None]) -> None:
-        """Rank 0 gives the weights to `consume`; what it raises there ends the call on all."""
-        if self._mesh is None:
-            return consume(weights)
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                consume(weights)
-            except Exception as error:
-                failure = error  # raised below: the others still wait for this rank's gathers
-        for _ in weights:
-            pass
-        if any_rank(failure is not None, self._ranks, self.device):
-            raise failure or RuntimeError("rank 0 could not pass the weights on: see its error")
+    def _hand_over(self, weights: Weights, consume: Callable[[Weights], None]) -> None:
+        hand_over(weights, consume, self._ranks, self.device)
 
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         self._receiver = (engine, meta)
@@ -355,7 +330,7 @@ class ArchonEngine(TrainEngine):
                 weights = iter(held)
             send_weights(engine, meta.with_version(version), weights)
 
-        self._stream_to(self.hf_weights(), send)
+        self._hand_over(self.hf_weights(), send)
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -369,10 +344,3 @@ class ArchonEngine(TrainEngine):
 
     def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
         return self.optimizer if wanted else None
-
-
-def _refuse_optimizer(meta: SaveLoadMeta) -> None:
-    if meta.with_optim:
-        raise ValueError(
-            "weight_format='hf' holds weights only: use weight_format='dcp' for the optimizer"
-        )

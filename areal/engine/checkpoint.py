@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import on_all_ranks, on_first_rank
 from areal.utils.fs import atomic_folder
 from areal.utils.manifest import check_files, describe, list_files, read_manifest, write_manifest
@@ -62,7 +62,7 @@ class Snapshot:
 
 def capture(
     model: nn.Module,
-    optimizer: MasterOptimizer | None,
+    optimizer: Resumable | None,
     version: int,
     ranks: dist.ProcessGroup | None = None,
 ) -> Snapshot:
@@ -80,10 +80,27 @@ def capture(
     return Snapshot(copies, ranks, copied)
 
 
+class Resumable(Protocol):
+    """An optimizer, as far as its state goes; the tensors are those in use."""
+
+    lr_step: int
+    num_skipped_steps: int
+
+    def masters(self) -> dict[str, torch.Tensor]: ...
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]: ...
+
+    def write_back(self) -> None:
+        """The masters have been loaded."""
+        ...
+
+    def set_lr_step(self, step: int) -> None: ...
+
+
 def save(
     path: str | Path,
     model: nn.Module,
-    optimizer: MasterOptimizer | None,
+    optimizer: Resumable | None,
     version: int,
     ranks: dist.ProcessGroup | None = None,
 ) -> None:
@@ -95,7 +112,7 @@ def save(
 def load(
     path: str | Path,
     model: nn.Module,
-    optimizer: MasterOptimizer | None,
+    optimizer: Resumable | None,
     ranks: dist.ProcessGroup | None = None,
 ) -> int:
     """Fill model and optimizer in place; returns the saved version.
@@ -191,7 +208,7 @@ def _cause(error: CheckpointException) -> BaseException:
     return cause or first
 
 
-def _state(model: nn.Module, optimizer: MasterOptimizer | None, version: int) -> State:
+def _state(model: nn.Module, optimizer: Resumable | None, version: int) -> State:
     """The tensors of the checkpoint by name: those in use, not copies; and three counters."""
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
     weights = {name: weight.detach() for name, weight in trained.items()}

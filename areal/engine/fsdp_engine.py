@@ -18,7 +18,6 @@ Shape legend: T tokens of a micro-batch, P padded to a multiple of the cp ranks,
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,16 +35,12 @@ from areal.engine import base, checkpoint
 from areal.engine.fsdp.model import PackedModel, build_model, check_model
 from areal.engine.fsdp.shard import materialise, one_rank_mesh, recompute_blocks, shard_model
 from areal.engine.fsdp.tensor_parallel import check_layout, cut_over_tp
-from areal.engine.fsdp.weights import (
-    Weights,
-    draw_weights,
-    hand_over,
-    load_weights,
-    whole_weights,
-)
+from areal.engine.fsdp.weights import draw_weights, load_weights, whole_weights
+from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
+from areal.engine.weight_stream import Weights, hand_over
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
 from areal.models.lora import check_lora_layout
@@ -258,7 +253,7 @@ class FSDPEngine(TrainEngine):
             optimizer = self._optimizer_if(meta.with_optim)
             checkpoint.save(meta.path, self.model.hf, optimizer, self._version, self._writers)
             return
-        _refuse_optimizer(meta)
+        refuse_optimizer(meta)
         if self._adapters is None:
             self._hand_over(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
         else:
@@ -272,19 +267,19 @@ class FSDPEngine(TrainEngine):
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = read_hf_config(self.config.path)
         save_hf(weights, critic_config(config) if self.config.is_critic else config, meta.path)
-        _save_beside(meta, self.config.path)
+        save_beside(meta, self.config.path)
 
     def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
         base_model = meta.base_model_path or self.config.path
         self._adapters.save(tensors, meta.path, base_model)
-        _save_beside(meta, self.config.path)
+        save_beside(meta, self.config.path)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
             self._version = checkpoint.load(meta.path, self.model.hf, optimizer, self._writers)
             return
-        _refuse_optimizer(meta)
+        refuse_optimizer(meta)
         if self._adapters is None:
             load_weights(self.model.hf, meta.path)
         else:
@@ -353,20 +348,3 @@ def _pad(
     if not missing:
         return tokens_T, cu_seqlens
     return F.pad(tokens_T, (0, missing)), torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
-
-
-def _save_beside(meta: SaveLoadMeta, model_path: str) -> None:
-    """What a reader of the folder wants beside the weights."""
-    generation_config = Path(meta.base_model_path or model_path) / "generation_config.json"
-    if generation_config.is_file():
-        shutil.copy(generation_config, meta.path)
-    for part in (meta.tokenizer, meta.processor):
-        if part is not None:
-            part.save_pretrained(meta.path)
-
-
-def _refuse_optimizer(meta: SaveLoadMeta) -> None:
-    if meta.with_optim:
-        raise ValueError(
-            "weight_format='hf' holds weights only: use weight_format='dcp' for the optimizer"
-        )

@@ -43,6 +43,20 @@ def lr_factor(
     return min_lr_ratio + (1.0 - min_lr_ratio) * fall
 
 
+def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The learning rate at place `step` of the schedule."""
+    warmup_steps = config.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = int(config.warmup_steps_proportion * total_steps)
+    return config.lr * lr_factor(
+        step,
+        kind=config.lr_scheduler_type,
+        total_steps=total_steps,
+        warmup_steps=warmup_steps,
+        min_lr_ratio=config.min_lr_ratio,
+    )
+
+
 class MasterOptimizer:
     """Updates what of `model` is not frozen, in place. With `ranks`, the holders of its shards, all
     of them call."""
@@ -72,20 +86,9 @@ class MasterOptimizer:
 
     def set_lr_step(self, step: int) -> None:
         """Go to place `step` of the schedule; it counts global steps, not minibatches."""
-        config = self._config
-        warmup_steps = config.warmup_steps
-        if warmup_steps is None:
-            warmup_steps = int(config.warmup_steps_proportion * self._total_steps)
-        factor = lr_factor(
-            step,
-            kind=config.lr_scheduler_type,
-            total_steps=self._total_steps,
-            warmup_steps=warmup_steps,
-            min_lr_ratio=config.min_lr_ratio,
-        )
         self.lr_step = step
         for group in self._optimizer.param_groups:
-            group["lr"] = config.lr * factor
+            group["lr"] = scheduled_lr(self._config, step, self._total_steps)
 
     def collect_gradients(self) -> None:
         """Add the model's gradients to the masters'; sums over micro-batches are in float32."""

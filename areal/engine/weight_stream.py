@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from areal.engine.process_group import any_rank
 from areal.models.common.decoder import Decoder
 
 BUCKET_BYTES = 256 << 20
+
+Weights = Iterator[tuple[str, torch.Tensor]]  # Hugging Face names
 
 
 @torch.no_grad()
@@ -58,3 +62,24 @@ def _buckets(state: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[st
         size += num_bytes
     if bucket:
         yield bucket
+
+
+def hand_over(
+    weights: Weights,
+    consume: Callable[[Weights], None],
+    ranks: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """The first rank gives the weights to `consume`; what it raises there ends the call on all."""
+    if ranks is None:
+        return consume(weights)
+    failure: Exception | None = None
+    if ranks.rank() == 0:
+        try:
+            consume(weights)
+        except Exception as error:
+            failure = error  # raised below: the others still wait for this rank's gathers
+    for _ in weights:
+        pass
+    if any_rank(failure is not None, ranks, device):
+        raise failure or RuntimeError("rank 0 could not pass the weights on: see its error")

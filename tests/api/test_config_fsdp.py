@@ -40,11 +40,19 @@ def test_a_reference_model_shares_prefixes_where_its_engine_can(tmp_path: Path) 
         assert config.ref.engine_config(config.actor).enable_tree_training is shares
 
 
+def test_megatron_is_taken_with_recomputation(tmp_path: Path) -> None:
+    keys = ["actor.backend=megatron:d1", "actor.gradient_checkpointing=true"]
+    assert load(tmp_path, "ppo", *keys).actor.gradient_checkpointing
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (["actor.backend=fsdp:d2"], "actor.backend 'fsdp:d2' cannot run in this version"),
-        (["actor.backend=megatron:d1"], "use 'archon:d1' or 'fsdp:d1'"),
+        (["actor.backend=megatron:d2"], "use 'archon:d1' or 'fsdp:d1' or 'megatron:d1'"),
+        (["actor.backend=megatron:d1", "actor.dtype=float16"], "trains in bfloat16 or float32"),
+        (["actor.backend=megatron:d1", "actor.use_lora=true"], "use_lora needs backend archon"),
+        (["actor.megatron.overlap=true"], "backend megatron:d1 has no settings of its own"),
         (
             ["actor.use_lora=true", "actor.batch_invariant=true"],
             "actor.use_lora must be false with batch_invariant",

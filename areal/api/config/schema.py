@@ -33,7 +33,7 @@ _ABSENT = {
     "behave_imp_weight_mode": "use rejection_sampling (level, action, metric)",
     "sglang": "this version generates with its native engine; see the section `native`",
     "vllm": "this version generates with its native engine; see the section `native`",
-    "megatron": "this version trains with archon:d1 or fsdp:d1; remove it",
+    "megatron": "backend megatron:d1 has no settings of its own; remove it",
     "scheduling_spec": "this version runs on one machine; remove it",
     "scheduling_strategy": "this version runs on one machine; remove it",
     "attn_impl": "the engine chooses its attention kernel; remove it",

@@ -111,7 +111,7 @@ class TrainEngineConfig:
     """Hugging Face folder or hub name of the model to start from."""
     backend: str = "archon:d1"
     """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` any causal LM of
-    transformers."""
+    transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA)."""
     init_from_scratch: bool = False
     """Random weights: only the model's config is read from `path`."""
     is_critic: bool = False
@@ -135,7 +135,8 @@ class TrainEngineConfig:
     """Required to train."""
     gradient_checkpointing: bool = False
     """Keep only a part of each block's results and compute the rest again in the backward pass:
-    less memory, more work. `archon.ac_mode` says which; backend fsdp keeps the inputs of blocks."""
+    less memory, more work. `archon.ac_mode` says which; fsdp and megatron keep the inputs of
+    blocks."""
     use_lora: bool = False
     """Train small matrices beside the frozen weights (LoRA) and save only these, as peft does.
     Backend fsdp needs the extra `lora`."""
@@ -196,6 +197,16 @@ class TrainEngineConfig:
             "rounds otherwise",
             self.use_lora,
         )
+        require(
+            engine != "megatron" or self.dtype != "float16",
+            "backend megatron trains in bfloat16 or float32",
+            self.dtype,
+        )
+        require(
+            engine != "megatron" or not self.use_lora,
+            "use_lora needs backend archon or fsdp (backend is megatron)",
+            self.use_lora,
+        )
         if engine != "fsdp":
             for name, value in {
                 "fsdp.offload_params": self.fsdp.offload_params,
@@ -211,7 +222,7 @@ class TrainEngineConfig:
 
 
 def check_training_backend(backend: str) -> None:
-    check_backend(backend, role="training", runnable=("archon:d1", "fsdp:d1"))
+    check_backend(backend, role="training", runnable=("archon:d1", "fsdp:d1", "megatron:d1"))
 
 
 def check_backend(backend: str, *, role: str, runnable: tuple[str, ...]) -> None:

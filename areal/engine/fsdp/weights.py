@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal.engine.process_group import any_rank
+from areal.engine.weight_stream import Weights
 from areal.models.hf_io import read_shapes, weight_files
 from areal.models.parallelize import whole, write_own_part
 
@@ -96,9 +95,6 @@ def copy_weights(hf: PreTrainedModel, named: Iterable[tuple[str, torch.Tensor]])
             write_own_part(own[name], tensor)
 
 
-Weights = Iterator[tuple[str, torch.Tensor]]
-
-
 @torch.no_grad()
 def whole_weights(
     hf: PreTrainedModel,
@@ -120,27 +116,6 @@ def whole_weights(
             yield from revert_weight_conversion(hf, {name: out}).items()
         elif is_receiver:
             yield name, out
-
-
-def hand_over(
-    weights: Weights,
-    consume: Callable[[Weights], None],
-    ranks: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """The first rank gives the weights to `consume`; what it raises there ends the call on all."""
-    if ranks is None:
-        return consume(weights)
-    failure: Exception | None = None
-    if ranks.rank() == 0:
-        try:
-            consume(weights)
-        except Exception as error:
-            failure = error  # raised below: the others still wait for this rank's gathers
-    for _ in weights:
-        pass
-    if any_rank(failure is not None, ranks, device):
-        raise failure or RuntimeError("rank 0 could not pass the weights on: see its error")
 
 
 @torch.no_grad()

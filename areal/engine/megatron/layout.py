@@ -1,0 +1,144 @@
+"""Where a rank stands in megatron-core's layout, which is one per process.
+
+    layout = enter_layout(ModelAllocation.from_str("megatron:d2t2").parallel, device)
+
+megatron-core keeps its process groups in globals (`megatron.core.parallel_state`). The first engine
+of a process makes them; further ones (a reference model beside the actor) must have the same
+layout. From the fastest to the slowest: tensor, context, data, pipeline ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from areal.api.alloc_mode import ParallelStrategy
+from areal.models.common.args import DecoderArgs
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes are of the whole layout, groups are this rank's."""
+
+    strategy: ParallelStrategy
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup  # ranks with other rows of the batch
+    pp: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    expert_tp: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank() == self.pp.size() - 1
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this is the first of the ranks that compute the same rows together."""
+        return self.tp.rank() == self.cp.rank() == self.pp.rank() == 0
+
+
+def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
+    """Every rank of torch.distributed calls this; a process that knows no others is one rank."""
+    _join_alone(device)
+    if dist.get_world_size() != strategy.world_size:
+        raise ValueError(
+            f"the layout megatron:{strategy} needs {strategy.world_size} ranks, but "
+            f"{dist.get_world_size()} processes were started: start as many, or change the "
+            "backend string"
+        )
+    sizes = {
+        "tensor_model_parallel_size": strategy.tensor_parallel_size,
+        "pipeline_model_parallel_size": strategy.pipeline_parallel_size,
+        "context_parallel_size": strategy.context_parallel_size,
+        "expert_model_parallel_size": strategy.expert_parallel_size,
+        "expert_tensor_parallel_size": strategy.expert_tensor_parallel_size,
+    }
+    if parallel_state.model_parallel_is_initialized():
+        _check_same(strategy, sizes)
+    else:
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        if device.type == "cuda":
+            # Its modules ask for these generators even where nothing is drawn.
+            model_parallel_cuda_manual_seed(1)
+    return Layout(
+        strategy,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        ep=parallel_state.get_expert_model_parallel_group(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_group(),
+    )
+
+
+def check_layout(args: DecoderArgs, strategy: ParallelStrategy) -> None:
+    """ValueError, before anything is built, when this model cannot be cut like that."""
+    tp, cp, pp = (
+        strategy.tensor_parallel_size,
+        strategy.context_parallel_size,
+        strategy.pipeline_parallel_size,
+    )
+    ep, expert_tp = strategy.expert_parallel_size, strategy.expert_tensor_parallel_size
+    counts = [
+        ("t", tp, "num_attention_heads", args.n_heads),
+        ("t", tp, "num_key_value_heads", args.n_kv_heads),
+        ("t", tp, "intermediate_size", args.hidden_dim),
+        ("p", pp, "num_hidden_layers", args.n_layers),
+    ]
+    if args.moe is not None:
+        counts.append(("e", ep, "num_experts", args.moe.num_experts))
+        counts.append(("t", expert_tp, "moe_intermediate_size", args.moe.hidden_dim))
+    for letter, size, key, count in counts:
+        if count % size:
+            raise ValueError(
+                f"{letter}{size} cannot cut this model: {key} of its config.json must be a "
+                f"multiple of {size}, got {count}; choose another {letter}"
+            )
+    heads, kv_heads = args.n_heads // tp, args.n_kv_heads // tp
+    if heads % cp or (kv_heads % cp and cp % kv_heads):
+        raise ValueError(
+            f"c{cp} cannot cut this model: context parallel ranks divide its {heads} query and "
+            f"{kv_heads} key-value heads (per rank of t{tp}) among them; choose another c"
+        )
+    if args.moe is None and ep * expert_tp > 1:
+        raise ValueError(
+            f"the layout megatron:{strategy} spreads experts, and this model has none: remove e"
+        )
+    if args.moe is not None and ep == 1 and tp != expert_tp:
+        # megatron-core reduces the gradients of experts apart from the others' with e > 1 alone.
+        raise ValueError(
+            f"the layout megatron:{strategy} copies the experts over t{tp}, which megatron-core "
+            f"does not train: spread them with e{tp}, or cut them like the rest with "
+            f"(attn:{strategy}|ffn:d{strategy.data_parallel_size}t{tp})"
+        )
+
+
+def _join_alone(device: torch.device) -> None:
+    if not dist.is_initialized():
+        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_same(strategy: ParallelStrategy, sizes: dict[str, int]) -> None:
+    found = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    if found != sizes:
+        others = ", ".join(f"{key}={size}" for key, size in found.items())
+        raise ValueError(
+            f"megatron-core has one layout per process, and another engine has chosen {others}: "
+            f"give every megatron engine of the process the same backend, not megatron:{strategy}"
+        )

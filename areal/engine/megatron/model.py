@@ -1,0 +1,331 @@
+"""A decoder of megatron-core over packed sequences: what it is built of, and its forward pass.
+
+megatron-core gives the parallel matrices, the experts and the pipeline; areal's own modules sit in
+the places its layer spec leaves open: norm, rotation, attention, the router's product. So neither
+TransformerEngine nor apex is needed, sequences stay packed (megatron-core's own attention without
+TransformerEngine takes none), and the numbers are those of Archon and of the native engine.
+
+    stage = build_stage(args, layout, config, device)          # this rank's layers, not filled
+    outputs = stage(mb)      # hidden states for the next stage, or log-probabilities and entropy
+
+Shape legend: T tokens of a micro-batch, P padded to a multiple of cp * tp, t a rank's part of them
+over cp, s over cp and tp, D model dim, N query heads, K key-value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from areal.api.config.train_engine import TrainEngineConfig
+from areal.engine.logprobs import VocabPart, next_token_logprobs
+from areal.engine.megatron.layout import Layout
+from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
+from areal.models.common.args import DecoderArgs
+from areal.models.common.attention import Attend
+from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.rope import RotaryEmbedding, rotate
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def check_family(args: DecoderArgs) -> None:
+    """ValueError for what the stage below would not compute as the checkpoint means it."""
+    if args.model_type not in FAMILIES:
+        raise ValueError(
+            f"backend megatron trains models of type {', '.join(FAMILIES)}, got "
+            f"{args.model_type!r}: use backend archon or fsdp"
+        )
+    refused = {
+        "attention_bias with a bias of o_proj": args.attention_out_bias,
+        "mlp_bias": args.mlp_bias,
+        "use_expert_bias": args.moe is not None and args.moe.expert_bias,
+    }
+    for key, found in refused.items():
+        if found:
+            raise ValueError(
+                f"backend megatron has no {key}, which this model's config.json asks for: use "
+                "backend archon"
+            )
+
+
+def build_stage(
+    args: DecoderArgs,
+    layout: Layout,
+    config: TrainEngineConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Stage:
+    """This rank's pipeline stage with undefined weights."""
+    transformer = _transformer_config(args, layout, dtype, device)
+    if config.gradient_checkpointing:
+        transformer.recompute_granularity = "full"
+        transformer.recompute_method = "uniform"
+        transformer.recompute_num_layers = 1
+    stage = Stage(args, layout, config, transformer)
+    return stage.to(device)  # the router's weight starts on the CPU
+
+
+def padded_vocab_size(args: DecoderArgs, layout: Layout) -> int:
+    """Rows of the embedding: the vocabulary, up to a multiple of the tensor ranks."""
+    tp = layout.tp.size()
+    return -(-args.vocab_size // tp) * tp
+
+
+def _transformer_config(
+    args: DecoderArgs, layout: Layout, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    strategy = layout.strategy
+    return TransformerConfig(
+        num_layers=args.n_layers,
+        hidden_size=args.dim,
+        ffn_hidden_size=args.hidden_dim,
+        num_attention_heads=args.n_heads,
+        num_query_groups=args.n_kv_heads,
+        kv_channels=args.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=args.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=args.qkv_bias,
+        qk_layernorm=args.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=strategy.tensor_parallel_size,
+        pipeline_model_parallel_size=strategy.pipeline_parallel_size,
+        context_parallel_size=strategy.context_parallel_size,
+        expert_model_parallel_size=strategy.expert_parallel_size,
+        expert_tensor_parallel_size=strategy.expert_tensor_parallel_size,
+        sequence_parallel=strategy.tensor_parallel_size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Micro-batches differ in length, so stages tell each other the shapes. A CPU can only
+        # build the model and hold its weights; the exchange for such batches asks for a GPU.
+        variable_seq_lengths=device.type == "cuda",
+        moe_token_dispatcher_type="alltoall" if device.type == "cuda" else "allgather",
+        # Gradients are summed over micro-batches and ranks, as engine/base.py asks.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        # Kernels of packages that need not be there.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **_expert_options(args),
+    )
+
+
+def _expert_options(args: DecoderArgs) -> dict[str, Any]:
+    if args.moe is None:
+        return {}
+    return {
+        "num_moe_experts": args.moe.num_experts,
+        "moe_router_topk": args.moe.top_k,
+        "moe_ffn_hidden_size": args.moe.hidden_dim,
+        "moe_layer_freq": [int(args.is_sparse(layer)) for layer in range(args.n_layers)],
+        # A softmax over the chosen experts alone makes their weights add up to 1.
+        "moe_router_pre_softmax": not args.moe.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm as megatron-core's layers build one."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps, device=device, dtype=config.params_dtype)
+        # Each tensor rank sees some of the tokens: megatron-core sums such gradients over them.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class Router(TopKRouter):
+    """megatron-core's, but for the matrix product, which there needs TransformerEngine."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input.float(), self.weight.float())
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):
+    """What attention must know of a micro-batch; travels through megatron-core's layers."""
+
+    attend: Attend | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin, [t, H / 2]
+
+
+class CoreAttention(nn.Module):
+    """Rotation and attention, between megatron-core's projections."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__()
+        self.layer = layer_number - 1
+
+    def forward(
+        self,
+        q_tNH: torch.Tensor,
+        k_tKH: torch.Tensor,
+        v_tKH: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedTokens,
+        **_: Any,
+    ) -> torch.Tensor:
+        q_tNH, k_tKH = (rotate(x, *packed_seq_params.rotation) for x in (q_tNH, k_tKH))
+        return packed_seq_params.attend(self.layer, q_tNH, k_tKH, v_tKH).flatten(1)
+
+
+class Stage(GPTModel):
+    """The layers of one pipeline rank; the first has the embedding, the last the head."""
+
+    def __init__(
+        self,
+        args: DecoderArgs,
+        layout: Layout,
+        options: TrainEngineConfig,
+        transformer: TransformerConfig,
+    ) -> None:
+        super().__init__(
+            config=transformer,
+            transformer_layer_spec=_block_spec(transformer),
+            vocab_size=padded_vocab_size(args, layout),
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=layout.is_first_stage,
+            post_process=layout.is_last_stage,
+            share_embeddings_and_output_weights=args.tie_word_embeddings and not args.is_critic,
+            position_embedding_type="none",  # CoreAttention rotates
+        )
+        self.args, self.layout, self.options = args, layout, options
+        self.rope = RotaryEmbedding(args.rope, args.head_dim)
+        if args.is_critic and layout.is_last_stage:
+            weight = self.output_layer.weight
+            del self.output_layer
+            self.score = nn.Linear(
+                args.dim, 1, bias=False, device=weight.device, dtype=weight.dtype
+            )
+            self.score.weight.sequence_parallel = transformer.sequence_parallel
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the weights that two stages share; both load them from the same checkpoint."""
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        shared = self.share_embeddings_and_output_weights and (
+            self.config.pipeline_model_parallel_size > 1
+        )
+        if shared and self.pre_process:
+            self.embedding.word_embeddings.weight.shared_embedding = True
+        elif shared and self.post_process:
+            self.output_layer.weight.shared = True  # counted once in the norm of the gradient
+            self.output_layer.weight.shared_embedding = True
+
+    def forward(self, mb: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Of a packed micro-batch: hidden states `[s, 1, D]`; on the last stage log p of the next
+        token and entropy, `[T]`, or a critic's values `[T]`."""
+        cp, num_tokens = self.layout.cp, len(mb["input_ids"])
+        tokens_P, cu_seqlens = _pad(
+            mb["input_ids"].long(), mb["cu_seqlens"], cp.size() * self.layout.tp.size()
+        )
+        attend = PackedAttention(cu_seqlens, max(mb["max_seqlen"], len(tokens_P) - num_tokens))
+        labels_P, positions_P = _next_tokens(tokens_P, cu_seqlens), attend.positions_T
+        tokens_t, positions_t, labels_t = (
+            own_tokens(x_P, cp) for x_P in (tokens_P, positions_P, labels_P)
+        )
+        packed = PackedTokens(
+            qkv_format="thd",
+            attend=attend if cp.size() == 1 else UlyssesAttention(attend, cp),
+            rotation=self.rope(positions_t, self.config.params_dtype),
+        )
+        embedded = self.embedding(tokens_t[None], None) if self.pre_process else None
+        hidden_s1D = self.decoder(
+            hidden_states=embedded, attention_mask=None, packed_seq_params=packed
+        )
+        if not self.post_process:
+            return hidden_s1D
+        outputs_t = self._heads(hidden_s1D, labels_t)
+        if cp.size() > 1:
+            outputs_t = tuple(gather_over_ranks(x_t, cp) for x_t in outputs_t)
+        return tuple(x_P[:num_tokens] for x_P in outputs_t)
+
+    def _heads(self, hidden_s1D: torch.Tensor, labels_t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.args.is_critic:
+            values_s = self.score(hidden_s1D.squeeze(1)).float().squeeze(-1)
+            return (self._gather_tokens(values_s, partial_grad=False),)
+        tp = self.layout.tp
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        rows = min(len(weight), self.args.vocab_size - len(weight) * tp.rank())
+        return next_token_logprobs(
+            self._gather_tokens(hidden_s1D.squeeze(1), partial_grad=True),
+            weight[:rows],  # without those that fill up the vocabulary
+            labels_t,
+            temperature=self.options.temperature,
+            chunk_size=self.options.logprobs_chunk_size,
+            part=None if tp.size() == 1 else VocabPart(len(weight) * tp.rank(), tp),
+        )
+
+    def _gather_tokens(self, x_s: torch.Tensor, *, partial_grad: bool) -> torch.Tensor:
+        """All tokens of the tensor ranks. `partial_grad`: each computes a share of the gradient."""
+        if not self.config.sequence_parallel:
+            return x_s
+        return gather_from_sequence_parallel_region(
+            x_s, tensor_parallel_output_grad=partial_grad, group=self.layout.tp
+        )
+
+
+def _block_spec(transformer: TransformerConfig) -> TransformerBlockSubmodules:
+    """megatron-core's layers with areal's modules in the open places."""
+    block = get_gpt_decoder_block_spec(
+        transformer, use_transformer_engine=False, normalization="RMSNorm"
+    )
+    block.layer_norm = Norm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CoreAttention
+        if transformer.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
+            layer.submodules.mlp.submodules.router = Router
+    return block
+
+
+def _next_tokens(tokens_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    labels_T = tokens_T.roll(-1)
+    # Junk that does not depend on which sequence happens to come next.
+    labels_T[cu_seqlens[1:].long() - 1] = 0
+    return labels_T
+
+
+def _pad(
+    tokens_T: torch.Tensor, cu_seqlens: torch.Tensor, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens up to a multiple, the added ones a sequence of their own."""
+    missing = -len(tokens_T) % multiple
+    if not missing:
+        return tokens_T, cu_seqlens
+    return F.pad(tokens_T, (0, missing)), torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])

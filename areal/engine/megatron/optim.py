@@ -1,0 +1,176 @@
+"""megatron-core's distributed optimizer: gradient buffers, sharded float32 masters, the update.
+
+Data-parallel ranks hold a part each of the masters and of the optimizer's moments; gradients are
+summed over ranks in float32. A gradient that is not finite is thrown away on all ranks, and the
+weights stay as they were. Reads like `engine/optim.py`, so that the checkpoint is the same code; a
+checkpoint of it is read by the layout that wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
+)
+from megatron.core.optimizer import (
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from areal.api.config.optimizer import OptimizerConfig
+from areal.engine.megatron.model import Stage
+from areal.engine.megatron.weights import part_names
+from areal.engine.optim import scheduled_lr
+from areal.utils import logging
+
+logger = logging.getLogger("Optimizer")
+
+
+class ShardedOptimizer:
+    """Trains `model`, the stage in its wrapper: pass that to the schedule. All ranks call."""
+
+    def __init__(self, stage: Stage, config: OptimizerConfig, total_steps: int) -> None:
+        self.num_skipped_steps = 0
+        self.lr_step = 0
+        self._stage = stage
+        self._config = config
+        self._total_steps = total_steps
+        stage.config.finalize_model_grads_func = _sum_gradients
+        self.model = DistributedDataParallel(
+            stage.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            stage,
+        )
+        theirs = _megatron_config(config, stage.config.params_dtype)
+        self._optimizer = get_megatron_optimizer(
+            theirs,
+            [self.model],
+            config_overrides=get_standard_config_overrides(theirs),
+            use_gloo_process_groups=False,
+        )
+        self._create_state()
+        self.set_lr_step(0)
+
+    @property
+    def lr(self) -> float:
+        return scheduled_lr(self._config, self.lr_step, self._total_steps)
+
+    def set_lr_step(self, step: int) -> None:
+        """Go to place `step` of the schedule; it counts global steps, not minibatches."""
+        self.lr_step = step
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
+            # 0 for norms and biases; megatron-core leaves it to the owner of the schedule.
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """Clip, update, forget the gradients; reports update_successful, grad_norm and lr."""
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        successful = math.isfinite(grad_norm)
+        if successful:
+            for part in self._optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(
+                    part.get_parameters(), self._config.gradient_clipping, grad_norm
+                )
+            self._optimizer.step_with_ready_grads()
+        else:
+            self.num_skipped_steps += 1
+            logger.warning(
+                "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
+            )
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+
+    def read_model(self) -> None:
+        """Take the model's weights, just loaded, as the masters."""
+        self._optimizer.reload_model_params()
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The model's weights and this rank's part of the float32 ones, by name."""
+        tensors = part_names(self._stage) | self._named_masters()
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The optimizer's tensors by master; loading into them in place restores it."""
+        return {
+            name: dict(inner.state[master])
+            for inner, masters in self._masters_by_optimizer()
+            for name, master in masters.items()
+        }
+
+    def write_back(self) -> None:
+        """Nothing: `masters` holds the rounded weights too, so both have been loaded."""
+
+    def _named_masters(self) -> dict[str, torch.Tensor]:
+        return {
+            name: master
+            for _, masters in self._masters_by_optimizer()
+            for name, master in masters.items()
+        }
+
+    def _masters_by_optimizer(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """torch's optimizers inside, and what they update: named by rank, as all hold others."""
+        found = []
+        for number, part in enumerate(self._optimizer.chained_optimizers):
+            if part.is_stub_optimizer:
+                continue  # no weight of its kind on this rank
+            inner = part.optimizer
+            if not isinstance(inner, torch.optim.AdamW | torch.optim.SGD):
+                raise ValueError(
+                    f"megatron-core has chosen {type(inner).__module__}.{type(inner).__name__}, "
+                    "which areal cannot resume: remove TransformerEngine and apex from the "
+                    "environment"
+                )
+            masters = [m for group in inner.param_groups for m in group["params"]]
+            prefix = f"rank{dist.get_rank()}.optimizer{number}"
+            found.append((inner, {f"{prefix}.{i}": m for i, m in enumerate(masters)}))
+        return found
+
+    @torch.no_grad()
+    def _create_state(self) -> None:
+        """Make the optimizer's tensors now, so that a resumed run has a place to load them."""
+        for inner, masters in self._masters_by_optimizer():
+            for group in inner.param_groups:
+                group["lr"] = 0.0
+            for master in masters.values():
+                master.grad = torch.zeros_like(master)
+            inner.step()
+            inner.zero_grad(set_to_none=True)
+            for state in inner.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
+
+
+def _sum_gradients(models: list, num_tokens: torch.Tensor, **options: Any) -> None:
+    """Over data, context and tensor ranks and shared embeddings; divided by nothing."""
+    finalize_model_grads(models, None, **options)
+
+
+def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer=config.type,
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        sgd_momentum=config.beta1,
+        clip_grad=config.gradient_clipping,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
