@@ -89,7 +89,7 @@ def test_numbers_and_gradients_are_archons(tmp_path, family, options):
     weight_T = torch.randn(11)
     found = stage(mb)
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     for logprobs_T in (found[0], expected[0]):
         (logprobs_T * weight_T).sum().backward()
     gradients = dict(stream(stage, lambda weight: weight.grad))
