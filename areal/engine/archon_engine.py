@@ -9,9 +9,10 @@ equal runs, or a run resumed from `save(dcp)`, end with the same bits.
     engine.initialize(ft_spec)
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
 
-On several ranks each call is made by all of them. The ranks of one data-parallel place give it the
-same rows; other places have other rows, perhaps more or fewer, or none. What is returned is the
-same everywhere, but the rows of `forward_batch`.
+On several ranks each call is made by all of them. The ranks of one data-parallel place (those of
+tensor, context and pipeline parallelism) give it the same rows; other places have other rows,
+perhaps more or fewer, or none. What is returned is the same everywhere, but the rows of
+`forward_batch`. Loss functions are called on the last stage of a pipeline alone.
 
 With `config.is_critic` the model has a score head in place of the LM head, and values take the
 place of log-probabilities; one that starts from a language model says 0 of every token at first.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
-from areal.engine.weight_stream import Weights, hand_over, stream_weights
+from areal.engine.weight_stream import StageLink, Weights, hand_over, stream_weights
 from areal.models.activation_checkpoint import checkpoint_blocks
 from areal.models.block_compile import compile_blocks
 from areal.models.common.decoder import Decoder
@@ -62,6 +63,9 @@ from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 from areal.weight_sync.transports import send_weights
 
+if TYPE_CHECKING:
+    from areal.engine.pipeline import Pipeline
+
 
 class ArchonEngine(TrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
@@ -73,6 +77,7 @@ class ArchonEngine(TrainEngine):
         self.dp_group: dist.ProcessGroup | None = None
         self._dims = ParallelDims()
         self._mesh: ParallelMesh | None = None  # None on one rank
+        self._pipeline: Pipeline | None = None  # None without pipeline parallelism
         self._seed = seed
         self._version = 0
         self._model: Decoder | None = None
@@ -114,6 +119,11 @@ class ArchonEngine(TrainEngine):
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
 
     @property
+    def min_micro_batches(self) -> int:
+        """One for each stage of a pipeline to work on."""
+        return self._dims.pp
+
+    @property
     def data_parallel_rank(self) -> int:
         return 0 if self._mesh is None else self._mesh["dp"].get_local_rank()
 
@@ -123,7 +133,9 @@ class ArchonEngine(TrainEngine):
 
     def is_data_parallel_head(self) -> bool:
         """Whether this is the first of the ranks that compute the same rows together."""
-        return self._mesh is None or self._mesh["cp_tp"].get_local_rank() == 0
+        return self._mesh is None or all(
+            self._mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp_tp")
+        )
 
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
@@ -138,7 +150,11 @@ class ArchonEngine(TrainEngine):
         self._writers = side_group(self._ranks)
         if self.config.optimizer is not None and ft_spec is not None:
             self._optimizer = MasterOptimizer(
-                self._model, self.config.optimizer, ft_spec.total_train_steps, self._ranks
+                self._model,
+                self.config.optimizer,
+                ft_spec.total_train_steps,
+                self._ranks,
+                num_stages=self._dims.pp,
             )
 
     def _speed_up_blocks(self, model: Decoder) -> None:
@@ -169,6 +185,11 @@ class ArchonEngine(TrainEngine):
             self._hf_config, device="meta", dtype=torch.float32, is_critic=self.config.is_critic
         )
         check_layout(model.args, self._dims)
+        if self._dims.pp > 1:
+            from areal.engine.pipeline import Pipeline  # a second of imports others do not need
+
+            self._pipeline = Pipeline(model, self._mesh, self.config, self._dtype(), self.device)
+            return model
         self._add_adapters(model)
         parallelize(model, self._mesh, self._dtype())
         return model.to_empty(device=self.device)
@@ -202,9 +223,14 @@ class ArchonEngine(TrainEngine):
             load_hf(model, path)
         if self._adapters is not None:
             self._adapters.draw(self._seed)
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.refresh()
 
     def destroy(self) -> None:
-        self._model = self._optimizer = self._receiver = self._adapters = None
+        self._model = self._optimizer = self._receiver = self._adapters = self._pipeline = None
         if self.device.type == "cuda":
             gc.collect()  # compiled and checkpointed blocks refer to themselves
             torch.cuda.empty_cache()
@@ -237,6 +263,9 @@ class ArchonEngine(TrainEngine):
     def forward_backward_batch(
         self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
     ) -> list[torch.Tensor]:
+        if self._pipeline is not None:
+            run = self._pipeline.forward if forward_only else self._pipeline.train
+            return run(mbs, output_fn)
         outputs = []
         with torch.set_grad_enabled(not forward_only):
             for index, mb in enumerate(mbs):
@@ -256,7 +285,10 @@ class ArchonEngine(TrainEngine):
 
     def optimizer_step(self) -> dict[str, float]:
         stats = self.optimizer.step()
-        balance_experts(self.model, group=self._mesh and self._mesh.get_group("stage"))
+        self._weights_changed()
+        group = self._mesh and self._mesh.get_group("stage")
+        for part in [self.model] if self._pipeline is None else self._pipeline.parts:
+            balance_experts(part, group=group)
         return stats
 
     def step_lr_scheduler(self) -> None:
@@ -293,12 +325,14 @@ class ArchonEngine(TrainEngine):
             self._version = checkpoint.load(
                 meta.path, self.model, self._optimizer_if(meta.with_optim), self._writers
             )
+            self._weights_changed()
             return
         refuse_optimizer(meta)
         if self._adapters is None:
             load_hf(self.model, meta.path)
         else:
             self._adapters.load(meta.path)
+        self._weights_changed()
         if self._optimizer is not None:
             self._optimizer.read_model()
 
@@ -308,8 +342,13 @@ class ArchonEngine(TrainEngine):
         if self._mesh is None and self._adapters is None:
             return self.model.named_hf_tensors()
         merge = None if self._adapters is None else self._adapters.merge
+        link = None
+        if self._pipeline is not None:
+            group = self._mesh.get_group("pp")
+            reaches_receiver = dist.get_global_rank(group, 0) == 0
+            link = StageLink(self._pipeline.layout, group, reaches_receiver, self.device)
         return stream_weights(
-            self.model, self._dtype(), is_receiver=self._is_first_rank, merge=merge
+            self.model, self._dtype(), is_receiver=self._is_first_rank, merge=merge, link=link
         )
 
     def _hand_over(self, weights: Weights, consume: Callable[[Weights], None]) -> None:

@@ -16,7 +16,7 @@ of the back end: who has fewer adds fillers, one token of weight 0 that no loss 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,7 @@ class Backend(Protocol):
 
     device: torch.device
     mb_spec: MicroBatchSpec
+    min_micro_batches: int  # with fewer, some of its ranks would have nothing to do
     dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
     shares_prefixes: bool  # computes once what sequences of a micro-batch begin with alike
 
@@ -162,11 +163,13 @@ def _micro_batches(
 ) -> list[MicroBatch]:
     """This rank's micro-batches, as many as the rank with the most has."""
     device, group = backend.device, backend.dp_group
+    num_mbs = max(backend.mb_spec.n_mbs, backend.min_micro_batches)
+    spec = replace(backend.mb_spec, n_mbs=num_mbs)
 
     def split() -> list[MicroBatch]:
         return split_micro_batches(
             input_,
-            backend.mb_spec,
+            spec,
             device,
             rows_per_unit,
             shares_prefixes=backend.shares_prefixes,

@@ -123,7 +123,7 @@ def load(
     path = Path(path)
     _verify(path, ranks)
     state = _state(model, optimizer, 0)
-    _check_fit(path, state)
+    _check_fit(path, state, ranks)
     try:
         dcp.load(state, checkpoint_id=path, process_group=ranks, no_dist=ranks is None)
     except CheckpointException as error:
@@ -176,8 +176,13 @@ def _share(names: list[str], ranks: dist.ProcessGroup | None) -> list[str]:
     return names if ranks is None else names[ranks.rank() :: ranks.size()]
 
 
-def _check_fit(path: Path, state: Mapping[str, torch.Tensor]) -> None:
+def _check_fit(
+    path: Path, state: Mapping[str, torch.Tensor], ranks: dist.ProcessGroup | None
+) -> None:
     """torch would leave out what the model does not ask for: a larger model's layers."""
+    # Pipeline stages ask for their own tensors, and for all of them together.
+    shapes = on_all_ranks(ranks, lambda: {name: list(x.shape) for name, x in state.items()})
+    own = {name: shape for part in shapes for name, shape in part.items()}
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     sizes = {
         name: list(entry.size)
@@ -186,7 +191,6 @@ def _check_fit(path: Path, state: Mapping[str, torch.Tensor]) -> None:
     }
     if not any(name.startswith(_MOMENTS) for name in state):
         sizes = {name: size for name, size in sizes.items() if not name.startswith(_MOMENTS)}
-    own = {name: list(tensor.shape) for name, tensor in state.items()}
     odd = [name for name in sorted(own.keys() | sizes.keys()) if own.get(name) != sizes.get(name)]
     if odd:
         name = odd[0]
@@ -210,10 +214,15 @@ def _cause(error: CheckpointException) -> BaseException:
 
 def _state(model: nn.Module, optimizer: Resumable | None, version: int) -> State:
     """The tensors of the checkpoint by name: those in use, not copies; and three counters."""
-    trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    weights = {name: weight.detach() for name, weight in trained.items()}
+    # What another pipeline stage holds is on the meta device here.
+    own = {name: w for name, w in model.named_parameters() if not w.is_meta}
+    weights = {name: weight.detach() for name, weight in own.items() if weight.requires_grad}
     saved = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in saved and not buffer.is_meta
+    }
     counters = torch.tensor([version, 0, 0])
     moments: dict[str, dict[str, torch.Tensor]] = {}
     if optimizer is not None:

@@ -59,6 +59,7 @@ class FSDPEngine(TrainEngine):
         `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
+        self.min_micro_batches = 1
         self.shares_prefixes = False
         self.device = torch.device(best_device())
         self.dp_group: dist.ProcessGroup | None = None

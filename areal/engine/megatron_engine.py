@@ -55,6 +55,7 @@ class MegatronEngine(TrainEngine):
         self.device = torch.device(best_device())
         self.dp_group: dist.ProcessGroup | None = None
         self.shares_prefixes = False
+        self.min_micro_batches = 1
         self._strategy = ParallelStrategy()
         self._layout: Layout | None = None
         self._seed = seed

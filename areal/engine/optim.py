@@ -59,7 +59,11 @@ def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 class MasterOptimizer:
     """Updates what of `model` is not frozen, in place. With `ranks`, the holders of its shards, all
-    of them call."""
+    of them call.
+
+    In a pipeline of `num_stages` (ranks one behind another) a rank has the weights of its own
+    stages; those of others are on the meta device.
+    """
 
     def __init__(
         self,
@@ -67,13 +71,19 @@ class MasterOptimizer:
         config: OptimizerConfig,
         total_steps: int,
         ranks: dist.ProcessGroup | None = None,
+        num_stages: int = 1,
     ) -> None:
         self._ranks = ranks
+        self._num_stages = num_stages
         self.num_skipped_steps = 0
         self.lr_step = 0
         self._config = config
         self._total_steps = total_steps
-        self._weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
+        self._weights = {
+            name: weight
+            for name, weight in model.named_parameters()
+            if weight.requires_grad and not weight.is_meta
+        }
         assert ranks is not None or all(_num_shards(w) == 1 for w in self._weights.values())
         self._masters = {name: _master_of(weight) for name, weight in self._weights.items()}
         self._optimizer = _build(config, list(self._masters.values()))
@@ -143,7 +153,7 @@ class MasterOptimizer:
         for name, weight in self._weights.items():
             grad = self._masters[name].grad
             if grad is not None:
-                copies = self._ranks.size() // _num_shards(weight)
+                copies = self._ranks.size() // (self._num_stages * _num_shards(weight))
                 grads_by_copies.setdefault(copies, []).append(grad)
         # In float64, where the square of no float32 norm overflows.
         parts = [get_total_norm(g).double() ** 2 / n for n, g in grads_by_copies.items()]

@@ -4,11 +4,13 @@
 
 Every rank iterates, because the gathers are collectives; only the receiver is given tensors. At
 most one bucket of whole weights exists at a time; its gathers are queued on the device together.
+Pipeline stages gather what they hold, and the ranks behind the receiver send it on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,10 +18,21 @@ from torch.distributed.tensor import DTensor
 
 from areal.engine.process_group import any_rank
 from areal.models.common.decoder import Decoder
+from areal.models.pipeline import StageLayout
 
 BUCKET_BYTES = 256 << 20
 
 Weights = Iterator[tuple[str, torch.Tensor]]  # Hugging Face names
+
+
+@dataclass(frozen=True, slots=True)
+class StageLink:
+    """How the weights of pipeline stages get to the receiver, which is on the first rank."""
+
+    layout: StageLayout
+    group: dist.ProcessGroup  # of this rank and those with the other stages
+    reaches_receiver: bool  # whether the receiver is in the group
+    device: torch.device
 
 
 @torch.no_grad()
@@ -29,6 +42,7 @@ def stream_weights(
     *,
     is_receiver: bool,
     merge: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+    link: StageLink | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor), rounded to `dtype`. A larger weight is a bucket of its own.
@@ -36,8 +50,14 @@ def stream_weights(
     merge: makes the whole tensor of our name that leaves, where it is not the weight itself.
     """
     gather = merge or _gather
+    rounded = {name for name, _ in model.named_parameters()}  # buffers keep their dtype
     for bucket in _buckets(model.state_dict(), bucket_bytes):
-        whole = {name: gather(name, tensor, dtype) for name, tensor in bucket.items()}
+        whole = {
+            name: gather(name, tensor, dtype if name in rounded else tensor.dtype)
+            for name, tensor in bucket.items()
+        }
+        if link is not None and link.reaches_receiver:
+            whole = {name: _pass_on(name, tensor, link) for name, tensor in whole.items()}
         for name in bucket:
             tensor = whole.pop(name)
             if is_receiver:
@@ -45,9 +65,22 @@ def stream_weights(
 
 
 def _gather(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor  # a buffer, the same on every rank
-    return tensor.detach().to(dtype).full_tensor()
+    tensor = tensor.detach().to(dtype)
+    # A buffer is the same on every rank; what another stage holds is on the meta device.
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _pass_on(name: str, tensor: torch.Tensor, link: StageLink) -> torch.Tensor:
+    """On the first rank the tensor its owner sent; every rank of the pipeline calls."""
+    owner, rank = link.layout.owner_of(name), link.group.rank()
+    if owner == 0:
+        return tensor
+    if rank == owner:
+        dist.send(tensor.contiguous(), group=link.group, group_dst=0)
+    elif rank == 0:
+        tensor = torch.empty_like(tensor, device=link.device)
+        dist.recv(tensor, group=link.group, group_src=owner)
+    return tensor
 
 
 def _buckets(state: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -109,7 +109,8 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                model.load_hf_tensor(name, tensors.get_tensor(name))
+                if model.holds(name):
+                    model.load_hf_tensor(name, tensors.get_tensor(name))
 
 
 def check_hf_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], *, source: str) -> None:

@@ -145,11 +145,12 @@ class Adapters:
 
 
 def check_lora_layout(dims: ParallelDims, engine: str) -> None:
-    if dims.tp > 1:
-        raise ValueError(
-            f"use_lora cannot be cut by t{dims.tp}: use d or c instead, like "
-            f"{engine}:d{dims.dp * dims.tp}"
-        )
+    for letter, size in {"t": dims.tp, "p": dims.pp}.items():
+        if size > 1:
+            raise ValueError(
+                f"use_lora cannot be cut by {letter}{size}: use d or c instead, like "
+                f"{engine}:d{dims.dp * size}"
+            )
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@
     mesh["tp"], mesh.get_group("dp")
 
 Axes from the slowest to the fastest: pp, dp_replicate, dp_shard, cp, tp; so the ranks of one tp
-group, which talk most, are neighbours. Joined axes of the same mesh:
+group, which talk most, are neighbours. Ranks of pp hold other layers and have the same rows of the
+batch. Joined axes of the same mesh:
 
 | axis      | of                         | its ranks                                               |
 |-----------|----------------------------|---------------------------------------------------------|
@@ -56,14 +57,6 @@ class ParallelDims:
     @classmethod
     def of(cls, strategy: ParallelStrategy, *, num_replicas: int = 1) -> ParallelDims:
         """`num_replicas` groups of data-parallel ranks each hold all the weights, in shards."""
-        for letter, size in {
-            "p": strategy.pipeline_parallel_size,
-        }.items():
-            if size > 1:
-                raise ValueError(
-                    f"the layout {strategy} cannot run in this version: {letter}{size} must be "
-                    f"{letter}1; use more d, t or c instead"
-                )
         dp = strategy.data_parallel_size
         if num_replicas < 1 or dp % num_replicas:
             raise ValueError(

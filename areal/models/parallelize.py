@@ -91,13 +91,19 @@ def _check_experts(args: DecoderArgs, dims: ParallelDims) -> None:
         )
 
 
-def parallelize(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype) -> None:
-    """Cut a float32 model on the meta device, in place. `dtype` is what it computes in."""
+def parallelize(
+    model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, *, keep_gathered: bool = False
+) -> None:
+    """Cut a float32 model (or pipeline stage) on the meta device, in place.
+
+    dtype: what it computes in. keep_gathered: blocks stay whole from their first forward pass to
+    `reshard`, for those who run many micro-batches in between.
+    """
     if mesh.spreads_experts:
         _spread_experts(model, mesh)
     if mesh["tp"].size() > 1:
         _cut_over_tp(model, mesh["tp"], cuts_experts=_cuts_experts(mesh))
-    _shard(model, mesh, dtype)
+    _shard(model, mesh, dtype, keep_gathered)
     model.write = write_own_part
 
 
@@ -114,10 +120,11 @@ def _cuts_experts(mesh: ParallelMesh) -> bool:
 
 def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
     sequence = SequenceParallel(sequence_dim=0, use_local_output=True)
-    plan = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-        "norm": SequenceParallel(sequence_dim=0),  # a DTensor comes out: see gather_tokens
-    }
+    plan = {}
+    if model.tok_embeddings is not None:
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    if model.norm is not None:
+        plan["norm"] = SequenceParallel(sequence_dim=0)  # a DTensor comes out: see gather_tokens
     if model.output is not None:
         plan["output"] = ColwiseParallel()  # cuts its rows; the module itself is never called
     if model.score is not None:
@@ -159,13 +166,14 @@ def _block_plan(
     return plan | dict.fromkeys(norms, sequence)
 
 
-def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype) -> None:
+def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, keep_gathered: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     weights_mesh = mesh.in_replicas("fsdp")
+    options = {"mp_policy": policy, "reshard_after_forward": not keep_gathered}
     for block in model.layers.values():
         if isinstance(block.feed_forward, MoE):
-            _shard_moe(block.feed_forward, mesh, mp_policy=policy)
-        fully_shard(block, mesh=weights_mesh, mp_policy=policy)
+            _shard_moe(block.feed_forward, mesh, **options)
+        fully_shard(block, mesh=weights_mesh, **options)
     # The head is read after the forward pass has ended, so the root's weights stay whole.
     fully_shard(model, mesh=weights_mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
@@ -210,8 +218,11 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def write_own_part(own: torch.Tensor, whole: torch.Tensor, index: int | None = None) -> None:
     """Copy into `own`, perhaps a shard, its part of `whole`, which every rank has.
 
-    With `index`, `whole` [1, ...] is row `index` of the parameter alone.
+    With `index`, `whole` [1, ...] is row `index` of the parameter alone. What another pipeline
+    stage holds is on the meta device here, and is passed over.
     """
+    if own.is_meta:
+        return
     if not isinstance(own, DTensor):
         (own if index is None else own[index : index + 1]).copy_(whole)
         return

@@ -17,7 +17,11 @@ from gloo_ranks import run_ranks
 from areal.algorithm.sft import sft_loss
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import (
+    ArchonEngineConfig,
+    MicroBatchSpec,
+    TrainEngineConfig,
+)
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.engine.archon_engine import ArchonEngine
 from areal.utils.data import select_rows
@@ -35,9 +39,13 @@ def open_engine(
     *,
     optimizer: OptimizerConfig = PLAIN_SGD,
     num_replicas: int = 1,
+    pp_schedule: str = "Interleaved1F1B",
     **changes: Any,
 ) -> ArchonEngine:
-    engine = ArchonEngine(TrainEngineConfig(path=str(folder), optimizer=optimizer, **changes))
+    archon = ArchonEngineConfig(pp_schedule=pp_schedule)
+    engine = ArchonEngine(
+        TrainEngineConfig(path=str(folder), optimizer=optimizer, archon=archon, **changes)
+    )
     layout = ModelAllocation.from_str(backend).parallel
     engine.create_process_group(layout, num_replicas=num_replicas)
     engine.initialize(FT_SPEC)

@@ -90,6 +90,12 @@ def test_one_rank_to_two_and_back(folder, tmp_path):
     check(folder, tmp_path, 2, ["archon:d2", "archon:t2", "archon:c2"])
 
 
+def test_one_rank_to_a_pipeline_and_back(tmp_path):
+    folder = str(write_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=4))
+    # The last two are one layout under two names: it saves for one rank, and loads from shards.
+    check(folder, tmp_path / "points", 2, ["archon:p2", "archon:d2", "archon:d1p2"])
+
+
 @pytest.mark.slow
 def test_one_rank_to_four_and_back(folder, tmp_path):
     check(folder, tmp_path, 4, ["archon:d2t2", "archon:d4", "archon:c2t2", "archon:d2c2"])

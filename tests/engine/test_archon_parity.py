@@ -19,6 +19,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "tie_word_embeddings": False},  # biases of q, k, v
     "llama": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen3_moe": {"family": "qwen3_moe"},
+    "deep": {"family": "qwen3", "num_hidden_layers": 5},  # enough for two stages on each rank
+    "deep_untied": {"family": "llama", "num_hidden_layers": 4, "tie_word_embeddings": False},
+    "deep_moe": {"family": "qwen3_moe", "num_hidden_layers": 4},
+    "deep_gemma3": {"family": "gemma3_text", "num_hidden_layers": 4, "sliding_window_pattern": 2},
     "gemma3": {
         "family": "gemma3_text",
         "final_logit_softcapping": 5.0,
@@ -83,4 +87,48 @@ def test_four_ranks(check_parity):
         ("qwen3", "archon:c2t2", {}),
         ("qwen3", "archon:c4", {}),  # more ranks than key-value heads
         ("qwen3", "archon:d4", {"num_replicas": 2}),
+    )
+
+
+def schedule(name: str, **changes: Any) -> dict[str, Any]:
+    return {"pp_schedule": name, **changes}
+
+
+def test_two_ranks_of_a_pipeline(check_parity):
+    check_parity(
+        2,
+        ("deep", "archon:p2", schedule("1F1B")),
+        ("deep", "archon:p2", schedule("ZBVZeroBubble")),
+        ("deep_untied", "archon:p2", schedule("Interleaved1F1B")),
+        ("deep_untied", "archon:p2", schedule("InterleavedZeroBubble")),
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_of_other_pipelines(check_parity):
+    check_parity(
+        2,
+        ("deep", "archon:p2", schedule("Interleaved1F1B")),
+        ("deep", "archon:p2", schedule("InterleavedZeroBubble")),
+        ("deep_untied", "archon:p2", schedule("1F1B")),
+        ("deep_untied", "archon:p2", schedule("ZBVZeroBubble")),
+        ("deep_moe", "archon:p2", schedule("Interleaved1F1B")),
+        ("deep_gemma3", "archon:p2", schedule("1F1B", temperature=0.7)),
+        ("deep", "archon:p2", schedule("Interleaved1F1B", gradient_checkpointing=True)),
+        ("deep", "archon:p2", schedule("1F1B", is_critic=True, init_from_scratch=True)),
+        ("deep", "archon:p2", schedule("ZBVZeroBubble", is_critic=True, init_from_scratch=True)),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks_of_pipelines_beside_each_other(check_parity):
+    check_parity(
+        4,
+        ("deep", "archon:d2p2", schedule("1F1B")),
+        ("deep", "archon:d2p2", schedule("ZBVZeroBubble", num_replicas=2)),
+        ("deep_untied", "archon:d2p2", schedule("InterleavedZeroBubble")),
+        ("deep", "archon:p2t2", schedule("ZBVZeroBubble")),
+        ("deep", "archon:p2c2", schedule("Interleaved1F1B")),
+        ("deep", "archon:p4", schedule("1F1B")),
+        ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B")),
     )

@@ -188,10 +188,10 @@ def bfloat16_body(folder: str, out: str) -> None:
     ("backend", "changes", "fault"),
     [
         ("archon:d2", {}, "RANK, WORLD_SIZE"),
-        ("archon:d2p2", {}, "p2 must be p1"),
         ("archon:d4e4", {"num_replicas": 2}, "do not divide the 2 that hold .* replicas, 2"),
         ("archon:d3", {"num_replicas": 2}, "2 replicas do not divide"),
         ("archon:t2", {"batch_invariant": True}, "batch_invariant computes on one rank"),
+        ("archon:p2", {"use_lora": True}, "use_lora cannot be cut by p2"),
         ("archon:d2c2", {"enable_tree_training": True}, "use data parallelism alone"),
     ],
 )

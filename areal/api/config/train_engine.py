@@ -87,9 +87,35 @@ class ArchonEngineConfig:
     """`op`: as above, in every block. A number n: `full` in every n-th block, nothing elsewhere."""
     ac_memory_budget: float = 0.5
     """Share of the memory `selective` keeps, from 0 to 1."""
+    pp_schedule: Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
+        "Interleaved1F1B"
+    )
+    """In which order the stages of a pipeline (`p2` and more in `backend`) compute micro-batches.
+    `1F1B` has one stage on each rank, the others two or more, with less waiting. Zero bubble also
+    fills the waiting with the gradients of weights: `ZBVZeroBubble` has exactly two stages on each
+    rank, one from each end of the model."""
+    pp_layers_per_stage: int | None = None
+    """How long a stage is, embedding and head included; more, shorter stages wait less and talk
+    more. Default: as many stages as the schedule needs."""
+    pp_first_stage_less_layers: int = 1
+    """How many layers' work the embedding counts for; the first stage has so many fewer."""
+    pp_last_stage_less_layers: int = 1
+    """How many layers' work the final norm and head count for. A large vocabulary on a small model
+    is worth several."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed after those of hidden states."""
+        return "ZeroBubble" in self.pp_schedule
 
     def __post_init__(self) -> None:
         require_fraction(ac_memory_budget=self.ac_memory_budget)
+        require(
+            not (self.splits_backward and self.enable_compile),
+            f"pp_schedule {self.pp_schedule} computes the backward pass in two parts, which "
+            "compiled blocks cannot: set enable_compile to false",
+            True,
+        )
         option = self.selective_ac_option
         require(
             option == "op" or (option.isdecimal() and int(option) > 0),
@@ -100,6 +126,12 @@ class ArchonEngineConfig:
             self.ac_mode != "memory_budget" or self.enable_compile,
             "ac_mode memory_budget is done by the compiler: set enable_compile to true",
             self.ac_mode,
+        )
+        require_at_least(1, pp_layers_per_stage=self.pp_layers_per_stage)
+        require_at_least(
+            0,
+            pp_first_stage_less_layers=self.pp_first_stage_less_layers,
+            pp_last_stage_less_layers=self.pp_last_stage_less_layers,
         )
 
 
@@ -185,6 +217,12 @@ class TrainEngineConfig:
             engine == "archon" or self.archon == ArchonEngineConfig(),
             f"the section archon needs backend archon (backend is {self.backend!r})",
             self.archon,
+        )
+        require(
+            not (self.archon.splits_backward and self.gradient_checkpointing),
+            f"archon.pp_schedule {self.archon.pp_schedule} computes the backward pass in two "
+            "parts, which gradient_checkpointing cannot: use Interleaved1F1B or 1F1B",
+            True,
         )
         require(
             not (self.batch_invariant and self.archon.enable_compile),

@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         self.window_rope = (
             None if args.window_rope is None else RotaryEmbedding(args.window_rope, args.head_dim)
         )
-        # Keyed by the layer's number: a pipeline stage that drops layers keeps the others' names.
+        # Keyed by the layer's number: a pipeline stage (models/pipeline.py) has some of them.
         self.layers = nn.ModuleDict(
             {str(i): self.block_class(args, i) for i in range(args.n_layers)}
         )
@@ -120,14 +120,15 @@ class Decoder(nn.Module):
     def forward(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        x_TD = self.tok_embeddings(tokens_T)
+        """Of a pipeline stage but the first, `tokens_T` is what the stage before it returned."""
+        x_TD = tokens_T if self.tok_embeddings is None else self.tok_embeddings(tokens_T)
         rotation = window_rotation = self.rope(positions_T, x_TD.dtype)
         if self.window_rope is not None:
             window_rotation = self.window_rope(positions_T, x_TD.dtype)
         for block in self.layers.values():
             cos_TR, sin_TR = rotation if block.attention.window is None else window_rotation
             x_TD = block(x_TD, cos_TR, sin_TR, attend)
-        return self.norm(x_TD)
+        return x_TD if self.norm is None else self.norm(x_TD)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         logits_TV = self.whole_logits(F.linear(hidden_TD, self.output_weight))
@@ -201,6 +202,11 @@ class Decoder(nn.Module):
         """A parameter, or a buffer that is saved."""
         owner, _, leaf = name.rpartition(".")
         return getattr(self.get_submodule(owner), leaf)
+
+    def holds(self, hf_name: str) -> bool:
+        """Whether there is a place for it here: not of another pipeline stage, not derived."""
+        name = self.adapter.from_hf_name(hf_name)
+        return name is not None and not self._tensor(name).is_meta
 
     @torch.no_grad()
     def load_hf_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,180 @@
+"""Cutting a decoder into pipeline stages: which rank holds which layers.
+
+    layout = StageLayout.of(args.n_layers, num_ranks=2, schedule="1F1B")
+    stage = cut_stage(model, layout.layers[index], is_first=..., is_last=...)   # on the meta device
+
+The first stage embeds, the last one has the final norm and the head. A rank holds one stage or
+several. Its model keeps its whole structure: what belongs to other ranks stays on the meta device,
+where a tensor has a name and a shape but no memory, so names are those of the whole model and each
+weight has one owner. `is_meta` is the test of "not mine".
+
+A tied head is the embedding, which the first stage owns. The last stage computes with a copy:
+`TiedHead` brings its gradient to the owner and the owner's new weight back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from areal.models.common.decoder import Decoder
+
+# Stages of each rank. A rank of a V has one from each end: its last stage is on the first rank.
+_STAGES_PER_RANK = {
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}
+_MORE_STAGES_ALLOWED = ("Interleaved1F1B", "InterleavedZeroBubble")
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    num_ranks: int
+    layers: tuple[range, ...]  # of each stage
+    is_v: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        n_layers: int,
+        *,
+        num_ranks: int,
+        schedule: str,
+        layers_per_stage: int | None = None,
+        embedding_layers: int = 1,
+        head_layers: int = 1,
+    ) -> StageLayout:
+        """Equal work for each stage; the embedding and the head count as so many layers."""
+        work = n_layers + embedding_layers + head_layers
+        num_stages = num_ranks * _STAGES_PER_RANK[schedule]
+        if layers_per_stage is not None:
+            num_stages = -(-work // layers_per_stage)
+            _check_stages(num_stages, num_ranks, schedule, work, layers_per_stage)
+        sizes = [work // num_stages] * num_stages
+        # What does not divide goes to the ends first, which have fewer layers for their work.
+        for stage in [-1, *range(num_stages - 1)][: work % num_stages]:
+            sizes[stage] += 1
+        sizes[0] -= embedding_layers
+        sizes[-1] -= head_layers
+        if min(sizes) < 1:
+            raise ValueError(
+                f"{schedule} cuts this model of {n_layers} layers into {num_stages} stages of "
+                f"{sizes} layers; each needs at least one: use a smaller p, another "
+                "archon.pp_schedule, or less for archon.pp_first_stage_less_layers and "
+                "archon.pp_last_stage_less_layers"
+            )
+        starts = [sum(sizes[:stage]) for stage in range(num_stages)]
+        layers = tuple(range(a, a + size) for a, size in zip(starts, sizes, strict=True))
+        return cls(num_ranks, layers, is_v=schedule == "ZBVZeroBubble")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    def rank_of(self, stage: int) -> int:
+        """Round by round; in a V every other round goes back."""
+        round_, place = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - place if self.is_v and round_ % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+
+    def owner_of(self, name: str) -> int:
+        """The rank that holds the weight `name` of the model."""
+        top, _, rest = name.partition(".")
+        if top == "layers":
+            layer = int(rest.partition(".")[0])
+            stage = next(i for i, layers in enumerate(self.layers) if layer in layers)
+        else:
+            stage = 0 if top == "tok_embeddings" else self.num_stages - 1
+        return self.rank_of(stage)
+
+
+def _check_stages(
+    num_stages: int, num_ranks: int, schedule: str, work: int, layers_per_stage: int
+) -> None:
+    per_rank = _STAGES_PER_RANK[schedule]
+    fits = num_stages == num_ranks * per_rank
+    if schedule in _MORE_STAGES_ALLOWED:
+        fits = num_stages >= num_ranks * per_rank and num_stages % num_ranks == 0
+        per_rank = f"{per_rank} or more"
+    if not fits:
+        raise ValueError(
+            f"archon.pp_layers_per_stage={layers_per_stage} makes {num_stages} stages of the work "
+            f"of {work} layers (embedding and head included), but {schedule} needs {per_rank} "
+            f"on each of {num_ranks} ranks: choose another number, or leave it out"
+        )
+
+
+def cut_stage(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Decoder:
+    """A decoder of some of the modules of `model`; both are on the meta device.
+
+    It is called with hidden states in place of tokens unless it is the first stage.
+    """
+    with torch.device("meta"):
+        stage = type(model)(model.args)
+        if is_last and model.output is None and model.score is None:
+            stage.output = nn.Linear(model.args.dim, model.args.vocab_size, bias=False)
+        else:
+            stage.output = model.output if is_last else None
+    stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in layers})
+    stage.tok_embeddings = model.tok_embeddings if is_first else None
+    stage.norm = model.norm if is_last else None
+    stage.score = model.score if is_last else None
+    return stage
+
+
+class TiedHead:
+    """The embedding of the first stage and its copy in the last one, in shards of one layout.
+
+    Ranks that hold neither have None for both; all ranks of the pipeline call.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Parameter | None,
+        copy: nn.Parameter | None,
+        layout: StageLayout,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._embedding, self._copy = embedding, copy
+        self._owner, self._user = layout.rank_of(0), layout.rank_of(layout.num_stages - 1)
+        self._group = group
+
+    @torch.no_grad()
+    def collect_gradient(self) -> None:
+        """Add the copy's gradient to the embedding's, once per step."""
+        embedding = None if self._embedding is None else self._embedding.grad.to_local()
+        copy = None if self._copy is None else self._copy.grad.to_local()
+        arrived = self._pass_on(copy, embedding, source=self._user, target=self._owner)
+        if embedding is not None:
+            embedding += arrived
+        if self._copy is not None:
+            self._copy.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the copy equal to the embedding, which was loaded or updated."""
+        embedding = None if self._embedding is None else self._embedding.to_local()
+        copy = None if self._copy is None else self._copy.to_local()
+        arrived = self._pass_on(embedding, copy, source=self._owner, target=self._user)
+        if copy is not None:
+            copy.copy_(arrived)
+
+    def _pass_on(
+        self, tensor: torch.Tensor | None, like: torch.Tensor | None, *, source: int, target: int
+    ) -> torch.Tensor | None:
+        if source == target:
+            return tensor
+        if tensor is not None:
+            dist.send(tensor.contiguous(), group=self._group, group_dst=target)
+        if like is None:
+            return None
+        arrived = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(arrived, group=self._group, group_src=source)
+        return arrived
