@@ -16,6 +16,7 @@ _HOMES = {
     "RWTrainer": "areal.trainer.rw_trainer",
     "SFTTrainer": "areal.trainer.sft_trainer",
     "StalenessManager": "areal.rollout.staleness",
+    "TrainController": "areal.infra.train_controller",
     "WorkflowExecutor": "areal.rollout.executor",
     "workflow_context": "areal.rollout.context",
 }
@@ -25,6 +26,7 @@ __all__ = [  # noqa: F822
     "RWTrainer",
     "SFTTrainer",
     "StalenessManager",
+    "TrainController",
     "WorkflowExecutor",
     "__version__",
     "workflow_context",

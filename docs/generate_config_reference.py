@@ -25,7 +25,7 @@ import mdformat
 
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.api.config.loader import EXPERIMENTS
-from areal.api.config.schema import field_types, section_class
+from areal.api.config.schema import field_types, item_class, section_class
 from areal.cli.main import COMMANDS
 
 FOLDER = Path(__file__).parent / "reference"
@@ -115,7 +115,7 @@ def _places() -> dict[type, dict[str, list[str]]]:
 
     def visit(cls: type, prefix: str, trainer: str) -> None:
         for name, hint in field_types(cls).items():
-            section = section_class(hint)
+            section = section_class(hint) or item_class(hint)
             if section is not None:
                 key = f"{prefix}{name}"
                 places.setdefault(section, {}).setdefault(key, []).append(trainer)
@@ -149,6 +149,8 @@ def _type_text(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in args)
     if origin is list:
+        if dataclasses.is_dataclass(args[0]):
+            return f"list of {_link(args[0])}"
         return f"list of {TYPE_NAMES[args[0]]}s"
     if origin is dict:
         return "keys"

@@ -10,11 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal.api.dispatch import broadcast, head, split
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
+    from areal.api.alloc_mode import ParallelStrategy
     from areal.api.io_struct import (
         FinetuneSpec,
         ModelRequest,
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 class InferenceEngine(ABC):
     """Token ids in; token ids, log-probabilities and weight versions out.
 
-    Safe to call from one event loop; `agenerate` of many coroutines is the normal load.
+    Safe to call from one event loop; `agenerate` of many coroutines is the normal load. One that
+    talks to servers pickles without its connections: training ranks send it their weights.
     """
 
     @abstractmethod
@@ -101,14 +105,35 @@ class TrainEngine(ABC):
 
     A critic's engine has values in place of log-probabilities: `loss_fn(values_T, mb)`, where
     `values[t]` is the value before the token at t + 1.
+
+    The marks (api/dispatch.py) say how a call reaches an engine whose ranks are other processes.
+    What such a call takes and returns must pickle: loss functions are functions of a module, bound
+    methods of small objects, or partials of those.
     """
 
+    @broadcast
+    @abstractmethod
+    def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
+        """Join the ranks of the layout; before `initialize`. One rank joins nobody."""
+
+    @property
+    @abstractmethod
+    def data_parallel_rank(self) -> int:
+        """Ranks with the same number compute the same rows, others have other rows."""
+
+    @abstractmethod
+    def is_data_parallel_head(self) -> bool:
+        """Whether this is the first of the ranks that compute the same rows together."""
+
+    @broadcast
     @abstractmethod
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None: ...
 
+    @broadcast
     @abstractmethod
     def destroy(self) -> None: ...
 
+    @split
     @abstractmethod
     def train_batch(
         self,
@@ -120,6 +145,7 @@ class TrainEngine(ABC):
     ) -> dict[str, float]:
         """One optimizer step; returns update_successful, grad_norm, lr, loss."""
 
+    @split
     @abstractmethod
     def eval_batch(
         self,
@@ -131,16 +157,20 @@ class TrainEngine(ABC):
     ) -> torch.Tensor:
         """The weighted mean loss, without gradients."""
 
+    @split(merges_rows=True)
     @abstractmethod
     def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities or values `[B, S]` aligned as in `train_batch`, zero on padding."""
 
+    @broadcast
     @abstractmethod
     def step_lr_scheduler(self) -> None: ...
 
+    @broadcast
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None: ...
 
+    @broadcast
     @abstractmethod
     def capture(self) -> Callable[[str | Path], None]:
         """Copy the resumable state to host memory; what is returned writes it to a folder.
@@ -149,6 +179,7 @@ class TrainEngine(ABC):
         thread while training goes on, one write at a time. On several ranks all call both.
         """
 
+    @broadcast
     @abstractmethod
     def load(self, meta: SaveLoadMeta) -> None: ...
 
@@ -156,16 +187,31 @@ class TrainEngine(ABC):
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) one by one, for weight sync and export."""
 
+    @broadcast
     @abstractmethod
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         """Remember where `update_weights` sends weights and by which transport."""
 
+    @broadcast
     @abstractmethod
     def update_weights(self, version: int) -> None:
         """Move the current weights to the connected inference engine as `version`."""
 
+    @broadcast
     @abstractmethod
     def set_version(self, version: int) -> None: ...
 
+    @head
     @abstractmethod
     def get_version(self) -> int: ...
+
+    @broadcast
+    def offload(self) -> None:
+        """Move weights and optimizer to the memory of the host; nothing else may be asked of the
+        engine until `onload`. Training then goes on bit for bit as if nothing had happened."""
+        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+
+    @broadcast
+    def onload(self) -> None:
+        """Back to the device."""
+        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")

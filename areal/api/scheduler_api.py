@@ -6,7 +6,9 @@ scheduler never imports one. Every failure is a `SchedulerError` that names role
 
     scheduler.create_workers(Job(role="actor", replicas=4, tasks=[SchedulingSpec(gpu=1)]))
     for worker in scheduler.get_workers("actor", timeout=300):
-        await scheduler.create_engine(worker.id, "areal.engine.archon_engine.ArchonEngine", "actor")
+        scheduler.create_engine(worker.id, "package.module.Engine", "actor", timeout_s=300)
+
+Calls block and have a deadline; those to different workers may come from different threads.
 """
 
 from __future__ import annotations
@@ -20,24 +22,35 @@ from typing import Any, Literal
 class SchedulingSpec:
     """What one worker needs of its machine."""
 
-    cpu: int = 8
-    gpu: int = 0
-    mem: int = 32  # GB
-    port_count: int = 2
+    cpu: int | None = None
+    """CPU cores. Default: an equal share of those this process may use; with Ray 1."""
+    gpu: int | None = None
+    """GPUs of its own. Default: 1 where there are GPUs."""
+    mem: int | None = None
+    """Gigabytes of memory that Ray sets aside. Default: none."""
     env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the process, besides those of the controller."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("cpu", 1), ("gpu", 0), ("mem", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingStrategy:
-    """Machines of its own, or those of the role `target`."""
+    """Processes of its own, or those of the role `target`."""
 
     type: Literal["separation", "colocation"] = "separation"
+    """`separation`: worker processes of its own; `colocation`: those of `target`."""
     target: str | None = None
+    """With colocation the role whose processes it shares; both need as many ranks."""
 
     def __post_init__(self) -> None:
         if (self.type == "colocation") != (self.target is not None):
             raise ValueError(
-                "scheduling_strategy: colocation needs target, the role to share machines with, "
+                "target must name the role to share processes with: colocation needs target, "
                 f"and separation has none, got type={self.type!r} target={self.target!r}"
             )
 
@@ -75,7 +88,11 @@ class Worker:
 
 
 class Scheduler(ABC):
-    """Starts, finds and ends workers, and calls the engines inside them."""
+    """Starts, finds and ends workers, and calls the engines inside them.
+
+    The workers of a job find each other: RANK, WORLD_SIZE and LOCAL_RANK are in their environment,
+    and torch.distributed can be initialised as `engine/process_group.py` does.
+    """
 
     @abstractmethod
     def create_workers(self, job: Job) -> list[str]:
@@ -91,16 +108,29 @@ class Scheduler(ABC):
         """End the workers of `role`, or all."""
 
     @abstractmethod
-    async def create_engine(
-        self, worker_id: str, engine: str, engine_name: str, *args: Any, **kwargs: Any
+    def create_engine(
+        self,
+        worker_id: str,
+        engine: str,
+        engine_name: str,
+        *args: Any,
+        timeout_s: float,
+        **kwargs: Any,
     ) -> None:
         """Build the class at the import path `engine` inside the worker, as `engine_name`."""
 
     @abstractmethod
-    async def async_call_engine(
-        self, worker_id: str, method: str, engine_name: str, *args: Any, **kwargs: Any
+    def call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str,
+        *args: Any,
+        timeout_s: float,
+        **kwargs: Any,
     ) -> Any:
-        """Call a method of an engine in a worker; EngineCallError carries its exception."""
+        """Call a method of an engine in a worker and wait; EngineCallError carries its exception as
+        `__cause__`, WorkerFailedError the last words of a process that ended."""
 
 
 class SchedulerError(RuntimeError):
@@ -137,7 +167,11 @@ class EngineImportError(SchedulerError):
 
 
 class EngineCallError(SchedulerError):
-    """A method of an engine raised inside its worker."""
+    """A method of an engine raised inside its worker; `failed_at` is when, by the clock there."""
+
+    def __init__(self, worker: str, reason: str, failed_at: float = 0.0) -> None:
+        super().__init__(worker, reason)
+        self.failed_at = failed_at
 
 
 class GPUAllocationError(SchedulerError):

@@ -71,6 +71,8 @@ def check_names(config: BaseExperimentConfig) -> None:
     if config.trainer == "ppo":
         _check_import_paths(config)
     _check_trackers(config)
+    if config.scheduler.type == "ray" and importlib.util.find_spec("ray") is None:
+        raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
 
 
 def _check_dataset(section: str, dataset: DatasetConfig) -> None:
@@ -183,4 +185,18 @@ def _summary(config: BaseExperimentConfig) -> str:
     others = [f"{role} {section.path}" for role, section in config.models().items()][1:]
     parts += [f"with {' and '.join(others)}"] if others else []
     parts.append(f"run folder {run}")
+    parts.append(_processes(config))
     return ", ".join(parts)
+
+
+def _processes(config: BaseExperimentConfig) -> str:
+    """Who starts how many processes."""
+    workers = {role: count for role, count in config.num_processes().items() if count}
+    serves = config.trainer == "ppo" and config.actor.weight_update_mode != "direct"
+    if serves:
+        workers["inference"] = config.rollout.tensor_parallel
+    each = "".join(f" + {count} {role}" for role, count in workers.items())
+    total = 1 + sum(workers.values())
+    return (
+        f"{total} process{'es' if total > 1 else ''} (controller{each}) by {config.scheduler.type}"
+    )

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal.api.alloc_mode import ModelAllocation, check_num_experts
+from areal.api.alloc_mode import ModelAllocation, ParallelStrategy, check_num_experts
 from areal.api.config.train_engine import TrainEngineConfig
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def check_models(config: BaseExperimentConfig) -> None:
         from_scratch = isinstance(section, TrainEngineConfig) and section.init_from_scratch
         _check_model(role, section.path, needs_weights=not from_scratch)
         check_experts(role, section.path, section.backend)
+        _check_cut(role, section.path, ModelAllocation.from_str(section.backend).parallel)
     _check_tokenizer(config.tokenizer_path)
     for role, section in roles.items():
         _check_same_tokens(f"{role}.path", section.path, config.tokenizer_path)
@@ -63,6 +64,22 @@ def check_experts(role: str, path: str, backend: str) -> None:
         check_num_experts(size, model.get("num_experts", model.get("num_local_experts", 0)))
     except ValueError as error:
         raise ValueError(f"{role}.backend: {backend!r} with {path!r}: {error}") from None
+
+
+def _check_cut(role: str, path: str, layout: ParallelStrategy) -> None:
+    """The heads of the model can be divided among the ranks that compute the same rows."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return
+    config = _parse_object(file, file.read_bytes())
+    config = config.get("text_config", config)
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        count, parts = config.get(key), layout.tensor_parallel_size
+        if count is not None and count % parts:
+            raise ValueError(
+                f"{role}.backend: t{parts} cannot cut this model: {key} in {file} must be a "
+                f"multiple of {parts}, got {count}; choose another t"
+            )
 
 
 def _check_safetensors(key: str, file: Path) -> None:

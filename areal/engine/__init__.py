@@ -18,12 +18,16 @@ TRAIN_ENGINES = {
 }
 
 
-def train_engine_class(backend: str) -> type[TrainEngine]:
-    """The class that trains with `backend`, like `fsdp:d1`."""
+def train_engine_path(backend: str) -> str:
+    """The import path of the class that trains with `backend`, like `fsdp:d1`."""
     name = ModelAllocation.from_str(backend).backend
     if name not in TRAIN_ENGINES:
         raise ValueError(
             f"backend {backend!r} has no training engine here: use one of {list(TRAIN_ENGINES)}"
         )
-    module, _, class_name = TRAIN_ENGINES[name].rpartition(".")
+    return TRAIN_ENGINES[name]
+
+
+def train_engine_class(backend: str) -> type[TrainEngine]:
+    module, _, class_name = train_engine_path(backend).rpartition(".")
     return getattr(importlib.import_module(module), class_name)

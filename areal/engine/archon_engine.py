@@ -377,6 +377,19 @@ class ArchonEngine(TrainEngine):
     def get_version(self) -> int:
         return self._version
 
+    def offload(self) -> None:
+        self._move("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.model.to(device)
+        if self._optimizer is not None:
+            self._optimizer.follow_model(device)
+
     def _dtype(self) -> torch.dtype:
         default = "bfloat16" if self.device.type == "cuda" else "float32"
         return getattr(torch, self.config.dtype or default)

@@ -319,6 +319,21 @@ class FSDPEngine(TrainEngine):
     def get_version(self) -> int:
         return self._version
 
+    def offload(self) -> None:
+        self._move("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        if self.config.fsdp.offload_params:
+            return  # it lies in the host's memory all the time
+        self.model.to(device)
+        if self._optimizer is not None:
+            self._optimizer.follow_model(device)
+
     @property
     def _ranks(self) -> dist.ProcessGroup | None:
         """All of this engine's; None when there is one."""

@@ -179,6 +179,19 @@ class MasterOptimizer:
             if self._is_copy(name):
                 self._masters[name].copy_(weight)
 
+    @torch.no_grad()
+    def follow_model(self, device: torch.device | str) -> None:
+        """Move to `device`, where the model has just been moved; not between backward and step."""
+        self._take_shards()
+        for name in self._weights:
+            master, moments = self._masters[name], self._moments[name]
+            if self._is_copy(name):
+                master.data = master.data.to(device)
+            state = self._optimizer.state[master]
+            for key, tensor in moments.items():
+                moved = moments[key] = tensor.to(device, copy=True)
+                state[key] = moved.to_local() if isinstance(moved, DTensor) else moved
+
     def masters(self) -> dict[str, torch.Tensor]:
         """The float32 weights by name; loading into these tensors is followed by `write_back`."""
         return {

@@ -13,16 +13,24 @@ from areal.utils.device import best_device
 
 T = TypeVar("T")
 
+_RENDEZVOUS = "AREAL_RENDEZVOUS"  # a URL of torch.distributed
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_ranks() -> torch.device:
     """The device of this rank. torch.distributed is initialised, unless the caller has done so,
-    from the environment every launcher sets."""
+    from the environment: our schedulers say in AREAL_RENDEZVOUS where ranks meet, launchers like
+    torchrun by address and port."""
     device = torch.device(best_device())
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized() and _RENDEZVOUS in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            backend, init_method=os.environ[_RENDEZVOUS], rank=rank, world_size=world_size
+        )
     if not dist.is_initialized():
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
@@ -30,7 +38,7 @@ def join_ranks() -> torch.device:
                 f"a layout of several ranks needs the environment variables {', '.join(missing)}: "
                 "start the ranks with a launcher (torchrun), or initialise torch.distributed first"
             )
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend)
     return device
 
 

@@ -19,9 +19,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
+from areal.api.alloc_mode import ModelAllocation, ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import TrainEngine
-from areal.engine import train_engine_class
+from areal.api.scheduler_api import Job, Scheduler, SchedulingSpec
+from areal.engine import train_engine_class, train_engine_path
+from areal.infra.scheduler import open_scheduler
+from areal.infra.train_controller import TrainController
 from areal.rollout.source import PromptSource
 from areal.trainer.run import Run
 from areal.utils import logging
@@ -37,6 +41,7 @@ class Trainer(ABC):
         """`config` is the experiment config of the trainer's own kind."""
         self.config = config
         self.valid_dataset = list(valid_dataset or ())
+        self.scheduler: Scheduler | None = None  # None while every model is in this process
         self._closing = ExitStack()
         try:
             self.run = self._closing.enter_context(Run(config, dataset_size=len(train_dataset)))
@@ -70,13 +75,43 @@ class Trainer(ABC):
     def _open_engine(
         self, role: str, config: TrainEngineConfig, stack: ExitStack, *, trained: bool = True
     ) -> TrainEngine:
-        """The model of one role; a trained one has an optimizer and is saved and recovered."""
-        engine = train_engine_class(config.backend)(config, seed=self.config.seed)
+        """The model of one role; a trained one has an optimizer and is saved and recovered.
+
+        Whether it lives in this process or on ranks of its own, the caller cannot tell.
+        """
+        layout = ModelAllocation.from_str(config.backend).parallel
+        if self.config.scheduler.type == "local" and layout.world_size == 1:
+            engine = train_engine_class(config.backend)(config, seed=self.config.seed)
+        else:
+            engine = self._open_ranks(role, config, layout, stack)
         stack.callback(engine.destroy)
         engine.initialize(self.run.ft_spec if trained else None)
         if trained:
             self.run.roles.add(role, engine)
         return engine
+
+    def _open_ranks(
+        self, role: str, config: TrainEngineConfig, layout: ParallelStrategy, stack: ExitStack
+    ) -> TrainEngine:
+        if self.scheduler is None:
+            self.scheduler = open_scheduler(self.config.scheduler, logs=self.run.paths.logs)
+            stack.callback(self.scheduler.delete_workers)
+        job = Job(
+            role=role,
+            replicas=layout.world_size,
+            tasks=config.scheduling_spec or [SchedulingSpec()],
+            scheduling_strategy=config.scheduling_strategy,
+        )
+        return TrainController(
+            self.scheduler,
+            job,
+            train_engine_path(config.backend),
+            layout,
+            config,
+            seed=self.config.seed,
+            setup_timeout_s=config.setup_timeout,
+            request_timeout_s=config.request_timeout,
+        )
 
 
 def _row_source(config: Any, rows: Rows) -> PromptSource:

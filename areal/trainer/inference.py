@@ -2,7 +2,8 @@
 
 In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
 it. `actor.weight_update_mode=direct` keeps the engine in this process; the other transports mean a
-server process of its own. What is opened here is closed by the ExitStack it was opened on.
+server process of its own, on `gpus` where they are given. What is opened here is closed by the
+ExitStack it was opened on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def open_inference(
-    config: PPOConfig, paths: RunPaths, stack: ExitStack
+    config: PPOConfig, paths: RunPaths, stack: ExitStack, *, gpus: list[str] | None = None
 ) -> tuple[InferenceEngine, WeightUpdateMeta]:
     mode = config.actor.weight_update_mode
     name = f"{config.experiment_name}-{config.trial_name}"
@@ -35,7 +36,7 @@ def open_inference(
     if mode == "direct":
         engine: InferenceEngine = NativeLocalEngine(config.actor.path, **options)
     else:
-        engine = _remote_engine(config, options, paths, stack)
+        engine = _remote_engine(config, {**options, "gpus": gpus}, paths, stack)
     stack.callback(engine.destroy)
     engine.initialize()
     return engine, root.meta(recompute_kv=config.rollout.recompute_kv)

@@ -7,6 +7,8 @@ over pairs, however the batch is cut. Statistics per pair go to `stats_tracker`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +49,8 @@ class DPOLearner:
     def __init__(self, config: DPOActorConfig, engine: TrainEngine, ref: TrainEngine) -> None:
         self.engine = engine
         self.ref = ref
-        self._beta = config.beta
-        self._pair_loss = load_named(config.loss_type, PREFERENCE_LOSSES, key="actor.loss_type")
+        pair_loss = load_named(config.loss_type, PREFERENCE_LOSSES, key="actor.loss_type")
+        self._loss = partial(_policy_loss, pair_loss=pair_loss, beta=config.beta)
 
     def collate(self, rows: Rows) -> dict[str, torch.Tensor]:
         return pair_batch(rows)
@@ -67,14 +69,20 @@ class DPOLearner:
         learned_BS = shift_left(batch["loss_mask"]).bool()
         return {**batch, "loss_mask": learned_BS, "ref_logp": self.ref.forward_batch(batch)}
 
-    def _loss(
-        self, logprobs_T: torch.Tensor, entropy_T: torch.Tensor, mb: dict[str, Any]
-    ) -> torch.Tensor:
-        loss, metrics = self._pair_loss(
-            logprobs_T, mb["ref_logp"], mb["loss_mask"], mb["cu_seqlens"], beta=self._beta
-        )
-        _record(metrics)
-        return loss
+
+def _policy_loss(
+    logprobs_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    mb: dict[str, Any],
+    *,
+    pair_loss: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    beta: float,
+) -> torch.Tensor:
+    loss, metrics = pair_loss(
+        logprobs_T, mb["ref_logp"], mb["loss_mask"], mb["cu_seqlens"], beta=beta
+    )
+    _record(metrics)
+    return loss
 
 
 def _score_loss(values_T: torch.Tensor, mb: dict[str, Any]) -> torch.Tensor:

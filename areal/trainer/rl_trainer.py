@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal.infra.scheduler.local import LocalScheduler
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
@@ -51,7 +52,9 @@ class PPOTrainer(Trainer):
         self._share_cores()
         self._open_models(stack)
         runner = self._start_runner(stack)
-        self.inference, weights = open_inference(self.config, self.run.paths, stack)
+        self.inference, weights = open_inference(
+            self.config, self.run.paths, stack, gpus=self._server_gpus()
+        )
         self.engine.connect_engine(self.inference, weights)
         self.server_trace = ServerTrace(self.inference)
         self.ledger = Ledger(self.run.database)
@@ -111,6 +114,12 @@ class PPOTrainer(Trainer):
         together = config.rollout.max_head_offpolicyness > 0
         if together and config.actor.weight_update_mode != "direct":
             torch.set_num_threads(max(1, num_cores() - config.native.threads))
+
+    def _server_gpus(self) -> list[str] | None:
+        """Those that training ranks of this machine have left; None shares what there is."""
+        if not isinstance(self.scheduler, LocalScheduler):
+            return None
+        return self.scheduler.take_free_gpus(self.config.rollout.tensor_parallel)
 
     def _open_models(self, stack: ExitStack) -> None:
         """The actor, and those of critic, reference model and teacher that the config has."""

@@ -33,7 +33,8 @@ _PR_SET_PDEATHSIG = 1
 class ChildProcess:
     """Starts `argv` at once. `env` is added to this process's environment.
 
-    With `log_path` everything the child writes to stderr is also appended to that file.
+    With `log_path` everything the child writes to stderr is also appended to that file. The open
+    files `pass_fds` keep their numbers in the child.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class ChildProcess:
         name: str,
         env: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self._stderr_tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._stdout: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: stdout closed
         self._is_ready = False
         self._log = _open_log(log_path)
-        self._process = _SPAWNER.spawn(list(argv), {**os.environ, **(env or {})})
+        self._process = _SPAWNER.spawn(list(argv), {**os.environ, **(env or {})}, pass_fds)
         self._readers = [
             self._start_reader(self._process.stdout, self._keep_stdout, "stdout"),
             self._start_reader(self._process.stderr, self._keep_stderr, "stderr"),
@@ -91,6 +93,13 @@ class ChildProcess:
         if self.poll() is not None:
             self._finish_reading()
             raise RuntimeError(self.describe_end())
+
+    def wait_end(self, *, timeout_s: float = 5.0) -> str:
+        """How it ended, for a child that is known to be ending; see `describe_end`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        self._finish_reading()
+        return self.describe_end()
 
     def describe_end(self) -> str:
         """One sentence on how it stands, followed by its last lines of stderr."""
@@ -172,13 +181,15 @@ class _Spawner:
         self._orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._owner_pid = 0
 
-    def spawn(self, argv: list[str], env: dict[str, str]) -> subprocess.Popen:
+    def spawn(
+        self, argv: list[str], env: dict[str, str], pass_fds: Sequence[int]
+    ) -> subprocess.Popen:
         with self._lock:
             if self._owner_pid != os.getpid():  # first use, or this process was itself forked
                 threading.Thread(target=self._serve, name="child-spawner", daemon=True).start()
                 self._owner_pid = os.getpid()
         reply: queue.SimpleQueue = queue.SimpleQueue()
-        self._orders.put((argv, env, reply))
+        self._orders.put((argv, env, pass_fds, reply))
         result = reply.get()
         if isinstance(result, BaseException):
             raise result
@@ -186,14 +197,14 @@ class _Spawner:
 
     def _serve(self) -> None:
         while True:
-            argv, env, reply = self._orders.get()
+            argv, env, pass_fds, reply = self._orders.get()
             try:
-                reply.put(_popen(argv, env))
+                reply.put(_popen(argv, env, pass_fds))
             except Exception as err:  # the caller raises it
                 reply.put(err)
 
 
-def _popen(argv: list[str], env: dict[str, str]) -> subprocess.Popen:
+def _popen(argv: list[str], env: dict[str, str], pass_fds: Sequence[int]) -> subprocess.Popen:
     return subprocess.Popen(
         argv,
         env=env,
@@ -203,6 +214,7 @@ def _popen(argv: list[str], env: dict[str, str]) -> subprocess.Popen:
         text=True,
         errors="replace",
         start_new_session=True,
+        pass_fds=pass_fds,
         preexec_fn=_die_with(os.getpid()) if sys.platform.startswith("linux") else None,
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -161,6 +161,21 @@ class StatsTracker:
             results.update(partials[name].results(name))
         return results
 
+    def scope_path(self) -> str:
+        """The caller's scope, like `actor/update`; empty outside of any."""
+        return "/".join(self._scope.get())
+
+    def take(self) -> dict[str, Partial]:
+        """Everything recorded so far, as plain numbers, which is then forgotten: to be merged into
+        the tracker of another process."""
+        return self._take(None, reset=True)
+
+    def merge(self, partials: Mapping[str, Partial]) -> None:
+        """Add what the tracker of another process held; its keys are whole, whatever the scope."""
+        with self._lock:
+            for key, partial in partials.items():
+                self._add(key, partial)
+
     def _take(self, key: str | None, reset: bool) -> dict[str, Partial]:
         with self._lock:
             names = [
@@ -277,3 +292,6 @@ stat = _default.stat
 scalar = _default.scalar
 record_timing = _default.record_timing
 export = _default.export
+scope_path = _default.scope_path
+take = _default.take
+merge = _default.merge

@@ -83,7 +83,7 @@ def test_unknown_key_is_answered_with_a_suggestion(grpo: str, override: str, say
         ("actor.optimizer.type=adamw", "must be one of adam, sgd, got 'adamw'"),
         ("recover.mode=fault", "must be one of disabled, on, off, auto, got 'fault'"),
         ("stats_logger.wandb.mode=on", "must be one of disabled, online, offline, got true"),
-        ("scheduler.type=ray", "scheduler.type must be local, got 'ray'"),
+        ("scheduler.type=pbs", "scheduler.type must be one of local, ray, got 'pbs'"),
     ],
 )
 def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, says: str) -> None:
@@ -114,7 +114,7 @@ def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, sa
         ("recover.mode=on", "recover.freq_steps (or freq_epochs, freq_secs) must be set"),
         ("actor.rejection_sampling.upper=2", "actor.use_decoupled_loss must be true"),
         ("actor.overlong_reward_penalty=true", "actor.overlong_tokens must be set"),
-        ("actor.backend=fsdp:d4", "actor.backend 'fsdp:d4' cannot run in this version"),
+        ("actor.backend=archon:p4", "actor.backend 'archon:p4' cannot run in this version"),
         ("actor.backend=native:d1", "actor.backend 'native:d1' is for inference"),
         ("actor.backend=archn:d1", "actor.backend: unknown backend 'archn'"),
         ("allocation_mode=sglang:d4+fsdp:d4", "allocation_mode must hold 'native:d1'"),

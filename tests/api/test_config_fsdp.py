@@ -48,8 +48,7 @@ def test_megatron_is_taken_with_recomputation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["actor.backend=fsdp:d2"], "actor.backend 'fsdp:d2' cannot run in this version"),
-        (["actor.backend=megatron:d2"], "use 'archon:d1' or 'fsdp:d1' or 'megatron:d1'"),
+        (["actor.backend=fsdp:t2", "actor.use_lora=true"], "actor.use_lora cannot be cut by t"),
         (["actor.backend=megatron:d1", "actor.dtype=float16"], "trains in bfloat16 or float32"),
         (["actor.backend=megatron:d1", "actor.use_lora=true"], "use_lora needs backend archon"),
         (["actor.megatron.overlap=true"], "backend megatron:d1 has no settings of its own"),

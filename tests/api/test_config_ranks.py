@@ -1,4 +1,4 @@
-"""`rollout.backend: native:d1tN`: which layouts a config may ask for."""
+"""`backend`, `scheduling_*`: which layouts a config may ask for, how many processes these are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from pathlib import Path
 
 import pytest
 from config_files import complaint, load
+
+REF = ("actor.kl_ctl=0.1", "ref={}")
+SHARED = "ref.scheduling_strategy={type: colocation, target: actor}"
+
+
+def test_processes_of_each_role(tmp_path: Path) -> None:
+    def count(*overrides: str) -> dict[str, int]:
+        return load(tmp_path, "ppo", *overrides).num_processes()
+
+    assert count() == {"actor": 0}
+    assert count("scheduler.type=ray") == {"actor": 1}
+    assert count("actor.backend=fsdp:d2c2t2") == {"actor": 8}
+    assert count("actor.backend=archon:d4e2") == {"actor": 4}
+    assert count(*REF, "actor.backend=archon:d2") == {"actor": 2, "ref": 2}
+    assert count(*REF, "actor.backend=archon:d2", SHARED) == {"actor": 2, "ref": 0}
 
 
 @pytest.mark.parametrize(("backend", "num_ranks"), [("native:d1", 1), ("native:t4", 4)])
@@ -20,7 +35,49 @@ def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> N
         (["rollout.backend=native:d2t2"], "rollout.backend 'native:d2t2' cannot run in this"),
         (["rollout.backend=native:d1t2p2"], "rollout.backend 'native:d1t2p2' cannot run in this"),
         (["rollout.backend=vllm:d1t2"], "rollout.backend 'vllm:d1t2' cannot run in this version"),
-        (["actor.backend=archon:d1t2"], "actor.backend 'archon:d1t2' cannot run in this version"),
+        (
+            ["actor.backend=archon:d2p2"],
+            "actor.backend 'archon:d2p2' cannot run in this version: p2 must",
+        ),
+        (["actor.backend=archon:(attn:d4t2|ffn:t4e2)"], "ffn takes t1 or t2"),
+        (
+            ["actor.backend=archon:d2t2", "actor.enable_tree_training=true"],
+            "actor.enable_tree_training computes a tree on one rank: use d alone",
+        ),
+        (
+            ["actor.backend=archon:d2", "actor.weight_update_mode=direct"],
+            "actor.weight_update_mode must be shm or disk (backend 'archon:d2' has 2 ranks)",
+        ),
+        (
+            ["scheduler.type=ray", "actor.weight_update_mode=ipc"],
+            "actor.weight_update_mode must be shm or disk when scheduler.type is ray",
+        ),
+        (
+            ["actor.backend=archon:d2t2", "actor.batch_invariant=true"],
+            "actor.batch_invariant needs one rank (backend 'archon:d2t2' has 4 ranks)",
+        ),
+        (
+            ["actor.backend=archon:d2", "actor.scheduling_spec=[{cpu: 1}, {cpu: 1}, {cpu: 1}]"],
+            "actor.scheduling_spec must have one entry, or one for each of the 2 ranks",
+        ),
+        (
+            [*REF, "ref.scheduling_spec=[{cpu: 1}, {cpu: 1}]"],
+            "ref.scheduling_spec must have one entry, or one for each of the 1 ranks",
+        ),
+        (["actor.scheduling_spec=[{gpus: 1}]"], "actor.scheduling_spec.gpus: unknown key; did you"),
+        (["actor.scheduling_spec=[{cpu: 0}]"], "actor.scheduling_spec.cpu must be at least 1"),
+        (
+            [*REF, "ref.scheduling_strategy={type: colocation}"],
+            "ref.scheduling_strategy.target must name the role to share processes with",
+        ),
+        (
+            [*REF, "ref.scheduling_strategy={type: colocation, target: critic}"],
+            "ref.scheduling_strategy.target must be a model with processes of its own: ['actor']",
+        ),
+        (
+            [*REF, "actor.backend=archon:d2", "ref.backend=archon:d1", SHARED],
+            "ref.backend must have as many ranks as actor.backend (2), whose processes it shares",
+        ),
         (
             ["rollout.backend=native:d1t2", "actor.weight_update_mode=direct"],
             "actor.weight_update_mode must be shm or disk when rollout.backend is 'native:d1t2'",

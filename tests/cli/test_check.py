@@ -60,7 +60,8 @@ def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: P
     assert code == 0
     assert line == (
         "ok: grpo.yaml: ppo of ./model on arithmetic, 64 prompts x 8 samples a step, "
-        "staleness at most 2, native:d1 + archon:d1, run folder runs/arithmetic/check"
+        "staleness at most 2, native:d1 + archon:d1, run folder runs/arithmetic/check, "
+        "2 processes (controller + 1 inference) by local"
     )
     assert sorted(project.rglob("*")) == before
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from areal.api.config.errors import ConfigError
-from areal.api.config.schema import explain_unknown, field_types, section_class
+from areal.api.config.schema import explain_unknown, field_types, item_class, section_class
 from areal.api.config.source import KeyPath, Source
 
 MISSING = "???"  # OmegaConf's mark of a value that somebody must still give
@@ -85,6 +85,10 @@ def _unknown(cls: type, tree: Mapping[Any, Any], key: KeyPath) -> Iterator[tuple
             yield cls, child
         elif isinstance(value, Mapping) and (section := section_class(hints[name])):
             yield from _unknown(section, value, child)
+        elif isinstance(value, list) and (section := item_class(hints[name])):
+            for item in value:
+                if isinstance(item, Mapping):
+                    yield from _unknown(section, item, child)
 
 
 def _missing(cls: type, tree: Mapping[str, Any], key: KeyPath) -> Iterator[KeyPath]:

@@ -24,5 +24,8 @@ class ClusterSpecConfig:
 class SchedulerConfig:
     """Who starts worker processes."""
 
-    type: Literal["local"] = "local"
-    """`local`: the controller itself, on this machine."""
+    type: Literal["local", "ray"] = "local"
+    """`local`: the controller itself, on this machine; a layout of one rank then runs in the
+    controller. `ray`: Ray, on one machine or a cluster; needs the extra `ray`."""
+    placement: Literal["PACK", "SPREAD"] = "PACK"
+    """With Ray, the workers of a role on few machines or on many."""

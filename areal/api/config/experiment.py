@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.checks import expand_path, require, require_at_least
 from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
 from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
@@ -89,6 +90,60 @@ class BaseExperimentConfig:
         kinds = (TrainEngineConfig, FrozenModelConfig)
         return {name: section for name, section in sections.items() if isinstance(section, kinds)}
 
+    def num_processes(self) -> dict[str, int]:
+        """Role -> worker processes of its own; a role that runs in the controller, or in the
+        processes of another one, has none."""
+        counts = self._num_ranks()
+        for role, section in self.models().items():
+            runs_here = self.scheduler.type == "local" and counts[role] == 1
+            if runs_here or section.scheduling_strategy.target is not None:
+                counts[role] = 0
+        return counts
+
+    def _num_ranks(self) -> dict[str, int]:
+        backends = {role: section.backend for role, section in self.models().items()}
+        return {
+            role: ModelAllocation.from_str(backend).parallel.world_size
+            for role, backend in backends.items()
+        }
+
+    def _check_placement(self) -> None:
+        """Each rank has what it needs, and colocated roles have as many as each other."""
+        models, sizes = self.models(), self._num_ranks()
+        mode = models["actor"].weight_update_mode
+        require(
+            self.scheduler.type == "local" or mode in ("shm", "disk"),
+            "actor.weight_update_mode must be shm or disk when scheduler.type is ray",
+            mode,
+        )
+        for role, section in models.items():
+            require(
+                len(section.scheduling_spec) in (0, 1, sizes[role]),
+                f"{role}.scheduling_spec must have one entry, or one for each of the "
+                f"{sizes[role]} ranks of {section.backend!r}",
+                f"{len(section.scheduling_spec)} entries",
+            )
+            target = section.scheduling_strategy.target
+            if target is None:
+                continue
+            key = f"{role}.scheduling_strategy.target"
+            others = [
+                name
+                for name, other in models.items()
+                if name != role and other.scheduling_strategy.target is None
+            ]
+            require(
+                target in others,
+                f"{key} must be a model with processes of its own: {others}",
+                target,
+            )
+            require(
+                sizes[role] == sizes[target],
+                f"{role}.backend must have as many ranks as {target}.backend ({sizes[target]}), "
+                "whose processes it shares",
+                sizes[role],
+            )
+
     def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: str) -> None:
         """The parts of the root that follow from the trainer and its model."""
         self.tokenizer_path = self.tokenizer_path or actor.path
@@ -131,6 +186,7 @@ class SFTConfig(BaseExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "sft")
+        self._check_placement()
         if self.allocation_mode:
             check_allocation(self.allocation_mode, {"training": self.actor.backend})
 
@@ -182,6 +238,7 @@ class PPOConfig(BaseExperimentConfig):
         self._check_ref()
         self._check_critic()
         self._check_teacher()
+        self._check_placement()
         if self.allocation_mode:
             backends = {"inference": self.rollout.backend, "training": self.actor.backend}
             check_allocation(self.allocation_mode, backends)

@@ -8,7 +8,7 @@ from typing import Literal
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.agent import AgentConfig
 from areal.api.config.checks import require_above, require_at_least, require_fraction
-from areal.api.config.train_engine import check_backend
+from areal.api.config.train_engine import check_inference_backend
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class InferenceEngineConfig:
         )
         require_fraction(max_failure_ratio=self.max_failure_ratio)
         require_above(0, request_timeout=self.request_timeout, setup_timeout=self.setup_timeout)
-        check_backend(self.backend, role="inference", runnable=("native:d1",))
+        check_inference_backend(self.backend)
 
     @property
     def tensor_parallel(self) -> int:

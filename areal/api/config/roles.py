@@ -6,7 +6,7 @@ What they leave out is the actor's: `ref: {}` is the model that training starts 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from areal.api.alloc_mode import ModelAllocation
@@ -18,6 +18,7 @@ from areal.api.config.train_engine import (
     TrainEngineConfig,
     check_training_backend,
 )
+from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,11 @@ class FrozenModelConfig:
     """Precision of the model. Default: actor.dtype."""
     mb_spec: MicroBatchSpec | None = None
     """How a batch is cut into micro-batches. Default: actor.mb_spec."""
+    scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
+    """What each rank needs of its machine: one entry for all ranks, or one for each."""
+    scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
+    """Worker processes of its own, or those of another role:
+    `{type: colocation, target: actor}`."""
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -60,6 +66,10 @@ class FrozenModelConfig:
             fsdp=actor.fsdp if engine == "fsdp" else FSDPEngineConfig(),
             archon=actor.archon if engine == "archon" else ArchonEngineConfig(),
             enable_tree_training=actor.enable_tree_training and engine == "archon",
+            scheduling_spec=self.scheduling_spec,
+            scheduling_strategy=self.scheduling_strategy,
+            setup_timeout=actor.setup_timeout,
+            request_timeout=actor.request_timeout,
         )
 
 

@@ -34,8 +34,10 @@ _ABSENT = {
     "sglang": "this version generates with its native engine; see the section `native`",
     "vllm": "this version generates with its native engine; see the section `native`",
     "megatron": "backend megatron:d1 has no settings of its own; remove it",
-    "scheduling_spec": "this version runs on one machine; remove it",
-    "scheduling_strategy": "this version runs on one machine; remove it",
+    "port_count": "workers open no ports for calls; remove it",
+    "task_type": "every entry describes a worker; remove it",
+    "cmd": "workers are started by the scheduler; remove it",
+    "fork": "colocated roles share a process; remove it",
     "attn_impl": "the engine chooses its attention kernel; remove it",
     "check_trajectory_format": "every trajectory is checked; remove it",
     "queue_size": "the queue follows max_head_offpolicyness; remove it",
@@ -61,6 +63,13 @@ def section_class(hint: Any) -> type | None:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint if dataclasses.is_dataclass(hint) else None
+
+
+def item_class(hint: Any) -> type | None:
+    """The dataclass of the items of a field type `list[Section]`; None for any other."""
+    if typing.get_origin(hint) is not list:
+        return None
+    return section_class(typing.get_args(hint)[0])
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from areal.api.alloc_mode import AllocationMode, ModelAllocation
+from areal.api.alloc_mode import (
+    AllocationMode,
+    ModelAllocation,
+    ParallelStrategy,
+    check_expert_tensor_parallel,
+)
 from areal.api.config.checks import (
     expand_path,
     require,
@@ -14,6 +19,7 @@ from areal.api.config.checks import (
     require_fraction,
 )
 from areal.api.config.optimizer import OptimizerConfig
+from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 
 @dataclass(kw_only=True)
@@ -143,7 +149,8 @@ class TrainEngineConfig:
     """Hugging Face folder or hub name of the model to start from."""
     backend: str = "archon:d1"
     """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` any causal LM of
-    transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA)."""
+    transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA).
+    `archon:d4t2` runs on 8 ranks, worker processes of the controller."""
     init_from_scratch: bool = False
     """Random weights: only the model's config is read from `path`."""
     is_critic: bool = False
@@ -186,6 +193,14 @@ class TrainEngineConfig:
     weight_update_mode: Literal["shm", "ipc", "disk", "direct"] = "shm"
     """How weights reach the inference engine: shared memory, the memory of a GPU both processes
     use (ipc), a folder, or inside one process (direct)."""
+    scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
+    """What each rank needs of its machine: one entry for all ranks, or one for each."""
+    scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
+    """Worker processes of its own, or those of another role."""
+    setup_timeout: float = 3600.0
+    """Seconds the ranks may take to come up."""
+    request_timeout: float = 3600.0
+    """Seconds a call to the ranks may take: a training step, a checkpoint."""
 
     def __post_init__(self) -> None:
         if self.path is not None:  # a critic takes the actor's
@@ -195,6 +210,7 @@ class TrainEngineConfig:
         require_at_least(1, logprobs_chunk_size=self.logprobs_chunk_size)
         require_at_least(1, lora_rank=self.lora_rank)
         require_above(0, lora_alpha=self.lora_alpha)
+        require_above(0, setup_timeout=self.setup_timeout, request_timeout=self.request_timeout)
         check_training_backend(self.backend)
         self._check_engine_keys(ModelAllocation.from_str(self.backend).backend)
 
@@ -252,19 +268,67 @@ class TrainEngineConfig:
                 require(
                     not value, f"{name} needs backend fsdp (backend is {self.backend!r})", value
                 )
+        self._check_several_ranks(ModelAllocation.from_str(self.backend).parallel)
         require(
             self.use_lora or not self.target_modules,
             "target_modules needs use_lora: true",
             self.target_modules,
         )
 
+    def _check_several_ranks(self, layout: ParallelStrategy) -> None:
+        if layout.world_size == 1:
+            return
+        several = f"(backend {self.backend!r} has {layout.world_size} ranks)"
+        require(not self.batch_invariant, f"batch_invariant needs one rank {several}", True)
+        require(
+            self.weight_update_mode in ("shm", "disk"),
+            f"weight_update_mode must be shm or disk {several}",
+            self.weight_update_mode,
+        )
+        require(
+            not self.use_lora or layout.tensor_parallel_size == 1,
+            f"use_lora cannot be cut by t: use d or c instead {several}",
+            True,
+        )
+        require(
+            not self.enable_tree_training or layout.world_size == layout.data_parallel_size,
+            f"enable_tree_training computes a tree on one rank: use d alone {several}",
+            True,
+        )
+
+
+_TRAINING_ENGINES = ("archon", "fsdp", "megatron")
+
 
 def check_training_backend(backend: str) -> None:
-    check_backend(backend, role="training", runnable=("archon:d1", "fsdp:d1", "megatron:d1"))
+    """`backend` parses, is for training, and its engine can be laid out like that."""
+    allocation = _parse_backend(backend, "training", "archon:d1")
+    if allocation.backend not in _TRAINING_ENGINES:
+        known = " or ".join(f"'{engine}:d1'" for engine in _TRAINING_ENGINES)
+        raise ValueError(f"backend {backend!r} cannot run in this version: use {known}")
+    layout = allocation.parallel
+    if allocation.backend == "megatron":
+        return  # megatron-core takes every letter
+    if layout.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"backend {backend!r} cannot run in this version: p{layout.pipeline_parallel_size} "
+            "must be p1; use more d, t or c instead"
+        )
+    try:
+        check_expert_tensor_parallel(layout)
+    except ValueError as error:
+        raise ValueError(f"backend: {error}") from None
 
 
-def check_backend(backend: str, *, role: str, runnable: tuple[str, ...]) -> None:
-    """`backend` parses, is of the right kind, and is one this version can run."""
+def check_inference_backend(backend: str) -> None:
+    """`backend` parses, is for inference, and is one server of any number of ranks."""
+    allocation = _parse_backend(backend, "inference", "native:d1")
+    one_server = replace(allocation.parallel, tensor_parallel_size=1).world_size == 1
+    if allocation.backend != "native" or not one_server:
+        raise ValueError(f"backend {backend!r} cannot run in this version: use 'native:d1'")
+
+
+def _parse_backend(backend: str, role: str, example: str) -> ModelAllocation:
     try:
         allocation = ModelAllocation.from_str(backend)
     except ValueError as error:
@@ -272,15 +336,9 @@ def check_backend(backend: str, *, role: str, runnable: tuple[str, ...]) -> None
     if allocation.role != role:
         raise ValueError(
             f"backend {backend!r} is for {allocation.role}, this section needs one for {role}, "
-            f"like {runnable[0]!r}"
+            f"like {example!r}"
         )
-    layout = allocation.parallel
-    if role == "inference":
-        layout = replace(layout, tensor_parallel_size=1)  # any number of them can run
-    engines = [choice.partition(":")[0] for choice in runnable]
-    if allocation.backend not in engines or layout.world_size != 1:
-        choices = " or ".join(map(repr, runnable))
-        raise ValueError(f"backend {backend!r} cannot run in this version: use {choices}")
+    return allocation
 
 
 def check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:

@@ -62,6 +62,10 @@ class NativeRemoteEngine(InferenceEngine):
         self._controls = [ControlClient(addr, token, timeout_s=request_timeout_s) for addr in addrs]
         self._client: GenerateClient | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A training rank sends its weights by a copy of this; a connection stays where it is."""
+        return {**self.__dict__, "_client": None}
+
     def initialize(self) -> None:
         self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
 
@@ -174,10 +178,13 @@ def launch_native_server(
     dtype: str | None = None,
     device: str = "cpu",
     seed: int = 0,
+    gpus: Sequence[str] | None = None,
     log_path: str | Path | None = None,
     setup_timeout_s: float = 300.0,
 ) -> tuple[ChildProcess, str]:
     """Starts `areal serve` as a child of this process; (the child, its "host:port").
+
+    `gpus` are those it may use, by default the ones this process sees.
 
     RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
     """
@@ -200,6 +207,8 @@ def launch_native_server(
         argv.append("--batch-invariant")
     # The token is not an argument: every user of the machine can read those.
     env = {"AREAL_SERVER_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     child = ChildProcess(argv, name="native server", env=env, log_path=log_path)
     try:
         line = child.wait_ready(timeout_s=setup_timeout_s, is_ready=lambda line: line[:1] == "{")

@@ -14,6 +14,7 @@ each token by prox / behave.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.roles import TeacherConfig
 from areal.api.engine_api import TrainEngine
 from areal.trainer.ppo.advantages import AdvantageEstimator
-from areal.trainer.ppo.batch import minibatches, token_outputs
+from areal.trainer.ppo.batch import minibatches, num_loss_tokens, token_outputs
 from areal.trainer.ppo.objective import BATCH_KEYS, PolicyObjective
 from areal.utils import stats_tracker
 from areal.utils.data import select_rows
@@ -91,11 +92,8 @@ class PPOActor:
         num_tokens = minibatch["loss_mask"].sum().item()
         share = kept["loss_mask"].sum().item() / max(num_tokens, 1)
         version = self.engine.get_version()
-
-        def loss_fn(logprobs_T, entropy_T, mb):
-            return self._objective.loss(logprobs_T, entropy_T, mb, version=version) * share
-
-        stats = self.engine.train_batch(kept, loss_fn, lambda mb: mb["loss_mask"].sum())
+        loss_fn = partial(self._objective.loss, version=version, share=share)
+        stats = self.engine.train_batch(kept, loss_fn, num_loss_tokens)
         stats_tracker.scalar(**stats, computed_seqs_ratio=len(rows) / num_rows)
 
     def _m2_keep(self, minibatch: Mapping[str, Any]) -> torch.Tensor:

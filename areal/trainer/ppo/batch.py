@@ -48,6 +48,11 @@ def token_outputs(engine: TrainEngine, data: Mapping[str, Any]) -> torch.Tensor:
     return engine.forward_batch({key: data[key] for key in ("input_ids", "attention_mask")})
 
 
+def num_loss_tokens(mb: Mapping[str, Any]) -> torch.Tensor:
+    """The weight of a micro-batch among those of its batch."""
+    return mb["loss_mask"].sum()
+
+
 def minibatches(
     data: Mapping[str, Any], keys: Sequence[str], count: int
 ) -> Iterator[dict[str, Any]]:

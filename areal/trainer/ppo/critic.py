@@ -6,7 +6,8 @@ critic.ppo_update(data)                        # towards data["returns"]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from areal.algorithm import VALUE_ERRORS
 from areal.algorithm.value import value_loss
 from areal.api.config.roles import PPOCriticConfig
 from areal.api.engine_api import TrainEngine
-from areal.trainer.ppo.batch import minibatches, required, token_outputs
+from areal.trainer.ppo.batch import minibatches, num_loss_tokens, required, token_outputs
 from areal.utils import stats_tracker
 from areal.utils.import_path import load_named
 
@@ -26,7 +27,8 @@ class PPOCritic:
     def __init__(self, config: PPOCriticConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
-        self._error = load_named(config.value_error, VALUE_ERRORS, key="critic.value_error")
+        error = load_named(config.value_error, VALUE_ERRORS, key="critic.value_error")
+        self._loss = partial(_loss, eps_clip=config.eps_clip, error=error)
 
     def compute_values(self, data: Mapping[str, Any]) -> torch.Tensor:
         """The value before each next token `[B, S]`."""
@@ -49,23 +51,25 @@ class PPOCritic:
             minibatch["loss_mask"] = minibatch["loss_mask"] & ~cut_B[:, None]
         if not bool(minibatch["loss_mask"].any()):
             return  # every answer in it was cut off
-        stats = self.engine.train_batch(minibatch, self._loss, lambda mb: mb["loss_mask"].sum())
+        stats = self.engine.train_batch(minibatch, self._loss, num_loss_tokens)
         stats_tracker.scalar(**stats)
 
-    def _loss(self, values_T: torch.Tensor, mb: dict[str, Any]) -> torch.Tensor:
-        loss, metrics = value_loss(
-            values_T,
-            mb["values"],
-            mb["returns"],
-            mb["loss_mask"],
-            eps_clip=self.config.eps_clip,
-            error=self._error,
-        )
-        stats_tracker.denominator(n_tokens=mb["loss_mask"])
-        stats_tracker.stat("n_tokens", values=values_T.detach(), returns=mb["returns"])
-        clipped_T = metrics["clip_ratio"]
-        stats_tracker.stat("n_tokens", stats_tracker.ReduceType.AVG, clip_ratio=clipped_T)
-        return loss
+
+def _loss(
+    values_T: torch.Tensor,
+    mb: dict[str, Any],
+    *,
+    eps_clip: float,
+    error: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    loss, metrics = value_loss(
+        values_T, mb["values"], mb["returns"], mb["loss_mask"], eps_clip=eps_clip, error=error
+    )
+    stats_tracker.denominator(n_tokens=mb["loss_mask"])
+    stats_tracker.stat("n_tokens", values=values_T.detach(), returns=mb["returns"])
+    clipped_T = metrics["clip_ratio"]
+    stats_tracker.stat("n_tokens", stats_tracker.ReduceType.AVG, clip_ratio=clipped_T)
+    return loss
 
 
 def _explained_variance(data: Mapping[str, Any]) -> float:

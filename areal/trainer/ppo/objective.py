@@ -4,7 +4,7 @@
     -> with a teacher its share of the distillation loss -> + KL from the reference model
 
 Every part is a mean over the loss mask, so micro-batches add up to the whole batch. Statistics go
-to `stats_tracker` in the scope of the caller.
+to `stats_tracker` in the scope of the caller. The object knows no engine: it travels to the ranks.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ class PolicyObjective:
         mb: dict[str, Any],
         *,
         version: int,
+        share: float = 1.0,
     ) -> torch.Tensor:
-        """`version` is that of the weights at the start of the step."""
+        """`version` is that of the weights at the start of the step, `share` how much of the batch
+        the rows that are computed stand for."""
         mask_T = mb["loss_mask"]
         stats_tracker.denominator(n_tokens=mask_T)
         stats_tracker.stat("n_tokens", entropy=entropy_T, advantages=mb["advantages"])
@@ -76,7 +78,7 @@ class PolicyObjective:
             **self._loss_options,
         )
         _record(metrics)
-        return self._with_kl(self._with_teacher(loss, logprobs_T, mb), logprobs_T, mb)
+        return self._with_kl(self._with_teacher(loss, logprobs_T, mb), logprobs_T, mb) * share
 
     def _prox_logp(
         self, logprobs_T: torch.Tensor, mb: dict[str, Any], version: int

@@ -1,0 +1,85 @@
+"""Objects with tensors over a socket pair between a process and its own child.
+
+    frame = count of buffers, their sizes, then the buffers: [0] a pickle, the rest tensors' bytes
+
+Tensors travel beside the pickle as they lie in memory: neither end makes a second copy. Both ends
+are the same program of the same user and the pair has no name anybody else could open; a pickle
+must not go over anything wider than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import socket
+import struct
+from typing import Any
+
+import torch
+
+_NUMBER = struct.Struct("!Q")
+
+
+class Channel:
+    """One end. Not for two threads at once."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: Any) -> None:
+        """OSError when the other end is gone."""
+        buffers: list[pickle.PickleBuffer] = []
+        body = io.BytesIO()
+        _Pickler(body, protocol=5, buffer_callback=buffers.append).dump(message)
+        parts = [body.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        header = [len(parts), *(part.nbytes for part in parts)]
+        self._socket.settimeout(None)
+        self._socket.sendall(b"".join(map(_NUMBER.pack, header)))
+        for part in parts:
+            self._socket.sendall(part)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """TimeoutError when nothing comes for that long, EOFError when the other end is gone."""
+        self._socket.settimeout(timeout_s)
+        count = self._read_number()
+        sizes = [self._read_number() for _ in range(count)]
+        body, *buffers = [self._read(size) for size in sizes]
+        return pickle.loads(body, buffers=buffers)
+
+    def close(self) -> None:
+        """Wakes a thread that waits in `receive`; the other end sees the end of the channel."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read_number(self) -> int:
+        return _NUMBER.unpack(self._read(_NUMBER.size))[0]
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        while left:
+            try:
+                count = self._socket.recv_into(left)
+            except ConnectionError:
+                count = 0
+            if count == 0:
+                raise EOFError("the other end of the channel is closed")
+            left = left[count:]
+        return data
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        tensor = obj.detach().cpu().contiguous()
+        raw = tensor.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(raw), tensor.dtype, tuple(tensor.shape))
+
+
+def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not len(raw):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)

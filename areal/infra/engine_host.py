@@ -1,0 +1,62 @@
+"""The engines inside one worker process, by name: made from an import path, called by a message.
+
+An engine's exception is an answer like any other, so that the process lives on and the caller can
+raise it; every scheduler's worker is a loop around this object.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal.utils.import_path import load
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a call returned, or what it raised, where and when."""
+
+    result: Any = None
+    error: Exception | None = None
+    traceback: str = ""
+    failed_at: float = 0.0  # seconds since the epoch
+
+
+class EngineHost:
+    def __init__(self) -> None:
+        self._engines: dict[str, Any] = {}
+
+    def create(
+        self, path: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Answer:
+        def build() -> None:
+            self._engines[name] = load(path, key=name)(*args, **kwargs)
+
+        return _answer(build)
+
+    def call(
+        self, method: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Answer:
+        return _answer(lambda: getattr(self._engines[name], method)(*args, **kwargs))
+
+
+def _answer(act: Callable[[], Any]) -> Answer:
+    try:
+        return Answer(act())
+    except Exception as error:  # the caller raises it
+        failed_at = time.time()
+        return Answer(
+            error=_travelling(error), traceback=traceback.format_exc(), failed_at=failed_at
+        )
+
+
+def _travelling(error: Exception) -> Exception:
+    """The error itself, or one that says the same when it does not survive the journey."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class makes of pickling
+        return RuntimeError(f"{type(error).__name__}: {error}")

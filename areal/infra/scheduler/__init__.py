@@ -1,0 +1,24 @@
+"""Who starts worker processes, by the name in `scheduler.type`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal.infra.scheduler.local import LocalScheduler
+
+if TYPE_CHECKING:
+    from areal.api.config.cluster import SchedulerConfig
+    from areal.api.scheduler_api import Scheduler
+
+
+def open_scheduler(config: SchedulerConfig, *, logs: Path) -> Scheduler:
+    """`logs` is the folder of the workers' logs, where the scheduler writes them itself."""
+    if config.type == "local":
+        return LocalScheduler(logs)
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
+    from areal.infra.scheduler.ray import RayScheduler
+
+    return RayScheduler(placement=config.placement)

@@ -1,0 +1,232 @@
+"""Workers as child processes of this one, on this machine, driven over socket pairs.
+
+    create_workers -> python -m areal.infra.scheduler.local_worker --channel FD      one per rank
+    call_engine    -> one message there, one answer back
+
+No worker listens for calls on a port. Those of a job meet in a file for torch.distributed, whose
+own connections stay on the loopback device. Workers die with this process, by whatever it ends;
+one that ends by itself is told to the caller with exit code and last words.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal.api.scheduler_api import (
+    EngineCallError,
+    EngineCreationError,
+    GPUAllocationError,
+    Job,
+    Scheduler,
+    SchedulingSpec,
+    Worker,
+    WorkerFailedError,
+    WorkerNotFoundError,
+    WorkerTimeoutError,
+)
+from areal.infra.channel import Channel
+from areal.infra.engine_host import Answer
+from areal.utils import logging
+from areal.utils.child_process import ChildProcess
+
+logger = logging.getLogger("LocalScheduler")
+
+_GRACE_S = 3.0  # for workers to end by themselves once their channel is closed
+
+
+class LocalScheduler(Scheduler):
+    def __init__(self, logs: Path, gpus: Sequence[str] | None = None) -> None:
+        """`gpus` may be given to workers, by default all this process sees."""
+        self._logs = logs
+        self._free_gpus = list(visible_gpus() if gpus is None else gpus)
+        self._has_gpus = bool(self._free_gpus)
+        self._processes: dict[str, list[_Process]] = {}  # by the role that owns them
+        self._hosts: dict[str, str] = {}  # colocated role -> the role whose processes it shares
+        self._folder = tempfile.TemporaryDirectory(prefix="areal-ranks-")  # gone with this object
+        self._num_jobs = 0
+
+    def create_workers(self, job: Job) -> list[str]:
+        ids = [f"{job.role}/{index}" for index in range(job.replicas)]
+        assert job.role not in self._processes, f"role {job.role} has workers already"
+        target = job.scheduling_strategy.target
+        if target is not None:
+            self._share(job, target)
+            return ids
+        gpus = self._take_gpus(job)
+        processes = self._processes[job.role] = []
+        self._num_jobs += 1
+        rendezvous = f"file://{self._folder.name}/job{self._num_jobs}"
+        for index, id_ in enumerate(ids):
+            spec = job.spec_of(index)
+            env = _environment(spec, index, job.replicas, gpus[index], rendezvous)
+            log_path = self._logs / f"{job.role}{index}.log"
+            processes.append(_Process(id_, env, gpus[index], log_path))
+        return ids
+
+    def get_workers(self, role: str, timeout: float) -> list[Worker]:
+        deadline = time.monotonic() + timeout
+        for process in self._of(role):
+            process.wait_ready(deadline)
+        return [Worker(f"{role}/{i}", "127.0.0.1") for i in range(len(self._of(role)))]
+
+    def delete_workers(self, role: str | None = None) -> None:
+        """A colocated role is forgotten; its processes end with the role that owns them."""
+        roles = [role] if role is not None else list(self._processes)
+        ending = [process for name in roles for process in self._processes.pop(name, [])]
+        self._hosts = {
+            guest: host for guest, host in self._hosts.items() if not {guest, host} & set(roles)
+        }
+        for process in ending:
+            process.channel.close()
+        deadline = time.monotonic() + _GRACE_S
+        for process in ending:
+            process.end(deadline)
+            self._free_gpus += process.gpus
+
+    def take_free_gpus(self, count: int) -> list[str] | None:
+        """GPUs for a process that is not a worker (an inference server), for good; None when there
+        are not as many left."""
+        if len(self._free_gpus) < count:
+            return None
+        return [self._free_gpus.pop(0) for _ in range(count)]
+
+    def create_engine(
+        self,
+        worker_id: str,
+        engine: str,
+        engine_name: str,
+        *args: Any,
+        timeout_s: float,
+        **kwargs: Any,
+    ) -> None:
+        order = ("create", engine, engine_name, args, kwargs)
+        answer = self._find(worker_id).exchange(worker_id, order, timeout_s)
+        if answer.error is not None:
+            raise EngineCreationError(worker_id, answer.traceback) from answer.error
+
+    def call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str,
+        *args: Any,
+        timeout_s: float,
+        **kwargs: Any,
+    ) -> Any:
+        order = ("call", method, engine_name, args, kwargs)
+        answer = self._find(worker_id).exchange(worker_id, order, timeout_s)
+        if answer.error is not None:
+            raise EngineCallError(worker_id, answer.traceback, answer.failed_at) from answer.error
+        return answer.result
+
+    def _of(self, role: str) -> list[_Process]:
+        host = self._hosts.get(role, role)
+        if host not in self._processes:
+            raise WorkerNotFoundError(role, f"no such role; known are {list(self._processes)}")
+        return self._processes[host]
+
+    def _find(self, worker_id: str) -> _Process:
+        role, _, index = worker_id.rpartition("/")
+        return self._of(role)[int(index)]
+
+    def _share(self, job: Job, target: str) -> None:
+        processes = self._of(target)
+        if len(processes) != job.replicas:
+            raise ValueError(
+                f"{job.role} has {job.replicas} ranks and cannot share the {len(processes)} "
+                f"processes of {target}: give both as many, or {job.role} processes of its own"
+            )
+        self._hosts[job.role] = target
+
+    def _take_gpus(self, job: Job) -> list[list[str]]:
+        """The GPUs of each worker; it sees no others."""
+        specs = [job.spec_of(index) for index in range(job.replicas)]
+        counts = [int(self._has_gpus) if spec.gpu is None else spec.gpu for spec in specs]
+        if sum(counts) > len(self._free_gpus):
+            raise GPUAllocationError(
+                job.role,
+                f"needs {sum(counts)} GPUs and {len(self._free_gpus)} are free; use fewer ranks, "
+                "share processes (scheduling_strategy.type=colocation), or more machines "
+                "(scheduler.type=ray)",
+            )
+        return [[self._free_gpus.pop(0) for _ in range(count)] for count in counts]
+
+
+class _Process:
+    """One worker: the child, its end of the channel, and what was set aside for it."""
+
+    def __init__(self, id_: str, env: dict[str, str], gpus: list[str], log_path: Path) -> None:
+        self.gpus = gpus
+        ours, theirs = socket.socketpair()
+        argv = [sys.executable, "-m", "areal.infra.scheduler.local_worker"]
+        argv += ["--channel", str(theirs.fileno())]
+        with theirs:
+            self.child = ChildProcess(
+                argv, name=id_, env=env, log_path=log_path, pass_fds=[theirs.fileno()]
+            )
+        self.channel = Channel(ours)
+        self._turn = threading.Lock()  # colocated roles take turns
+
+    def wait_ready(self, deadline: float) -> None:
+        try:
+            with self._turn:
+                self.channel.send(("ping",))
+                self.channel.receive(max(0.1, deadline - time.monotonic()))
+        except TimeoutError:
+            raise WorkerTimeoutError(self.child.name, "was not ready in time") from None
+        except (OSError, EOFError):
+            raise self._ended(self.child.name) from None
+
+    def exchange(self, worker_id: str, order: tuple[Any, ...], timeout_s: float) -> Answer:
+        try:
+            with self._turn:
+                self.channel.send(order)
+                return self.channel.receive(timeout_s)
+        except TimeoutError:
+            self.channel.close()  # a late answer must not pass for that of the next call
+            raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
+        except (OSError, EOFError):
+            raise self._ended(worker_id) from None
+
+    def end(self, deadline: float) -> None:
+        while self.child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.child.terminate()
+
+    def _ended(self, worker_id: str) -> WorkerFailedError:
+        return WorkerFailedError(worker_id, self.child.wait_end())
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    if not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _environment(
+    spec: SchedulingSpec, rank: int, world_size: int, gpus: list[str], rendezvous: str
+) -> dict[str, str]:
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",  # of the GPUs it sees
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "WORLD_SIZE": str(world_size),
+        "AREAL_RENDEZVOUS": rendezvous,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "OMP_NUM_THREADS": str(spec.cpu or max(1, torch.get_num_threads() // world_size)),
+    }
+    if sys.platform.startswith("linux"):
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**env, **spec.env_vars}

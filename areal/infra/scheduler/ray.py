@@ -1,0 +1,224 @@
+"""Workers as Ray actors: one placement group per role, on one machine or on a cluster.
+
+    scheduling_spec -> one bundle (CPU, GPU, memory) per worker
+    scheduler.placement -> PACK them on few machines, or SPREAD them
+
+The cluster is the one RAY_ADDRESS names, or a new one on this machine that ends with this process.
+All machines see the same files at the same paths. Arguments and answers go through Ray's store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal.api.scheduler_api import (
+    EngineCallError,
+    EngineCreationError,
+    GPUAllocationError,
+    Job,
+    Scheduler,
+    SchedulingSpec,
+    Worker,
+    WorkerFailedError,
+    WorkerNotFoundError,
+    WorkerTimeoutError,
+)
+from areal.infra.engine_host import Answer, EngineHost
+from areal.utils import logging
+
+logger = logging.getLogger("RayScheduler")
+
+_GIGABYTE = 1 << 30
+
+
+class RayScheduler(Scheduler):
+    def __init__(self, *, placement: Literal["PACK", "SPREAD"] = "PACK") -> None:
+        if not ray.is_initialized():
+            _join_cluster()
+        self._placement = placement
+        self._actors: dict[str, list[Any]] = {}  # by the role that owns them
+        self._hosts: dict[str, str] = {}  # colocated role -> the role whose actors it shares
+        self._groups: dict[str, PlacementGroup] = {}
+
+    def create_workers(self, job: Job) -> list[str]:
+        assert job.role not in self._actors, f"role {job.role} has workers already"
+        target = job.scheduling_strategy.target
+        if target is not None:
+            self._share(job, target)
+        else:
+            specs = [job.spec_of(index) for index in range(job.replicas)]
+            bundles = [_resources(spec) for spec in specs]
+            _check_fits(job.role, bundles)
+            group = placement_group(bundles, strategy=self._placement)
+            self._groups[job.role] = group
+            self._actors[job.role] = [
+                _start(group, index, bundle, spec, job.replicas)
+                for index, (bundle, spec) in enumerate(zip(bundles, specs, strict=True))
+            ]
+        return [f"{job.role}/{index}" for index in range(job.replicas)]
+
+    def get_workers(self, role: str, timeout: float) -> list[Worker]:
+        actors = self._of(role)
+        try:
+            addresses = ray.get([actor.address.remote() for actor in actors], timeout=timeout)
+            host, port = addresses[0]
+            meeting = f"tcp://{host}:{port}"
+            ray.get([actor.meet_at.remote(meeting) for actor in actors], timeout=timeout)
+        except GetTimeoutError:
+            free = ray.available_resources()
+            raise WorkerTimeoutError(
+                role, f"Ray started not all workers within {timeout:g} s; free resources: {free}"
+            ) from None
+        except RayActorError as error:
+            raise WorkerFailedError(role, str(error)) from error
+        return [Worker(f"{role}/{i}", ip) for i, (ip, _) in enumerate(addresses)]
+
+    def delete_workers(self, role: str | None = None) -> None:
+        """A colocated role is forgotten; its actors end with the role that owns them."""
+        roles = [role] if role is not None else list(self._actors)
+        self._hosts = {
+            guest: host for guest, host in self._hosts.items() if not {guest, host} & set(roles)
+        }
+        for name in roles:
+            for actor in self._actors.pop(name, []):
+                ray.kill(actor)
+            if name in self._groups:
+                remove_placement_group(self._groups.pop(name))
+
+    def create_engine(
+        self,
+        worker_id: str,
+        engine: str,
+        engine_name: str,
+        *args: Any,
+        timeout_s: float,
+        **kwargs: Any,
+    ) -> None:
+        reply = self._find(worker_id).create.remote(engine, engine_name, args, kwargs)
+        answer = _wait(reply, worker_id, timeout_s)
+        if answer.error is not None:
+            raise EngineCreationError(worker_id, answer.traceback) from answer.error
+
+    def call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str,
+        *args: Any,
+        timeout_s: float,
+        **kwargs: Any,
+    ) -> Any:
+        reply = self._find(worker_id).call.remote(method, engine_name, args, kwargs)
+        answer = _wait(reply, worker_id, timeout_s)
+        if answer.error is not None:
+            raise EngineCallError(worker_id, answer.traceback, answer.failed_at) from answer.error
+        return answer.result
+
+    def _of(self, role: str) -> list[Any]:
+        host = self._hosts.get(role, role)
+        if host not in self._actors:
+            raise WorkerNotFoundError(role, f"no such role; known are {list(self._actors)}")
+        return self._actors[host]
+
+    def _find(self, worker_id: str) -> Any:
+        role, _, index = worker_id.rpartition("/")
+        return self._of(role)[int(index)]
+
+    def _share(self, job: Job, target: str) -> None:
+        actors = self._of(target)
+        if len(actors) != job.replicas:
+            raise ValueError(
+                f"{job.role} has {job.replicas} ranks and cannot share the {len(actors)} "
+                f"processes of {target}: give both as many, or {job.role} processes of its own"
+            )
+        self._hosts[job.role] = target
+
+
+def _join_cluster() -> None:
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # On the loopback device: nobody else is meant to reach it.
+    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
+
+
+class _RayWorker(EngineHost):
+    """One worker. Its methods run one after another, in the order of the calls."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        os.chdir(folder)  # relative paths mean here what they mean to the controller
+
+    def address(self) -> tuple[str, int]:
+        """(this machine, a port that is free on it now)."""
+        ip = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((ip, 0))
+            return ip, probe.getsockname()[1]
+
+    def meet_at(self, rendezvous: str) -> None:
+        os.environ.setdefault("AREAL_RENDEZVOUS", rendezvous)  # the first role's, when it is shared
+
+
+def _start(
+    group: PlacementGroup, index: int, bundle: dict[str, float], spec: SchedulingSpec, ranks: int
+) -> Any:
+    env = {
+        "RANK": str(index),
+        "LOCAL_RANK": "0",  # of the GPUs Ray lets it see
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(int(bundle["CPU"])),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        **spec.env_vars,
+    }
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    options = {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "memory": bundle.get("memory"),
+        "scheduling_strategy": place,
+        "runtime_env": {"env_vars": env},
+        "max_restarts": 0,  # a rank that comes back has lost its weights
+    }
+    return ray.remote(_RayWorker).options(**options).remote(os.getcwd())
+
+
+def _resources(spec: SchedulingSpec) -> dict[str, float]:
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    resources: dict[str, float] = {"CPU": spec.cpu or 1}
+    if (gpu := int(has_gpus) if spec.gpu is None else spec.gpu) > 0:
+        resources["GPU"] = gpu
+    if spec.mem is not None:
+        resources["memory"] = spec.mem * _GIGABYTE
+    return resources
+
+
+def _check_fits(role: str, bundles: list[dict[str, float]]) -> None:
+    """A group that can never be placed would wait for ever."""
+    there = ray.cluster_resources()
+    for kind in ("CPU", "GPU"):
+        wanted = sum(bundle.get(kind, 0) for bundle in bundles)
+        if wanted > there.get(kind, 0):
+            raise GPUAllocationError(
+                role,
+                f"its {len(bundles)} workers need {wanted:g} {kind}s and the Ray cluster has "
+                f"{there.get(kind, 0):g}: use fewer ranks, or lower scheduling_spec",
+            )
+
+
+def _wait(reply: Any, worker_id: str, timeout_s: float) -> Answer:
+    try:
+        return ray.get(reply, timeout=timeout_s)
+    except GetTimeoutError:
+        raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
+    except RayActorError as error:
+        raise WorkerFailedError(worker_id, str(error)) from error

@@ -1,0 +1,25 @@
+"""Marks: every call of a contract that can travel says how."""
+
+from __future__ import annotations
+
+from areal.api.dispatch import Mark, marks_of, split
+from areal.api.engine_api import TrainEngine
+
+
+def test_every_method_of_a_training_engine_travels_but_those_of_a_rank_alone():
+    methods = {name for name in vars(TrainEngine) if not name.startswith("_")}
+    of_one_rank = {"hf_weights", "data_parallel_rank", "is_data_parallel_head"}
+    assert methods - set(marks_of(TrainEngine)) == of_one_rank
+
+
+def test_marks_are_inherited_and_leave_the_method_as_it_is():
+    class Contract:
+        @split(merges_rows=True)
+        def double(self, batch):
+            return batch * 2
+
+    class Engine(Contract):
+        pass
+
+    assert marks_of(Engine) == {"double": Mark("split", merges_rows=True)}
+    assert Engine().double(2) == 4

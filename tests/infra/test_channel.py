@@ -1,0 +1,79 @@
+"""Messages between a process and its child: they arrive as sent, or it is known why not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from areal.algorithm.sft import sft_loss
+from areal.infra.channel import Channel
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def over(ends, message):
+    """Sent by another thread: a large message does not fit in the socket's buffer."""
+    sender = threading.Thread(target=ends[0].send, args=[message])
+    sender.start()
+    received = ends[1].receive(timeout_s=20)
+    sender.join()
+    return received
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6, dtype=torch.int32).view(2, 3),
+        torch.randn(300, 1000),
+        torch.randn(4, 4, dtype=torch.bfloat16).T,
+        torch.tensor([[True, False]]),
+        torch.zeros(0, 7),
+        torch.tensor(2.5, requires_grad=True),
+    ],
+    ids=["int", "large", "bfloat16", "bool", "empty", "scalar"],
+)
+def test_tensors_keep_dtype_shape_and_bits(ends, tensor):
+    got = over(ends, {"x": [tensor]})["x"][0]
+    assert got.dtype is tensor.dtype and torch.equal(got, tensor.detach())
+    got += 1 if got.dtype is not torch.bool else True  # what arrives belongs to the receiver
+
+
+def test_losses_travel_as_what_they_are(ends):
+    loss = over(ends, partial(sft_loss, loss_mask=torch.ones(2, dtype=torch.bool)))
+    assert loss.func is sft_loss and loss.keywords["loss_mask"].all()
+
+
+def test_silence_and_a_closed_end_are_told_apart(ends):
+    ours, theirs = ends
+    with pytest.raises(TimeoutError):
+        ours.receive(timeout_s=0.05)
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.receive(timeout_s=20)
+
+
+def test_closing_wakes_a_thread_that_waits(ends):
+    ours, _ = ends
+    seen = []
+
+    def wait():
+        try:
+            ours.receive()
+        except (EOFError, OSError) as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ours.close()
+    thread.join(20)
+    assert not thread.is_alive() and seen

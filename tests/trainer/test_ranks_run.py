@@ -1,0 +1,134 @@
+"""Whole runs whose models live on several ranks: the same losses, and a clear end when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import areal, grpo_config, overrides, query
+from trainer.test_offline_runs import config_of, rows_of
+
+from areal.api.scheduler_api import SchedulingStrategy
+from areal.cli.demo import make_model, recipe_path
+from areal.trainer.experiment import TRAINERS, run_experiment
+from areal.utils.run_paths import RunPaths
+
+pytestmark = pytest.mark.slow
+
+ON_POLICY = ("rollout.max_head_offpolicyness=0", "total_train_steps=3", "actor.ppo_n_minibatches=2")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    make_model(root / "tiny_model")
+    return root
+
+
+def losses(root: Path, trial: str, *more: str) -> list[dict[str, float]]:
+    config = grpo_config(root, f"trial_name={trial}", *ON_POLICY, *more)
+    run_experiment(config)
+    model = RunPaths.of(config).model
+    assert (model / "model.safetensors").is_file() and (model / "tokenizer.json").is_file()
+    rows = query(RunPaths.of(config).root, "SELECT stats FROM steps ORDER BY step")
+    keys = ("loss", "grad_norm", "entropy/avg", "advantages/max", "n_tokens", "lr")
+    return [{key: json.loads(row)[f"actor/{key}"] for key in keys} for (row,) in rows]
+
+
+@pytest.fixture(scope="module")
+def alone(root) -> list[dict[str, float]]:
+    """One rank, in the controller."""
+    return losses(root, "alone")
+
+
+def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected) == 3
+    for step, other in zip(found, expected, strict=True):
+        assert step == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def test_two_ranks_train_as_one(root, alone):
+    check_same(losses(root, "two", "actor.backend=archon:d2"), alone)
+
+
+def test_two_ranks_by_ray_train_as_one(root, alone):
+    ray = pytest.importorskip("ray", reason="scheduler.type=ray needs the extra `ray`")
+    try:
+        check_same(losses(root, "ray", "actor.backend=archon:d2", "scheduler.type=ray"), alone)
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_rows_that_do_not_divide(root, kind):
+    """Five rows a step on two ranks; a reference model shares the actor's processes."""
+    found = [offline_stats(root, kind, backend) for backend in ("archon:d1", "archon:d2")]
+    assert len(found[0]) == 3
+    for step, other in zip(*found, strict=True):
+        assert step == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def offline_stats(root: Path, kind: str, backend: str) -> list[dict[str, float]]:
+    config = config_of(kind, root, trial=backend.replace(":", "-"))
+    config.actor.backend = backend
+    config.total_train_steps = 3
+    if kind == "dpo":
+        config.ref.backend = backend
+        config.ref.scheduling_strategy = SchedulingStrategy("colocation", "actor")
+    with TRAINERS[kind](config, rows_of(kind, 20), rows_of(kind, 4)) as trainer:
+        trainer.train()
+    steps = query(RunPaths.of(config).root, "SELECT stats FROM steps WHERE step >= 0")
+    return [
+        {key: value for key, value in json.loads(row).items() if not is_timing(key)}
+        for (row,) in steps
+    ]
+
+
+def is_timing(key: str) -> bool:
+    return key.startswith("timeperf/") or "per_second" in key
+
+
+def test_a_killed_rank_ends_the_run_by_name_and_the_run_goes_on_from_its_point(root):
+    more = [*ON_POLICY, "trial_name=killed", "total_train_steps=40", "actor.backend=archon:d2"]
+    argv = ["train", recipe_path("arithmetic_grpo.yaml"), *overrides(root, *more)]
+    env = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        )
+    }
+    run = areal(*argv, env=env)
+    run_dir = root / "arithmetic" / "killed"
+    deadline = time.monotonic() + 200
+    while not (run_dir / "run.db").exists() or len(query(run_dir, "SELECT step FROM steps")) < 3:
+        assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
+        time.sleep(0.1)
+    workers = children(run.pid, "areal.infra.scheduler.local_worker")
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    _, err = run.communicate(timeout=100)
+    assert run.returncode == 1
+    assert "actor/1: actor/1" in err and "was ended by signal SIGKILL" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    done = len(query(run_dir, "SELECT step FROM steps"))
+    again = areal(*argv, f"total_train_steps={done + 1}", env=env)
+    _, err = again.communicate(timeout=200)
+    assert again.returncode == 0, err
+    assert query(run_dir, "SELECT count(*) FROM events WHERE kind = 'resumed'") == [(1,)]
+
+
+def children(parent: int, module: str) -> list[int]:
+    """Processes of `parent` that run `module`, in the order of their start."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if int(status[1]) == parent and module in command:
+            found.append(int(folder.name))
+    return sorted(found)
