@@ -21,6 +21,7 @@ from areal.api.scheduler_api import (
     WorkerFailedError,
     WorkerTimeoutError,
 )
+from areal.infra.in_thread import in_thread
 from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.train_controller import TrainController
 from areal.utils import stats_tracker
@@ -76,6 +77,14 @@ def test_marks_statistics_and_errors_of_the_engine(scheduler):
         toys.fail([1])
     assert "actor/1: Traceback" in caught.value.__notes__[0]
     assert toys.rank() == 0
+
+    # A function that a call returned runs on the ranks, beside the calls that follow.
+    first = toys.later()
+    waiting = in_thread("held", first, 2.0, -1)
+    assert toys.rank() == 0 and not waiting.done()
+    waiting.result(60)
+    with pytest.raises(KeyError, match="rank 2 has had enough"):
+        toys.later()(0.0, 2)
 
     shared = open_toys(scheduler, role="ref", replicas=3, target="actor")
     assert shared.pid() == toys.pid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class ToyContract:
 
     @broadcast
     def sleep(self, seconds: float) -> None: ...
+
+    @broadcast
+    def later(self) -> Callable[[float, int], None]: ...
 
     @head
     def pid(self) -> int: ...
@@ -72,6 +76,13 @@ class ToyEngine(ToyContract):
 
     def pid(self) -> int:
         return os.getpid()
+
+    def later(self) -> Callable[[float, int], None]:
+        def wait(seconds: float, failing_rank: int) -> None:
+            time.sleep(seconds)
+            self.fail([failing_rank])
+
+        return wait
 
     def destroy(self) -> None:
         pass
