@@ -166,7 +166,7 @@ def test_command_line_and_file(project, argv, says):
         (["gconfig.n_samples=0"], "gconfig.n_samples"),
         (["gconfig.max_new_tokens=5000"], "gconfig.max_new_tokens: 5000 leaves no room"),
         (["rollout.backend=sglang:d1"], "rollout.backend"),
-        (["actor.backend=fsdp:d8"], "actor.backend"),
+        (["actor.backend=fsdp:d4p2"], "actor.backend"),
         (["recover.freq_steps=null"], "recover.freq_steps"),
         (["valid_dataset=null", "evaluator.freq_steps=2"], "valid_dataset must be set"),
         (["valid_dataset.path=./nowhere"], "valid_dataset.path: './nowhere' does not exist"),
