@@ -16,29 +16,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import aiohttp
 
 from areal.api.io_struct import ModelRequest
-from areal.engine.native.control import ServerError
+from areal.engine.fleet import Fleet, Server, retry_delay_s
 from areal.engine.native.sequence import GenRequest
-from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests, parse_object
+from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests
+from areal.engine.server_control import ServerError, error_text
 from areal.utils import logging
 
 logger = logging.getLogger("NativeRemoteEngine")
-
-_BACKOFF_S = 0.1  # before the first retry; doubles with each
-_AVOID_S = 5.0  # how long others are preferred to a server that lost a connection
-
-
-@dataclass(slots=True, eq=False)
-class _Server:
-    address: str
-    in_flight: int = 0  # requests
-    avoided_until: float = 0.0  # time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
@@ -50,12 +40,16 @@ class _Pending:
     attempts: int = 0
     exchange: _Exchange | None = None
 
+    @property
+    def max_tokens(self) -> int:
+        return len(self.request.input_ids) + self.request.gconfig.max_new_tokens
+
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
     """One POST and the calls that wait for it, by the rid they travel under."""
 
-    server: _Server
+    server: Server
     waiting: dict[str, _Pending]
     num_wanted: int  # calls nobody has cancelled yet
     task: asyncio.Task | None = None
@@ -68,7 +62,7 @@ class GenerateClient:
         self, addresses: Iterable[str], token: str, *, timeout_s: float, retries: int
     ) -> None:
         self.events = asyncio.get_running_loop()
-        self._servers = [_Server(address) for address in addresses]
+        self._fleet = Fleet(addresses)
         self._timeout_s = timeout_s
         self._retries = retries
         self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
@@ -121,7 +115,6 @@ class GenerateClient:
             exchange = _Exchange(server, waiting, num_wanted=len(share))
             for pending in share:
                 pending.exchange = exchange
-            server.in_flight += len(share)
             exchange.task = self.events.create_task(self._carry(exchange), name="native-exchange")
             self._tasks.add(exchange.task)
             exchange.task.add_done_callback(self._tasks.discard)
@@ -129,25 +122,17 @@ class GenerateClient:
     def _wire_rid(self, pending: _Pending) -> str:
         return f"{pending.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
 
-    def _assign(self, calls: list[_Pending]) -> Iterable[tuple[_Server, list[_Pending]]]:
-        """Shares the calls out, the samples of one prompt together, to whoever has least to do."""
-        if not calls:
-            return ()
-        if len(self._servers) == 1:
-            return ((self._servers[0], calls),)
-        groups: dict[tuple[int, ...], list[_Pending]] = {}
+    def _assign(self, calls: list[_Pending]) -> Iterable[tuple[Server, list[_Pending]]]:
+        """The calls of each server, the samples of one prompt together."""
+        shares: dict[Server, list[_Pending]] = {}
         for pending in calls:
-            groups.setdefault(tuple(pending.request.input_ids), []).append(pending)
-        now = time.monotonic()
-        shares: dict[_Server, list[_Pending]] = {server: [] for server in self._servers}
-        for group in groups.values():
-            load = {s: (s.avoided_until > now, s.in_flight + len(shares[s])) for s in shares}
-            shares[min(load, key=load.get)].extend(group)
-        return ((server, share) for server, share in shares.items() if share)
+            server = self._fleet.take(pending.request.input_ids, pending.max_tokens)
+            shares.setdefault(server, []).append(pending)
+        return shares.items()
 
     async def _carry(self, exchange: _Exchange) -> None:
         """One exchange from POST to last line; every call ends in a reply, an error or a retry."""
-        server, num_calls = exchange.server, len(exchange.waiting)
+        server, calls = exchange.server, list(exchange.waiting.values())
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._post(exchange)
@@ -163,7 +148,8 @@ class GenerateClient:
         except (ServerError, ValueError) as err:
             self._fail(exchange, err)
         finally:
-            server.in_flight -= num_calls
+            for pending in calls:
+                self._fleet.give_back(server, pending.request.input_ids, pending.max_tokens)
 
     async def _post(self, exchange: _Exchange) -> None:
         body = encode_requests(
@@ -181,7 +167,7 @@ class GenerateClient:
                     _settle(exchange, _read(line, exchange.server))
 
     def _retry(self, exchange: _Exchange, err: Exception) -> None:
-        exchange.server.avoided_until = time.monotonic() + _AVOID_S
+        self._fleet.avoid(exchange.server)
         again = []
         for pending in exchange.waiting.values():
             pending.exchange = None
@@ -194,7 +180,7 @@ class GenerateClient:
                     ServerError(f"{fault} (after {pending.attempts} attempts)")
                 )
         if again:
-            delay = _BACKOFF_S * 2 ** (min(pending.attempts for pending in again) - 1)
+            delay = retry_delay_s(min(pending.attempts for pending in again))
             logger.warning(
                 "%s: %s: %s; sending %d requests again in %.1f s",
                 _where(exchange.server), type(err).__name__, err, len(again), delay,
@@ -216,7 +202,7 @@ def _give_up(pending: _Pending) -> None:
             exchange.task.cancel()
 
 
-def _read(line: bytes, server: _Server) -> Reply | Refusal:
+def _read(line: bytes, server: Server) -> Reply | Refusal:
     try:
         return decode_line(line)
     except ValueError as err:  # the server's fault, not that of whoever asked
@@ -239,15 +225,12 @@ def _settle(exchange: _Exchange, result: Reply | Refusal) -> None:
         pending.future.set_exception(ServerError(f"{_where(exchange.server)}: {result.message}"))
 
 
-def _error_of(server: _Server, status: int, body: str) -> Exception:
-    try:
-        message = parse_object(body, "answer")["error"]
-    except (ValueError, KeyError):  # not one of our answers: a proxy, or another program
-        message = body[:200]
+def _error_of(server: Server, status: int, body: str) -> Exception:
+    message = error_text(body)
     if status == 400:
         return ValueError(message)
     return ServerError(f"{_where(server)}: {status}: {message}")
 
 
-def _where(server: _Server) -> str:
+def _where(server: Server) -> str:
     return f"native server {server.address}"

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
-from areal.engine.native.control import ControlClient
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.wire import check_supported
+from areal.engine.server_control import ControlClient, on_all
 from areal.utils.child_process import ChildProcess
 
 if TYPE_CHECKING:
@@ -144,11 +144,7 @@ class NativeRemoteEngine(InferenceEngine):
         }
 
     def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
-        """The call on every server at once; the first error is raised after all have answered."""
-        if len(self._controls) == 1:
-            return [call(self._controls[0])]
-        with ThreadPoolExecutor(len(self._controls), thread_name_prefix="native-control") as pool:
-            return list(pool.map(call, self._controls))
+        return on_all(self._controls, call)
 
     def _client_here(self) -> GenerateClient:
         """The client of the running event loop; a loop that was closed is replaced by the next."""

@@ -13,11 +13,11 @@ from fastapi.testclient import TestClient
 from tiny import tiny_model, write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
-from areal.engine.native.control import ControlClient
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
 from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.native.server import create_app
+from areal.engine.server_control import ControlClient
 from areal.utils.openai_wire import chat_prompt_ids, parse_chat
 from areal.weight_sync.publication import publish
 

@@ -16,9 +16,9 @@ from tiny import tiny_model, write_tiny_model
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
-from areal.engine.native.control import ServerError
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
+from areal.engine.server_control import ServerError
 from areal.weight_sync.transports import PublicationRoot, send_weights
 
 TOKEN = "token-of-this-run"

@@ -1,0 +1,80 @@
+"""Which of several servers gets a request: samples of one prompt together, the rest by load.
+
+    server = fleet.take(prompt, num_tokens)     # where to send it
+    ...                                         # its answer, or its loss: fleet.avoid(server)
+    fleet.give_back(server, prompt, num_tokens)
+
+A server computes and caches a prompt once, so a request whose prompt is in flight follows it; any
+other goes where the fewest tokens are in flight. A server that lost a connection gets new prompts
+only when all have, for a while. Used on one event loop: there is no lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_AVOID_S = 5.0  # how long others are preferred to a server that lost a connection
+_BACKOFF_S = 0.1  # before the first retry; doubles with each
+_MAX_BACKOFF_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    address: str
+    tokens_in_flight: int = 0
+    avoided_until: float = 0.0  # time.monotonic()
+
+    @property
+    def is_avoided(self) -> bool:
+        return self.avoided_until > time.monotonic()
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Requests in flight that have one prompt."""
+
+    server: Server
+    size: int = 0
+
+
+class Fleet:
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self.servers = [Server(address) for address in addresses]
+        self._groups: dict[tuple[int, ...], _Group] = {}  # by prompt
+
+    def take(self, prompt: Sequence[int], num_tokens: int) -> Server:
+        """`num_tokens` is what the request may cost at most, prompt and output."""
+        if len(self.servers) == 1:
+            return self.servers[0]
+        key = tuple(prompt)
+        group = self._groups.get(key)
+        if group is None or group.server.is_avoided:
+            server = self._least_loaded()
+            if group is None or group.server is not server:
+                group = self._groups[key] = _Group(server)
+        group.size += 1
+        group.server.tokens_in_flight += num_tokens
+        return group.server
+
+    def give_back(self, server: Server, prompt: Sequence[int], num_tokens: int) -> None:
+        if len(self.servers) == 1:
+            return
+        server.tokens_in_flight -= num_tokens
+        group = self._groups.get(tuple(prompt))
+        if group is not None and group.server is server:  # else it has moved on
+            group.size -= 1
+            if group.size == 0:
+                del self._groups[tuple(prompt)]
+
+    def avoid(self, server: Server) -> None:
+        server.avoided_until = time.monotonic() + _AVOID_S
+
+    def _least_loaded(self) -> Server:
+        return min(self.servers, key=lambda server: (server.is_avoided, server.tokens_in_flight))
+
+
+def retry_delay_s(attempts: int) -> float:
+    """How long to wait after the `attempts`-th failure."""
+    return min(_BACKOFF_S * 2 ** (attempts - 1), _MAX_BACKOFF_S)

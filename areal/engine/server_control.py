@@ -1,0 +1,120 @@
+"""Blocking calls to one inference server: health, pause, weights, statistics.
+
+For the trainer's thread, which has no event loop. Each call opens its own connection, so calls from
+several threads do not meet. Generation does not go through here (native/exchange.py,
+http_client.py).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ServerError(RuntimeError):
+    """An inference server cannot be reached, or answered with an error; the message says which."""
+
+
+class ServerRefusedError(ServerError):
+    """The server is there and said no."""
+
+
+class ControlClient:
+    """`address` is "host:port"; `kind` is what errors call the server."""
+
+    def __init__(
+        self, address: str, token: str, *, timeout_s: float, kind: str = "native server"
+    ) -> None:
+        self.address = address
+        self.kind = kind
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._timeout_s = timeout_s
+
+    def get(self, route: str, /, **query: Any) -> dict[str, Any]:
+        return self._exchange_json("GET", _with_query(route, query), None)
+
+    def get_text(self, route: str, /) -> str:
+        return self._exchange("GET", route, None).decode("utf-8", "replace")
+
+    def post(self, route: str, /, **order: Any) -> dict[str, Any]:
+        """`route` may bring a query; `order` is the body."""
+        return self._exchange_json("POST", route, json.dumps(order).encode())
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Asks until the server answers; RuntimeError with the last cause when it does not."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.get("/health")
+                return
+            except ServerError as err:
+                # An answer with an error will not get better; silence may.
+                if isinstance(err, ServerRefusedError) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers that it is. A server that loads may refuse or stay silent."""
+        try:
+            self.get("/health")
+        except ServerError:
+            return False
+        return True
+
+    def _exchange_json(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        content = self._exchange(method, path, body)
+        try:
+            return json.loads(content or b"{}")  # some servers say "yes" with an empty body
+        except ValueError as err:
+            what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
+            raise ServerError(f"{what}: not JSON: {content[:200]!r}") from err
+
+    def _exchange(self, method: str, path: str, body: bytes | None) -> bytes:
+        what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
+        connection = http.client.HTTPConnection(self.address, timeout=self._timeout_s)
+        try:
+            connection.request(method, path, body, self._headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except TimeoutError:
+            raise ServerError(f"{what}: no answer within {self._timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException) as err:
+            raise ServerError(f"{what}: {type(err).__name__}: {err}") from err
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise ServerRefusedError(f"{what}: {answer.status}: {error_text(content)}")
+        return content
+
+
+def on_all(controls: Sequence[ControlClient], call: Callable[[ControlClient], T]) -> list[T]:
+    """The call on every server at once; the first error is raised after all have answered."""
+    if len(controls) == 1:
+        return [call(controls[0])]
+    with ThreadPoolExecutor(len(controls), thread_name_prefix="server-control") as pool:
+        return list(pool.map(call, controls))
+
+
+def error_text(content: bytes | str) -> str:
+    """What a server says went wrong: our `{"error": text}`, others' `{"error": {"message"}}`."""
+    try:
+        answer = json.loads(content)
+    except ValueError:  # a proxy, or another program
+        answer = None
+    if not isinstance(answer, dict):
+        return (content.decode("utf-8", "replace") if isinstance(content, bytes) else content)[:200]
+    error = answer.get("error", answer)
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return str(error)[:2000]
+
+
+def _with_query(route: str, query: dict[str, Any]) -> str:
+    return f"{route}?{urllib.parse.urlencode(query)}" if query else route
