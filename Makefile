@@ -1,8 +1,9 @@
-# make demo     train a small model by asynchronous GRPO on this machine and show the reward rise
-# make test     lint, documentation, architecture test and the whole CPU suite
-# make docs     build the documentation into site/, without a network
-# make lint     ruff and mdformat, without changing anything
-# make format   let them change what they can
+# make demo       train a small model by asynchronous GRPO on this machine and show the reward rise
+# make test       lint, documentation, architecture test and the whole CPU suite
+# make test-vllm  tests against a real vLLM server; needs areal env create vllm
+# make docs       build the documentation into site/, without a network
+# make lint       ruff and mdformat, without changing anything
+# make format     let them change what they can
 #
 # Each target first sees to .venv; that costs nothing while pyproject.toml and constraints.txt are
 # unchanged. Another interpreter: make test PYTHON=python3.12. Arguments of the demo: make demo
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MARKDOWN := $(wildcard *.md docs examples benchmark)
 
-.PHONY: demo test docs lint format
+.PHONY: demo test test-vllm docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -23,6 +24,9 @@ demo: $(VENV)/.installed
 
 test: lint docs
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not multi_gpu"
+
+test-vllm: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow -rs tests/engine/test_vllm_remote.py
 
 # The variable keeps a notice about MkDocs' own future out of the output.
 docs: $(VENV)/.installed-dev

@@ -22,7 +22,9 @@ from docs_world import ROOT, World, read_blocks
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"  # generated
 PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if REFERENCE not in p.parents)]
-SECTIONS = "actor|critic|ref|teacher|rollout|native|gconfig|recover|saver|evaluator|cluster"
+SECTIONS = (
+    "actor|critic|ref|teacher|rollout|native|vllm|sglang|gconfig|recover|saver|evaluator|cluster"
+)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"(?:examples|areal|benchmark|tests|docs)/[\w/.-]*\w(?:/|\.\w+)")
 

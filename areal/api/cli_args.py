@@ -21,6 +21,7 @@ from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.preference import DPOActorConfig, DPOConfig, RWConfig
 from areal.api.config.rejection import RejectionSamplingConfig
 from areal.api.config.roles import PPOCriticConfig, RefConfig, TeacherConfig
+from areal.api.config.servers import SGLangConfig, VLLMConfig
 from areal.api.config.stats import (
     PerfTracerConfig,
     StatsLoggerConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "RefConfig",
     "RejectionSamplingConfig",
     "SFTConfig",
+    "SGLangConfig",
     "SaverConfig",
     "SchedulerConfig",
     "StatsLoggerConfig",
@@ -65,6 +67,7 @@ __all__ = [
     "TimerConfig",
     "TrackioConfig",
     "TrainEngineConfig",
+    "VLLMConfig",
     "ValidDatasetConfig",
     "WandBConfig",
     "dump_yaml",

@@ -51,12 +51,15 @@ def run(args: argparse.Namespace) -> int:
 def check_world(config: BaseExperimentConfig) -> None:
     """ValueError that names the key of the first thing this machine lacks."""
     from areal.cli.model_folders import check_chat_template, check_context, check_models
+    from areal.utils.server_envs import find_interpreter
     from areal.workflow import WORKFLOWS
 
     check_models(config)
     check_names(config)
     if config.trainer == "ppo":
         check_context(config)
+        if config.rollout.engine != "native":
+            find_interpreter(config.rollout.engine, config.server.python)
         if config.workflow in WORKFLOWS:
             check_chat_template(config.tokenizer_path)
     check_fileroot("cluster.fileroot", config.cluster.fileroot)

@@ -26,6 +26,7 @@ COMMANDS = {
     "check": "validate a YAML file and its overrides, without loading torch",
     "ledger": "say where every prompt of a run went, and prove that none is lost",
     "serve": "serve a model with the native inference engine",
+    "env": "make the environment of a stock inference server (vLLM, SGLang)",
 }
 
 

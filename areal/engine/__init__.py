@@ -1,4 +1,4 @@
-"""Engines: those that train (archon, fsdp, megatron) and those that generate (native)."""
+"""Engines that train (archon, fsdp, megatron), and that generate (native, vllm, sglang)."""
 
 from __future__ import annotations
 

@@ -47,6 +47,10 @@ class ControlClient:
         """`route` may bring a query; `order` is the body."""
         return self._exchange_json("POST", route, json.dumps(order).encode())
 
+    def post_text(self, route: str, /, **order: Any) -> str:
+        """For routes that answer in words."""
+        return self._exchange("POST", route, json.dumps(order).encode()).decode("utf-8", "replace")
+
     def wait_until_healthy(self, timeout_s: float) -> None:
         """Asks until the server answers; RuntimeError with the last cause when it does not."""
         deadline = time.monotonic() + timeout_s

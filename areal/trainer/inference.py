@@ -1,9 +1,9 @@
 """Brings up the inference side of a run: the server process, its client, and the weight transport.
 
 In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
-it. `actor.weight_update_mode=direct` keeps the engine in this process; the other transports mean a
-server process of its own, on `gpus` where they are given. What is opened here is closed by the
-ExitStack it was opened on.
+it. `rollout.backend` names the engine; `actor.weight_update_mode=direct` keeps the native one in
+this process, the other transports mean a server process of its own, on `gpus` where they are given.
+What is opened here is closed by the ExitStack it was opened on.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
+from areal.engine.http_engine import HttpEngine
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
+from areal.engine.server_protocol import ServerProtocol
+from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
+from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
+from areal.models.hf_io import read_hf_config
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
+from areal.utils.server_envs import find_interpreter
 from areal.weight_sync.transports import PublicationRoot
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
+    from areal.utils.child_process import ChildProcess
     from areal.utils.run_paths import RunPaths
 
 
@@ -32,19 +39,17 @@ def open_inference(
     mode = config.actor.weight_update_mode
     name = f"{config.experiment_name}-{config.trial_name}"
     root = stack.enter_context(PublicationRoot(mode, run_name=name, disk_root=paths.weights))
-    options = _engine_options(config)
-    if mode == "direct":
-        engine: InferenceEngine = NativeLocalEngine(config.actor.path, **options)
-    else:
-        engine = _remote_engine(config, {**options, "gpus": gpus}, paths, stack)
+    engine = _OPENERS[config.rollout.engine](config, paths, stack, gpus)
     stack.callback(engine.destroy)
     engine.initialize()
     return engine, root.meta(recompute_kv=config.rollout.recompute_kv)
 
 
-def _engine_options(config: PPOConfig) -> dict[str, Any]:
+def _native_engine(
+    config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
+) -> InferenceEngine:
     native = config.native
-    return {
+    options = {
         "device": best_device(),
         "dtype": native.dtype or config.actor.dtype,
         "page_size": native.page_size,
@@ -53,30 +58,115 @@ def _engine_options(config: PPOConfig) -> dict[str, Any]:
         "batch_invariant": native.batch_invariant,
         "seed": config.seed,
     }
-
-
-def _remote_engine(
-    config: PPOConfig, options: dict[str, Any], paths: RunPaths, stack: ExitStack
-) -> InferenceEngine:
-    rollout = config.rollout
+    if config.actor.weight_update_mode == "direct":
+        return NativeLocalEngine(config.actor.path, **options)
     token = secrets.token_urlsafe(32)
     process, address = launch_native_server(
         config.actor.path,
         token=token,
-        threads=config.native.threads,
-        tensor_parallel=rollout.tensor_parallel,
+        threads=native.threads,
+        tensor_parallel=config.rollout.tensor_parallel,
+        gpus=gpus,
         log_path=paths.logs / "server0.log",
-        setup_timeout_s=rollout.setup_timeout,
+        setup_timeout_s=config.rollout.setup_timeout,
         **options,
     )
     stack.callback(process.terminate)
-    return NativeRemoteEngine(
+    return NativeRemoteEngine([address], token, **_time_limits(config))
+
+
+def _vllm_engine(
+    config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
+) -> InferenceEngine:
+    vllm, token = config.vllm, secrets.token_urlsafe(32)
+    process, address = launch_vllm_server(
+        config.actor.path,
+        python=find_interpreter("vllm", vllm.python),
+        token=token,
+        scratch=paths.root / "server_model",
+        dtype=_server_dtype(config),
+        max_model_len=_max_context(config),
+        max_num_seqs=vllm.max_num_seqs,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        cpu_cache_gb=vllm.cpu_cache_gb,
+        enforce_eager=vllm.enforce_eager,
+        extra_args=vllm.extra_args,
+        gpus=gpus,
+        **_launch_options(config, paths),
+    )
+    return _http_engine(VLLMProtocol(), process, address, token, config, stack)
+
+
+def _sglang_engine(
+    config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
+) -> InferenceEngine:
+    sglang, token = config.sglang, secrets.token_urlsafe(32)
+    process, address = launch_sglang_server(
+        config.actor.path,
+        python=find_interpreter("sglang", sglang.python),
+        token=token,
+        dtype=_server_dtype(config),
+        context_length=_max_context(config),
+        max_running_requests=sglang.max_running_requests,
+        mem_fraction_static=sglang.mem_fraction_static,
+        attention_backend=sglang.attention_backend,
+        device=best_device(),
+        extra_args=sglang.extra_args,
+        gpus=gpus,
+        **_launch_options(config, paths),
+    )
+    return _http_engine(SGLangProtocol(), process, address, token, config, stack)
+
+
+_OPENERS = {"native": _native_engine, "vllm": _vllm_engine, "sglang": _sglang_engine}
+
+
+def _http_engine(
+    protocol: ServerProtocol,
+    process: ChildProcess,
+    address: str,
+    token: str,
+    config: PPOConfig,
+    stack: ExitStack,
+) -> InferenceEngine:
+    stack.callback(process.terminate)
+    return HttpEngine(
+        protocol,
         [address],
         token,
-        request_timeout_s=rollout.request_timeout,
-        request_retries=rollout.request_retries,
-        setup_timeout_s=rollout.setup_timeout,
+        model_path=config.actor.path,
+        max_context=_max_context(config),
+        processes=[process],
+        **_time_limits(config),
     )
+
+
+def _launch_options(config: PPOConfig, paths: RunPaths) -> dict[str, Any]:
+    return {
+        "tensor_parallel": config.rollout.tensor_parallel,
+        "threads": config.server.threads,
+        "seed": config.seed,
+        "log_path": paths.logs / "server0.log",
+        "setup_timeout_s": config.rollout.setup_timeout,
+    }
+
+
+def _time_limits(config: PPOConfig) -> dict[str, Any]:
+    return {
+        "request_timeout_s": config.rollout.request_timeout,
+        "request_retries": config.rollout.request_retries,
+        "setup_timeout_s": config.rollout.setup_timeout,
+    }
+
+
+def _server_dtype(config: PPOConfig) -> str:
+    default = "bfloat16" if best_device() == "cuda" else "float32"
+    return config.server.dtype or config.actor.dtype or default
+
+
+def _max_context(config: PPOConfig) -> int | None:
+    context = read_hf_config(config.actor.path).get("max_position_embeddings")
+    return config.server.max_context or context
 
 
 class ServerTrace:

@@ -113,7 +113,7 @@ class PPOTrainer(Trainer):
         config = self.config
         together = config.rollout.max_head_offpolicyness > 0
         if together and config.actor.weight_update_mode != "direct":
-            torch.set_num_threads(max(1, num_cores() - config.native.threads))
+            torch.set_num_threads(max(1, num_cores() - config.server.threads))
 
     def _server_gpus(self) -> list[str] | None:
         """Those that training ranks of this machine have left; None shares what there is."""

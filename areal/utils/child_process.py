@@ -88,6 +88,24 @@ class ChildProcess:
                 self._is_ready = True
                 return line
 
+    def wait_until(
+        self, condition: Callable[[], bool], *, timeout_s: float, every_s: float = 0.5
+    ) -> None:
+        """Waits until `condition()` holds, for a child that prints no line when it is ready.
+
+        Raises RuntimeError when the child ends or the time is over before that.
+        """
+        self._is_ready = True  # nobody will read its stdout
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self.raise_if_ended()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self.name} (pid {self.pid}) was not ready within {timeout_s:g} s"
+                    f"{self._shown_stderr()}"
+                )
+            time.sleep(every_s)
+
     def raise_if_ended(self) -> None:
         """RuntimeError with exit code and last output when the child no longer runs."""
         if self.poll() is not None:

@@ -34,7 +34,7 @@ def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> N
     [
         (["rollout.backend=native:d2t2"], "rollout.backend 'native:d2t2' cannot run in this"),
         (["rollout.backend=native:d1t2p2"], "rollout.backend 'native:d1t2p2' cannot run in this"),
-        (["rollout.backend=vllm:d1t2"], "rollout.backend 'vllm:d1t2' cannot run in this version"),
+        (["rollout.backend=vllm:d2t2"], "rollout.backend 'vllm:d2t2' cannot run in this version"),
         (
             ["actor.backend=archon:d2p2"],
             "actor.backend 'archon:d2p2' cannot run in this version: p2 must",

@@ -151,3 +151,12 @@ print(code, [name for name in heavy if name in sys.modules])
         env={**os.environ, "PYTHONPATH": root},
     )
     assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def test_a_stock_server_needs_its_environment(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("AREAL_ENVS", str(tmp_path / "envs"))
+    monkeypatch.delenv("AREAL_VLLM_PYTHON", raising=False)
+    code, line = check(capsys, "rollout.backend=vllm:d1")
+    assert code == 2 and "vllm.python" in line and "areal env create vllm" in line
+    code, line = check(capsys, "rollout.backend=vllm:d1", f"vllm.python={sys.executable}")
+    assert code == 0 and "vllm:d1 + archon:d1" in line

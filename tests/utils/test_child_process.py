@@ -126,3 +126,15 @@ def test_child_dies_with_a_killed_parent():
     parent.wait()
     parent.stdout.close()
     wait_until(lambda: not is_running(child_pid))
+
+
+def test_wait_until_it_answers():
+    child = python(SLEEP)
+    answers = iter([False, False, True])
+    child.wait_until(lambda: next(answers), timeout_s=10, every_s=0.01)
+    with pytest.raises(RuntimeError, match="not ready within 0.05 s"):
+        child.wait_until(lambda: False, timeout_s=0.05, every_s=0.01)
+    child.terminate()
+    child = python("import sys; sys.exit('no model')")
+    with pytest.raises(RuntimeError, match="(?s)exit code 1.*no model"):
+        child.wait_until(lambda: False, timeout_s=10, every_s=0.01)

@@ -19,6 +19,7 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.roles import FrozenModelConfig, PPOCriticConfig, RefConfig, TeacherConfig
+from areal.api.config.servers import SGLangConfig, VLLMConfig
 from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
@@ -205,6 +206,10 @@ class PPOConfig(BaseExperimentConfig):
     """How episodes are run."""
     native: NativeServerConfig = field(default_factory=NativeServerConfig)
     """The native inference server."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """The vLLM server, for rollout.backend vllm."""
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    """The SGLang server, for rollout.backend sglang."""
     actor: PPOActorConfig
     """The trained policy."""
     ref: RefConfig | None = None
@@ -235,6 +240,7 @@ class PPOConfig(BaseExperimentConfig):
         self._inherit_sampling()
         self._check_batch()
         self._check_ranks()
+        self._check_stock_server()
         self._check_ref()
         self._check_critic()
         self._check_teacher()
@@ -317,6 +323,42 @@ class PPOConfig(BaseExperimentConfig):
         require(
             not self.native.batch_invariant, f"native.batch_invariant must be false {several}", True
         )
+
+    @property
+    def server(self) -> NativeServerConfig | VLLMConfig | SGLangConfig:
+        """The section of the engine that rollout.backend chooses."""
+        return getattr(self, self.rollout.engine)
+
+    def _check_stock_server(self) -> None:
+        """What a server that is not ours cannot do is refused, not ignored."""
+        engine = self.rollout.engine
+        if engine == "native":
+            return
+        chosen = f"when rollout.backend is {self.rollout.backend!r}"
+        mode = self.actor.weight_update_mode
+        require(
+            mode in ("shm", "disk"), f"actor.weight_update_mode must be shm or disk {chosen}", mode
+        )
+        require(
+            self.rollout.recompute_kv,
+            f"rollout.recompute_kv must be true {chosen}: what an update interrupts is sent again",
+            False,
+        )
+        require(
+            not self.native.batch_invariant,
+            f"native.batch_invariant must be false {chosen}: the native server does not run",
+            True,
+        )
+        if engine == "sglang":
+            default = GenerationHyperparameters()
+            for name in ("top_p", "top_k"):
+                value = getattr(self.gconfig, name)
+                require(
+                    value == getattr(default, name),
+                    f"gconfig.{name} must be left out {chosen}: its log-probabilities are those "
+                    "before the cut, which is not what samples are drawn from",
+                    value,
+                )
 
     def _check_ref(self) -> None:
         actor = self.actor

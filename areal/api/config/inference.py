@@ -17,7 +17,7 @@ class InferenceEngineConfig:
 
     backend: str = "native:d1"
     """Engine and parallel layout, like `native:d1`; `native:d1t2` cuts the model over two
-    processes, each with a device of its own."""
+    processes, each with a device of its own. `vllm:d1` and `sglang:d1` start a stock server."""
     max_concurrent_rollouts: int | None = None
     """Most prompts in flight. Default: as many as staleness allows, (max_head_offpolicyness + 1)
     times consumer_batch_size."""
@@ -55,6 +55,11 @@ class InferenceEngineConfig:
         require_fraction(max_failure_ratio=self.max_failure_ratio)
         require_above(0, request_timeout=self.request_timeout, setup_timeout=self.setup_timeout)
         check_inference_backend(self.backend)
+
+    @property
+    def engine(self) -> str:
+        """native, vllm or sglang."""
+        return ModelAllocation.from_str(self.backend).backend
 
     @property
     def tensor_parallel(self) -> int:

@@ -324,8 +324,11 @@ def check_inference_backend(backend: str) -> None:
     """`backend` parses, is for inference, and is one server of any number of ranks."""
     allocation = _parse_backend(backend, "inference", "native:d1")
     one_server = replace(allocation.parallel, tensor_parallel_size=1).world_size == 1
-    if allocation.backend != "native" or not one_server:
-        raise ValueError(f"backend {backend!r} cannot run in this version: use 'native:d1'")
+    if not one_server:
+        raise ValueError(
+            f"backend {backend!r} cannot run in this version: use '{allocation.backend}:d1', or t "
+            "to cut the model over several devices"
+        )
 
 
 def _parse_backend(backend: str, role: str, example: str) -> ModelAllocation:

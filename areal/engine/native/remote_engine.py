@@ -13,7 +13,6 @@ come from any thread (control.py).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.wire import check_supported
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-
-_CLOSE_S = 10.0  # for an event loop that is alive, a matter of milliseconds
 
 
 class NativeRemoteEngine(InferenceEngine):
@@ -72,14 +70,8 @@ class NativeRemoteEngine(InferenceEngine):
     def destroy(self) -> None:
         """From any thread. Calls that still wait are cancelled."""
         client, self._client = self._client, None
-        if client is None or client.events.is_closed():
-            return
-        if not client.events.is_running():
-            client.events.run_until_complete(client.close())
-        elif _runs_here(client.events):
-            client.events.create_task(client.close(), name="native-client-close")
-        else:
-            asyncio.run_coroutine_threadsafe(client.close(), client.events).result(_CLOSE_S)
+        if client is not None:
+            close_on_its_loop(client.events, client.close)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         check_supported(req)
@@ -156,7 +148,7 @@ class NativeRemoteEngine(InferenceEngine):
                 timeout_s=self._request_timeout_s,
                 retries=self._request_retries,
             )
-        elif not _runs_here(client.events):
+        elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")
         return client
 
@@ -221,10 +213,3 @@ def _post_score(control: ControlClient, sequences: list[list[int]]) -> list[list
 
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
     return {} if tags is None else {"tags": list(tags)}
-
-
-def _runs_here(events: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is events
-    except RuntimeError:
-        return False

@@ -1,0 +1,235 @@
+"""HttpEngine: stock inference servers (vLLM, SGLang) behind the InferenceEngine contract.
+
+    child, address = launch_vllm_server(path, python=..., token=token)
+    engine = HttpEngine(VLLMProtocol(), [address], token, model_path=path)
+    engine.initialize()
+    reply = await engine.agenerate(ModelRequest(input_ids=[5, 7]))
+
+Generation runs on the event loop of its first caller (http_client.py); control calls block and come
+from other threads. The servers know no versions, so they are counted here:
+
+    update_weights   verify the publication -> close the gate -> end what runs, wait until it is out
+                     -> load on every server -> open the gate as the new version
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.engine.event_loop import close_on_its_loop, runs_here
+from areal.engine.http_client import HttpClient
+from areal.engine.native.busy import BusyIntervals
+from areal.engine.server_control import ControlClient, ServerError, on_all
+from areal.engine.server_protocol import ServerProtocol
+from areal.engine.update_gate import UpdateGate
+from areal.utils.child_process import ChildProcess
+from areal.weight_sync.hf_folder import hf_folder_of
+from areal.weight_sync.publication import open_publication
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+_STRAGGLERS_S = 2.0  # for answers of interrupted requests; one may reach its server after the order
+_DROP_S = 30.0  # for an event loop that is alive, a matter of milliseconds
+
+
+class HttpEngine(InferenceEngine):
+    """`addrs` are "host:port", `model_path` the folder the servers started from.
+
+    `request_timeout_s` bounds one attempt of a request and every control call, `setup_timeout_s`
+    how long `initialize` waits. `processes` are the servers' own, where this process started them:
+    the end of one explains an error.
+    """
+
+    def __init__(
+        self,
+        protocol: ServerProtocol,
+        addrs: list[str],
+        token: str,
+        *,
+        model_path: str | Path,
+        max_context: int | None = None,
+        processes: Sequence[ChildProcess] = (),
+        request_timeout_s: float = 3600.0,
+        request_retries: int = 3,
+        setup_timeout_s: float = 300.0,
+    ) -> None:
+        if not addrs:
+            raise ValueError("addrs: expected at least one server address, got none")
+        self._protocol = protocol
+        self._addrs = addrs
+        self._token = token
+        self._model_path = Path(model_path)
+        self._max_context = max_context
+        self._processes = processes
+        self._request_timeout_s = request_timeout_s
+        self._request_retries = request_retries
+        self._setup_timeout_s = setup_timeout_s
+        self._controls = [
+            ControlClient(addr, token, timeout_s=request_timeout_s, kind=protocol.kind)
+            for addr in addrs
+        ]
+        self._gate = UpdateGate()
+        self._busy = BusyIntervals()
+        self._busy_since = 0.0  # time.time() at which the first of the running requests came
+        self._num_running = 0
+        self._updating = threading.Lock()
+        self._is_paused = False
+        self._client: HttpClient | None = None
+
+    def initialize(self) -> None:
+        self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
+        self._gate.open(self._served_versions()[0] or 0)
+        self.get_version()  # all of them agree
+
+    def destroy(self) -> None:
+        """From any thread. Calls that still wait are cancelled."""
+        client, self._client = self._client, None
+        if client is not None:
+            close_on_its_loop(client.events, client.close)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        client = self._client_here()
+        if self._num_running == 0:
+            self._busy_since = time.time()
+        self._num_running += 1
+        try:
+            return await client.generate(req)
+        except ServerError:
+            self._raise_if_a_server_ended()
+            raise
+        finally:
+            self._num_running -= 1
+            self._busy.add(self._busy_since, time.time())
+
+    def pause_generation(self) -> None:
+        self._on_all(self._protocol.pause)
+        self._is_paused = True
+
+    def continue_generation(self) -> None:
+        self._is_paused = False
+        self._on_all(self._protocol.resume)
+
+    def update_weights(
+        self,
+        meta: WeightUpdateMeta,
+        named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        if meta.type not in ("shm", "disk") or named_tensors is not None or meta.use_lora:
+            raise ValueError(
+                f"a {self._protocol.kind} reads whole models from a folder, got type {meta.type!r}"
+                f"{' with use_lora' if meta.use_lora else ''}; set actor.weight_update_mode to shm "
+                "or disk"
+            )
+        publication = open_publication(meta.path, version=meta.version)
+        with_lm_head = self._protocol.wants_lm_head(self._model_path)
+        folder = hf_folder_of(publication, self._model_path, with_lm_head=with_lm_head)
+        with self._updating:
+            self._interrupt_all()
+            try:
+                self._on_all(
+                    lambda control: self._protocol.load_weights(control, folder, meta.version)
+                )
+                self._resume_unless_paused()
+            except Exception as err:
+                # Some server may have a part of the new weights: no version is true any more.
+                self._gate.fail(f"no weights serve: version {meta.version} did not load: {err}")
+                raise
+            self._gate.open(meta.version)
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Make a LoRA adapter known as `name`, for requests with that `gconfig.lora_name`."""
+        self._on_all(
+            lambda control: self._protocol.load_adapter(control, name, str(Path(folder).absolute()))
+        )
+
+    def unload_adapter(self, name: str) -> None:
+        self._on_all(lambda control: self._protocol.unload_adapter(control, name))
+
+    def get_version(self) -> int:
+        """As counted here, and as the servers noted it, those that do."""
+        counted = self._gate.version
+        for control, noted in zip(self._controls, self._served_versions(), strict=True):
+            if noted not in (None, counted):
+                raise RuntimeError(
+                    f"{self._protocol.kind} {control.address} serves version {noted}, expected "
+                    f"{counted}: it was started again, or somebody else gave it weights"
+                )
+        return counted
+
+    def stats(self) -> dict[str, float]:
+        """Summed over the servers, except the version."""
+        total: dict[str, float] = {"version": self._gate.version}
+        for stats in self._on_all(self._protocol.stats):
+            for name, value in stats.items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        """When requests were under way: the servers do not say when they compute."""
+        return {", ".join(self._addrs): self._busy.since(since)}
+
+    def _served_versions(self) -> list[int | None]:
+        return self._on_all(self._protocol.served_version)
+
+    def _interrupt_all(self) -> None:
+        """When this returns no request runs and none is let in. On an error all go on as before."""
+        client = self._client
+        if client is not None and runs_here(client.events):
+            raise RuntimeError("update_weights blocks: call it from another thread than agenerate")
+        self._gate.close()
+        try:
+            self._on_all(self._protocol.interrupt)
+            if not self._gate.wait_empty(_STRAGGLERS_S) and client is not None:
+                client.events.call_soon_threadsafe(client.drop_attempts)
+                if not self._gate.wait_empty(_DROP_S):
+                    raise RuntimeError(
+                        f"requests to {', '.join(self._addrs)} did not end within {_DROP_S:g} s: "
+                        "the event loop that generates is blocked"
+                    )
+        except BaseException:
+            self._gate.open(self._gate.version)
+            with suppress(RuntimeError):  # the error on its way to the caller is the one to see
+                self._resume_unless_paused()
+            raise
+
+    def _resume_unless_paused(self) -> None:
+        if not self._is_paused:
+            self._on_all(self._protocol.resume)
+
+    def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
+        try:
+            return on_all(self._controls, call)
+        except ServerError:
+            self._raise_if_a_server_ended()
+            raise
+
+    def _raise_if_a_server_ended(self) -> None:
+        for process in self._processes:
+            process.raise_if_ended()
+
+    def _client_here(self) -> HttpClient:
+        """The client of the running event loop; a loop that was closed is replaced by the next."""
+        client = self._client
+        if client is None or client.events.is_closed():
+            client = self._client = HttpClient(
+                self._protocol,
+                self._addrs,
+                self._token,
+                self._gate,
+                timeout_s=self._request_timeout_s,
+                retries=self._request_retries,
+                max_context=self._max_context,
+            )
+        elif not runs_here(client.events):
+            raise RuntimeError("agenerate was called from two event loops; use one engine per loop")
+        return client

@@ -1,0 +1,87 @@
+"""Weights as a folder that every Hugging Face loader reads: links, not copies.
+
+    weight_update_v7/hf/
+      model-00001-of-00002.safetensors -> ../bucket_00000.safetensors ...
+      model.safetensors.index.json     which weight is in which file
+      config.json, tokenizer.json ...  -> the folder the model came from
+      lm_head.safetensors              with_lm_head, where the weights have none
+
+For inference servers that take a path and know nothing of publications. A head of its own is for
+those that cannot renew one that is tied to the embedding: it is a copy of the embedding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from areal.utils.fs import atomic_folder
+from areal.weight_sync.publication import Publication
+
+LM_HEAD = "lm_head.weight"
+_FOLDER = "hf"
+_INDEX = "model.safetensors.index.json"
+_LM_HEAD_FILE = "lm_head.safetensors"
+_EMBEDDING = "embed_tokens.weight"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
+
+
+def hf_folder_of(
+    publication: Publication, model_folder: str | Path, *, with_lm_head: bool = False
+) -> Path:
+    """The folder of a publication, inside it and gone with it, made when absent.
+
+    What is not weights is that of `model_folder`.
+    """
+    source = publication.folder.absolute()
+    if not (source / _FOLDER).is_dir():
+        files = [source / bucket.file for bucket in publication.manifest.buckets]
+        _write(source / _FOLDER, files, Path(model_folder), with_lm_head)
+    return source / _FOLDER
+
+
+def folder_with_lm_head(model_folder: str | Path, target: Path) -> Path:
+    """`model_folder` itself when its weights have a head, else `target`: the same with one."""
+    model_folder = Path(model_folder)
+    files = sorted(model_folder.absolute().glob("*.safetensors"))
+    if any(LM_HEAD in _names(file) for file in files):
+        return model_folder
+    _write(target, files, model_folder, with_lm_head=True)
+    return target
+
+
+def _write(target: Path, files: Sequence[Path], model_folder: Path, with_lm_head: bool) -> None:
+    weight_map: dict[str, str] = {}
+    with atomic_folder(target, durable=False) as folder:
+        for number, file in enumerate(files, start=1):
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            (folder / name).symlink_to(file)
+            weight_map |= dict.fromkeys(_names(file), name)
+        if with_lm_head and LM_HEAD not in weight_map:
+            _copy_embedding(folder, weight_map)
+            weight_map[LM_HEAD] = _LM_HEAD_FILE
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        for file in sorted(model_folder.absolute().iterdir()):
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                (folder / file.name).symlink_to(file)
+
+
+def _copy_embedding(folder: Path, weight_map: dict[str, str]) -> None:
+    found = [name for name in weight_map if name.endswith(_EMBEDDING)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{folder}: expected one weight named *{_EMBEDDING} to make {LM_HEAD} of, got {found}"
+        )
+    with safe_open(folder / weight_map[found[0]], framework="pt") as tensors:
+        embedding = tensors.get_tensor(found[0])
+    save_file({LM_HEAD: embedding}, folder / _LM_HEAD_FILE, metadata={"format": "pt"})
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())

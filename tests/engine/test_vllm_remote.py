@@ -1,0 +1,184 @@
+"""A real, stock vLLM server behind HttpEngine. Needs `areal env create vllm`; run by
+`make test-vllm`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+import torch
+from server_checks import (
+    ServerWorld,
+    check_generation,
+    check_grpo_run,
+    check_pause,
+    check_refusals,
+    check_update_in_the_middle,
+    check_updates_while_generating,
+    request,
+)
+
+from areal.cli.demo import make_model
+from areal.engine.http_engine import HttpEngine
+from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
+from areal.models.hf_io import build_model, read_hf_config, save_hf
+from areal.utils.server_envs import find_interpreter
+
+TOKEN = "token-of-this-run"
+SETUP_TIMEOUT_S = 900.0  # seconds alone on a machine, minutes on one that is shared
+
+try:
+    PYTHON = find_interpreter("vllm")
+except ValueError as error:
+    PYTHON, REASON = "", str(error)
+else:
+    REASON = ""
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason=REASON)]
+
+
+def write_model(folder, seed):
+    """The demo's model with heads of a size that vLLM has CPU kernels for."""
+    make_model(folder)
+    config = {**read_hf_config(folder), "head_dim": 32}
+    model = build_model(config, device="cpu", dtype=torch.float32)
+    model.init_weights(seed)
+    save_hf(model.named_hf_tensors(), config, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [write_model(root / f"weights{seed}", seed) for seed in (1, 7)]
+
+
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    child, address = launch_vllm_server(
+        folders[0],
+        python=PYTHON,
+        token=TOKEN,
+        scratch=tmp_path_factory.mktemp("scratch"),
+        dtype="float32",
+        max_model_len=256,
+        cpu_cache_gb=1,
+        enforce_eager=True,
+        enable_lora=True,
+        log_path=tmp_path_factory.mktemp("logs") / "vllm.log",
+        setup_timeout_s=SETUP_TIMEOUT_S,
+    )
+    yield child, address
+    child.terminate()
+
+
+@pytest.fixture
+async def world(server, folders):
+    child, address = server
+    engine = HttpEngine(
+        VLLMProtocol(),
+        [address],
+        TOKEN,
+        model_path=folders[0],
+        max_context=256,
+        processes=[child],
+        request_timeout_s=300,
+    )
+    engine.initialize()
+    yield ServerWorld(engine, folders, "vllm-test", tolerance=1e-3)
+    await asyncio.to_thread(engine.destroy)
+
+
+async def test_one_server_through_its_life(world, tmp_path):
+    """One start of the server, and everything in the order of a run."""
+    await check_generation(world)
+    await check_refusals(world)
+    await check_stop_texts_and_penalties(world)
+    await check_pause(world)
+    await check_adapter(world, tmp_path)
+    await check_update_in_the_middle(world)
+    await check_update_in_the_middle(world, "disk")
+    await check_updates_while_generating(world)
+    assert world.engine.stats()["generated_tokens"] > 1000
+    await check_another_hand(world)
+
+
+async def check_stop_texts_and_penalties(world):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(world.folders[0])
+    ends = list("1234")
+    reply = await world.engine.agenerate(request(stop=ends, max_new_tokens=200))
+    text = tokenizer.decode(reply.output_tokens)
+    assert reply.stop_reason == "stop" and text[-1] in ends
+    assert not set(text[:-1]) & set(ends)
+    with pytest.raises(ValueError, match="gconfig.stop: .* at most 4 texts, got 5"):
+        await world.engine.agenerate(request(stop=list("12345")))
+    plain, varied = await asyncio.gather(
+        world.engine.agenerate(request(greedy=True, max_new_tokens=60)),
+        world.engine.agenerate(request(greedy=True, max_new_tokens=60, frequency_penalty=2.0)),
+    )
+    assert len(set(varied.output_tokens)) > len(set(plain.output_tokens))
+    # Of the distribution after the cut, which leaves one token here.
+    cut = await world.engine.agenerate(request(top_k=1))
+    assert cut.output_logprobs == pytest.approx([0.0] * 6, abs=1e-6)
+    world.check_logprobs([plain])
+
+
+async def check_adapter(world, tmp_path):
+    """An adapter serves under its name, beside the model, and can go again."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(world.folders[0])
+    lora = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    plain = await world.engine.agenerate(request(greedy=True))
+    await asyncio.to_thread(world.engine.load_adapter, "mine", tmp_path / "adapter")
+    adapted = await world.engine.agenerate(request(greedy=True, lora_name="mine"))
+    assert adapted.output_logprobs != plain.output_logprobs
+    again = await world.engine.agenerate(request(greedy=True))
+    assert again.output_logprobs == pytest.approx(plain.output_logprobs, abs=1e-5)
+    await asyncio.to_thread(world.engine.unload_adapter, "mine")
+    with pytest.raises(ValueError, match="mine"):
+        await world.engine.agenerate(request(lora_name="mine"))
+
+
+async def check_another_hand(world):
+    """A server whose note of its version is not ours is not believed."""
+    control, version = world.engine._controls[0], world.engine.get_version()
+    await asyncio.to_thread(control.post, "/update_weight_version", new_version="99")
+    with pytest.raises(RuntimeError, match=f"serves version 99, expected {version}"):
+        world.engine.get_version()
+
+
+def test_a_server_that_ends_says_why(folders, tmp_path):
+    with pytest.raises(RuntimeError, match="(?s)exit code 2.*--no-such-option"):
+        launch_vllm_server(
+            folders[0],
+            python=PYTHON,
+            token=TOKEN,
+            scratch=tmp_path / "scratch",
+            extra_args=["--no-such-option"],
+            setup_timeout_s=SETUP_TIMEOUT_S,
+        )
+
+
+def test_an_environment_without_vllm_says_so(folders, tmp_path):
+    with pytest.raises(RuntimeError, match="No module named 'vllm'"):
+        launch_vllm_server(folders[0], python=sys.executable, token=TOKEN, scratch=tmp_path / "s")
+
+
+def test_asynchronous_grpo_through_it(tmp_path):
+    write_model(tmp_path / "tiny_model", seed=1)
+    check_grpo_run(
+        tmp_path,
+        "rollout.backend=vllm:d1",
+        f"vllm.python={PYTHON}",
+        "vllm.enforce_eager=true",
+        "vllm.cpu_cache_gb=1",
+        f"rollout.setup_timeout={SETUP_TIMEOUT_S}",
+        "gconfig.max_new_tokens=40",
+    )

@@ -1,0 +1,230 @@
+"""What must hold of every stock server behind HttpEngine, shared by the tests of each kind.
+
+    world = ServerWorld(engine, folders=[first, second])    # two sets of weights of one model
+    await check_update_in_the_middle(world)
+
+The judge of versions is a forward pass of ours: the log-probability of a token under the weights of
+the version it is said to have must be the one that was reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tiny_run import grpo_config, query
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.engine.http_engine import HttpEngine
+from areal.engine.native.local_engine import NativeLocalEngine
+from areal.models.hf_io import weight_files
+from areal.rollout.ledger import Ledger
+from areal.rollout.trajectory import decode
+from areal.trainer.experiment import run_experiment
+from areal.utils.run_db import RunDatabase
+from areal.utils.run_paths import RunPaths
+from areal.weight_sync.transports import PublicationRoot, send_weights
+
+
+@dataclass
+class ServerWorld:
+    engine: HttpEngine
+    folders: list[Path]  # version v serves the weights of folders[v % 2]
+    run_name: str
+    tolerance: float  # of log-probabilities
+    versions: itertools.count = field(default_factory=lambda: itertools.count(1))
+
+    def publish(self, kind: str = "shm") -> int:
+        """Make the other weights serve, as the next version."""
+        version = next(self.versions)
+        disk = self.folders[0].parent / "weights"
+        with PublicationRoot(kind, run_name=self.run_name, disk_root=disk) as root:
+            weights = read_weights(self.folders[version % 2])
+            send_weights(self.engine, root.meta().with_version(version), weights)
+        return version
+
+    def check_logprobs(self, replies: list[ModelResponse]) -> None:
+        """Every token's log-probability is that of the version it names, at temperature 1."""
+        for parity in (0, 1):
+            judge = NativeLocalEngine(self.folders[parity])
+            judge.initialize()
+            try:
+                for reply in replies:
+                    ids = torch.tensor([reply.input_tokens + reply.output_tokens])
+                    scores = judge.compute_logp(
+                        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                    )[0, reply.input_len - 1 : -1]
+                    for place, version in enumerate(reply.output_versions):
+                        if version % 2 == parity:
+                            error = abs(scores[place].item() - reply.output_logprobs[place])
+                            assert error < self.tolerance, (place, version, error)
+            finally:
+                judge.destroy()
+
+
+def read_weights(folder: Path):
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def request(ids=(5, 7, 9), seed=1, max_new_tokens=6, ignore_eos=True, **options) -> ModelRequest:
+    gconfig = GenerationHyperparameters(
+        max_new_tokens=max_new_tokens, seed=seed, ignore_eos=ignore_eos, **options
+    )
+    return ModelRequest(input_ids=list(ids), gconfig=gconfig)
+
+
+async def check_generation(world: ServerWorld) -> None:
+    """Bounds, stops and the sampling distribution."""
+    engine = world.engine
+    replies = await asyncio.gather(*[engine.agenerate(request(seed=seed)) for seed in range(6)])
+    assert all(reply.output_len == 6 and reply.stop_reason == "length" for reply in replies)
+    assert len({tuple(reply.output_tokens) for reply in replies}) > 1
+    assert {v for reply in replies for v in reply.output_versions} == {engine.get_version()}
+    world.check_logprobs(replies)
+    again = await engine.agenerate(request(seed=3, max_tokens=7))
+    assert again.output_len == 4  # prompt and output together
+    greedy = await engine.agenerate(request(greedy=True, max_new_tokens=4))
+    judge = await engine.agenerate(request(top_k=1, seed=8, max_new_tokens=4))
+    assert greedy.output_tokens == judge.output_tokens
+    stops = list(range(10, 50))
+    stopped = await engine.agenerate(request(stop_token_ids=stops, max_new_tokens=60))
+    assert stopped.stop_reason == "stop"
+    assert [token in stops for token in stopped.output_tokens].index(True) == stopped.output_len - 1
+    later = await engine.agenerate(
+        request(stop_token_ids=stops, max_new_tokens=90, min_new_tokens=20)
+    )
+    assert later.output_len > 20 or later.stop_reason == "length"
+
+
+async def check_refusals(world: ServerWorld) -> None:
+    for wrong, match in (
+        (request(ids=[]), "input_ids"),
+        (request(ids=[99_999]), "99999|vocab"),
+        (request(max_tokens=3), "max_tokens"),
+    ):
+        try:
+            await world.engine.agenerate(wrong)
+        except ValueError as error:
+            assert re.search(match, str(error)), error
+        else:
+            raise AssertionError(f"{wrong} was not refused")
+
+
+async def check_pause(world: ServerWorld) -> None:
+    """What runs is held where it is, with its version, and goes on."""
+    engine = world.engine
+    before = await engine.agenerate(request(max_new_tokens=100))
+    task = asyncio.create_task(engine.agenerate(request(max_new_tokens=100)))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(engine.pause_generation)
+    done, _ = await asyncio.wait([task], timeout=0.5)
+    late = asyncio.create_task(engine.agenerate(request()))
+    _, waiting = await asyncio.wait([late], timeout=0.5)
+    assert waiting
+    await asyncio.to_thread(engine.continue_generation)
+    reply = task.result() if done else await task
+    assert reply.output_len == before.output_len == 100
+    assert len(set(reply.output_versions)) == 1
+    assert (await late).output_len == 6
+
+
+async def check_update_in_the_middle(world: ServerWorld, kind: str = "shm") -> None:
+    """Running requests go on with the new weights; each token names those that made it."""
+    engine = world.engine
+    for _ in range(8):  # they may have ended before the pause came
+        old = engine.get_version()
+        replies, new = await _generate_across_an_update(world, kind)
+        assert await asyncio.to_thread(engine.get_version) == new
+        if {v for reply in replies for v in reply.output_versions} == {old, new}:
+            break
+    else:
+        raise AssertionError("no update met a running request")
+    for reply in replies:
+        assert reply.output_len == 240 and reply.stop_reason == "length"
+        assert reply.output_versions == sorted(reply.output_versions)
+    after = await asyncio.gather(*[engine.agenerate(request(seed=seed)) for seed in range(3)])
+    assert all(reply.output_versions == [new] * 6 for reply in after)
+    world.check_logprobs([*replies, *after])
+
+
+async def _generate_across_an_update(world, kind) -> tuple[list[ModelResponse], int]:
+    engine = world.engine
+    tasks = [
+        asyncio.create_task(engine.agenerate(request(seed=seed, max_new_tokens=240)))
+        for seed in range(4)
+    ]
+    running = 0.0
+    while not running and not tasks[0].done():
+        running = (await asyncio.to_thread(engine.stats))["running"]
+    await asyncio.to_thread(engine.pause_generation)
+    new = await asyncio.to_thread(world.publish, kind)
+    await asyncio.to_thread(engine.continue_generation)
+    return await asyncio.gather(*tasks), new
+
+
+async def check_updates_while_generating(world: ServerWorld) -> None:
+    """Update after update under load: nothing is lost, and no token names the wrong weights."""
+    engine, replies = world.engine, []
+
+    async def keep_asking(seed: int) -> None:
+        for turn in range(6):
+            ids = (5, 7, 9 + seed)
+            replies.append(await engine.agenerate(request(ids, seed=turn, max_new_tokens=40)))
+
+    asking = asyncio.gather(*[keep_asking(seed) for seed in range(4)])
+    for _ in range(4):
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(world.publish)
+    await asking
+    assert len(replies) == 24 and all(reply.output_len == 40 for reply in replies)
+    world.check_logprobs(replies)
+
+
+def check_grpo_run(root: Path, *overrides: str) -> None:
+    """A few steps of the arithmetic recipe: all prompts trained, on tokens that are not too old,
+    each with the log-probability that the checkpoint of its version gives it."""
+    config = grpo_config(
+        root,
+        "rollout.max_head_offpolicyness=2",
+        "total_train_steps=4",
+        "actor.optimizer.lr=1e-2",  # versions then differ by more than rounding
+        "saver.freq_steps=1",
+        *overrides,
+    )
+    run_experiment(config)
+    paths = RunPaths.of(config)
+    with RunDatabase(paths.database) as database:
+        balance = Ledger(database).balance()
+    assert balance["trained"] == balance["total"] == 4 * 8
+    rows = query(paths.root, "SELECT step, data FROM tasks JOIN trajectories USING (task_id)")
+    trained = [(step, decode(data)) for step, data in rows]
+    versions = set()
+    for step, trajectory in trained:
+        drawn = trajectory["versions"][trajectory["loss_mask"].bool()]
+        assert step - drawn.max() >= 0 and step - drawn.min() <= 2
+        versions |= set(drawn.tolist())
+    assert len(versions) > 1
+    for version in versions:
+        saved = sorted(paths.checkpoints.glob(f"actor/*globalstep{version - 1}"))
+        folder = saved[0] if version else Path(config.actor.path)
+        _check_trained(folder, version, [trajectory for _, trajectory in trained])
+
+
+def _check_trained(folder: Path, version: int, trajectories: list) -> None:
+    judge = NativeLocalEngine(folder)
+    judge.initialize()
+    for trajectory in trajectories:
+        scores = judge.compute_logp(trajectory)[:, :-1]  # at t, of the token at t + 1
+        errors = (scores - trajectory["logprobs"][:, 1:]).abs()
+        is_of_it = (trajectory["versions"] == version)[:, 1:]
+        assert errors[is_of_it].numel() == 0 or errors[is_of_it].max() < 2e-3, version
+    judge.destroy()

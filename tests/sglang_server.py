@@ -1,0 +1,177 @@
+"""A server that speaks SGLang's protocol over real HTTP, with the native engine behind it.
+
+    python sglang_server.py --model-path DIR --port 8000 --api-key KEY ...
+
+For tests of the adapter where SGLang itself cannot be installed. It answers as SGLang 0.5 was seen
+to: "abort" ends what runs with the tokens it has and holds what comes later, "in_place" holds it
+where it is. Started by a script in place of `python -m sglang.launch_server` (see sglang_python).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import itertools
+import sys
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from safetensors import safe_open
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.loop import EngineLoop
+from areal.engine.native.receiver import Receiver
+from areal.engine.native.sequence import GenRequest
+from areal.engine.native.server import bind, serve
+from areal.engine.native.wire import Refusal
+from areal.models.hf_io import weight_files
+
+SAMPLING = {
+    "max_new_tokens",
+    "min_new_tokens",
+    "top_p",
+    "frequency_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+}
+
+
+def sglang_python(folder: Path) -> Path:
+    """A program to be called like a python with sglang in it."""
+    script = folder / "python"
+    root = Path(__file__).resolve().parents[1]
+    script.write_text(
+        "#!/bin/sh\n"
+        '[ "$1 $2" = "-m sglang.launch_server" ] || exit 2\n'
+        "shift 2\n"
+        f'PYTHONPATH="{root}" exec "{sys.executable}" "{__file__}" "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+def create_app(loop: EngineLoop, token: str) -> FastAPI:
+    app = FastAPI(openapi_url=None)
+    numbers = itertools.count()
+
+    @app.middleware("http")
+    async def check_key(request: Request, call_next):
+        given = request.headers.get("authorization", "")
+        if request.url.path != "/health" and not hmac.compare_digest(given, f"Bearer {token}"):
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        return await call_next(request)
+
+    @app.get("/health")
+    async def health():
+        return PlainTextResponse("")
+
+    @app.post("/generate")
+    async def generate(request: Request):
+        body = await request.json()
+        assert body["return_logprob"] is True and body["stream"] is False
+        work = GenRequest(str(next(numbers)), body["input_ids"], gconfig(body["sampling_params"]))
+        async with Receiver(loop, request._receive) as receiver:
+            receiver.submit([work])
+            results = await receiver.next()
+        if results is None:
+            return PlainTextResponse("the client has left", status_code=499)
+        if isinstance(results[0], Refusal):
+            return JSONResponse({"error": {"message": results[0].message}}, status_code=400)
+        return answer(results[0].finished)
+
+    @app.post("/pause_generation")
+    async def pause(request: Request):
+        mode = (await request.json()).get("mode", "abort")
+        await asyncio.to_thread(loop.pause)
+        if mode == "abort":
+            await asyncio.wrap_future(loop.abort())
+        return PlainTextResponse("Generation paused successfully.")
+
+    @app.post("/continue_generation")
+    async def resume():
+        await asyncio.to_thread(loop.resume)
+        return PlainTextResponse("Generation continued successfully.")
+
+    @app.post("/update_weights_from_disk")
+    async def update(request: Request):
+        order = await request.json()
+        try:
+            weights = list(read_weights(Path(order["model_path"])))
+            await asyncio.wrap_future(
+                loop.call(
+                    lambda engine: engine.load_weights(
+                        weights, engine.version + 1, recompute_kv=order["flush_cache"]
+                    )
+                )
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    @app.post("/load_lora_adapter")
+    async def load_lora_adapter():
+        return {"success": False, "error_message": "LoRA is not enabled."}
+
+    @app.get("/metrics")
+    async def metrics():
+        stats = loop.stats()
+        return PlainTextResponse(
+            "# HELP sglang:num_running_reqs The number of running requests.\n"
+            f'sglang:num_running_reqs{{engine_type="unified"}} {stats["running"]}\n'
+            f'sglang:num_queue_reqs{{engine_type="unified"}} {stats["waiting"]}\n'
+        )
+
+    return app
+
+
+def gconfig(sampling: dict) -> GenerationHyperparameters:
+    options = {name: sampling[name] for name in SAMPLING}
+    if sampling["temperature"] == 0:
+        options["greedy"] = True
+    else:
+        options["temperature"] = sampling["temperature"]
+    if sampling["top_k"] != -1:
+        options["top_k"] = sampling["top_k"]
+    return GenerationHyperparameters(**options, seed=sampling.get("sampling_seed"))
+
+
+def answer(finished) -> dict:
+    pairs = zip(finished.output_logprobs, finished.output_tokens, strict=True)
+    return {
+        "text": "",
+        "output_ids": finished.output_tokens,
+        "meta_info": {
+            "finish_reason": {"type": finished.stop_reason},
+            "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+        },
+    }
+
+
+def read_weights(folder: Path):
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("model-path", "host", "api-key", "dtype"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    args, _ = parser.parse_known_args()
+    import torch
+
+    torch.set_num_threads(1)
+    with bind(args.host, args.port) as listener:
+        engine = NativeEngine.from_pretrained(args.model_path, dtype=torch.float32)
+        loop = EngineLoop(engine)
+        serve(create_app(loop, args.api_key), listener, on_ready=lambda: None)
+        loop.close()
+
+
+if __name__ == "__main__":
+    main()
