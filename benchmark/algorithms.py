@@ -71,8 +71,9 @@ class Curve:
         return self.points[-1][2]
 
     @property
-    def seconds_to_goal(self) -> float | None:
-        return next((seconds for _, seconds, value in self.points if value >= GOAL), None)
+    def steps_to_goal(self) -> int | None:
+        """The time to the goal. In steps: seconds say more of the runs beside it on the machine."""
+        return next((step for step, _, value in self.points if value >= GOAL), None)
 
 
 @dataclass(slots=True)
@@ -106,8 +107,8 @@ class Results:
         for run in sorted(self.curves, key=lambda run: (run.algorithm, run.staleness)):
             curve = self.curves[run]
             rows.append(Row(f"{run.name}_accuracy", curve.final, "held-out greedy accuracy"))
-            if curve.seconds_to_goal is not None:
-                rows.append(Row(f"{run.name}_time_to_{GOAL}", curve.seconds_to_goal, "s"))
+            if curve.steps_to_goal is not None:
+                rows.append(Row(f"{run.name}_time_to_{GOAL}", curve.steps_to_goal, "steps"))
         rows += [Row(f"{run.name}_failed", 1, error) for run, error in self.errors.items()]
         return rows
 
@@ -274,18 +275,27 @@ def _plot_final(curves: dict[Run, Curve], path: str) -> None:
     from matplotlib import pyplot
 
     algorithms = sorted({run.algorithm for run in curves})
-    figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.35 * len(algorithms)))
+    size = (9, 0.5 + 0.35 * len(algorithms))
+    figure, (finals, times) = pyplot.subplots(1, 2, sharey=True, figsize=size)
     for row, eta in enumerate(STALENESS):
-        bars = {
-            place + 0.25 * (row - 1): curves[Run(algorithm, eta)].final
+        there = [
+            (place + 0.25 * (row - 1), curves[Run(algorithm, eta)])
             for place, algorithm in enumerate(algorithms)
             if Run(algorithm, eta) in curves
-        }
-        axes.barh(list(bars), list(bars.values()), height=0.25, label=f"staleness {eta}")
-    axes.set_yticks(range(len(algorithms)), algorithms)
-    axes.invert_yaxis()
-    axes.set(xlabel="held-out greedy accuracy", xlim=(0, 1))
-    axes.legend(loc="lower left")
+        ]
+        finals.barh(
+            [place for place, _ in there],
+            [curve.final for _, curve in there],
+            height=0.25,
+            label=f"staleness {eta}",
+        )
+        reached = [(place, curve.steps_to_goal) for place, curve in there if curve.steps_to_goal]
+        times.barh([place for place, _ in reached], [steps for _, steps in reached], height=0.25)
+    finals.set_yticks(range(len(algorithms)), algorithms)
+    finals.invert_yaxis()
+    finals.set(xlabel="held-out greedy accuracy at the end", xlim=(0, 1))
+    figure.legend(loc="upper right", ncols=len(STALENESS))
+    times.set(xlabel=f"steps to {GOAL} (no bar: not reached)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
