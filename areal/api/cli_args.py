@@ -15,6 +15,7 @@ from areal.api.config.errors import ConfigError
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
+from areal.api.config.limits import ProcessLimits
 from areal.api.config.loader import dump_yaml, experiment_class, load_expr_config
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.ppo import PPOActorConfig
@@ -52,6 +53,7 @@ __all__ = [
     "PPOConfig",
     "PPOCriticConfig",
     "PerfTracerConfig",
+    "ProcessLimits",
     "RWConfig",
     "RecoverConfig",
     "RefConfig",

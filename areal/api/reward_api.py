@@ -25,9 +25,10 @@ import subprocess
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from areal.api.config.limits import ProcessLimits
 from areal.api.reward_process import BadReplyError, RewardProcess, describe_function, frame
 
 logger = logging.getLogger("areal.RewardApi")
@@ -35,6 +36,8 @@ logger = logging.getLogger("areal.RewardApi")
 START_TIMEOUT_S = 120.0  # importing the module of a reward function may load torch
 MAX_SENT_AHEAD = 64
 HOPELESS_TIMEOUTS = 8  # without a single call that returned
+DEFAULT_LIMITS = ProcessLimits()
+CPU_PER_SECOND = 4  # default limit of CPU time: a call may keep so many cores busy
 SENT_AHEAD_S = 0.01  # keep about this much work in a worker's socket
 
 
@@ -60,7 +63,9 @@ class AsyncRewardWrapper:
     `reward_fn` is an import path or anything that pickles (a module-level function, a partial of
     one). `timeout_seconds` counts from when a worker starts the call. A failed call is run up to
     `max_retries` more times, unless no call ever returned in time. Workers start with the first
-    calls and stay until `close`.
+    calls and stay until `close`. `limits` are ProcessLimits or a dict of their fields: what a
+    worker may use; by default it starts no processes and writes in a folder of its own only. None
+    is no limit at all.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class AsyncRewardWrapper:
         timeout_seconds: float = 15,
         max_workers: int | None = None,
         max_retries: int = 3,
+        limits: ProcessLimits | dict[str, Any] | None = DEFAULT_LIMITS,
     ) -> None:
         if max_workers is None:
             max_workers = max((os.cpu_count() or 1) // 2, 1)
@@ -81,14 +87,16 @@ class AsyncRewardWrapper:
         self.timeout_seconds = timeout_seconds
         self.max_workers = max_workers
         self.max_retries = max_retries
+        self._limits = _checked_limits(limits, timeout_seconds)
         self.counts: Counter[str] = Counter()  # failed attempts by kind: timeout, crash, error
         self._name, self._setup = describe_function(reward_fn)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[RewardProcess] = []
-        self._killed: list[subprocess.Popen] = []  # not reaped yet
+        self._killed: list[RewardProcess] = []  # not reaped yet
         self._waiting: deque[_Call] = deque()
         self._pump_scheduled = False
         self._failed_starts = 0
+        self._has_warned = False
         self._next_id = 0
         self._mean_call_s: float | None = None
 
@@ -141,7 +149,7 @@ class AsyncRewardWrapper:
 
     def _pump(self) -> None:
         self._pump_scheduled = False
-        self._killed = [process for process in self._killed if process.poll() is None]
+        self._reap()
         if len(self._workers) < min(self.max_workers, self._num_unfinished()):
             self._start_worker()
             self._schedule_pump()  # the next one in the next tick: a start costs milliseconds
@@ -165,7 +173,7 @@ class AsyncRewardWrapper:
 
     def _start_worker(self) -> None:
         try:
-            worker = RewardProcess(self._loop.time())
+            worker = RewardProcess(self._loop.time(), self._limits)
         except OSError as error:  # no process or file descriptor left: go on with those there are
             self.max_workers = max(len(self._workers), 1)
             logger.warning("only %d reward workers: %s", len(self._workers), error)
@@ -222,10 +230,16 @@ class AsyncRewardWrapper:
             self._fail_all(RewardError(f"cannot load {self._name}: {message['fatal']}"))
         elif not worker.ready and "ready" in message:
             worker.ready, self._failed_starts = True, 0
+            self._warn_of(message.get("unkept"))
             worker.timer.cancel()
             worker.timer = None
         else:
             self._on_reply(worker, message)
+
+    def _warn_of(self, unkept: Any) -> None:
+        if unkept and not self._has_warned:
+            self._has_warned = True
+            logger.warning("this system cannot limit %s in the process of %s", unkept, self._name)
 
     def _on_reply(self, worker: RewardProcess, message: dict[str, Any]) -> None:
         if not worker.in_flight or worker.in_flight[0].id != message.get("id"):
@@ -299,7 +313,12 @@ class AsyncRewardWrapper:
             self._loop.remove_writer(worker.channel)
         worker.channel.close()
         worker.kill()
-        self._killed.append(worker.process)
+        self._killed.append(worker)
+
+    def _reap(self) -> None:
+        for worker in [one for one in self._killed if one.process.poll() is not None]:
+            self._killed.remove(worker)
+            worker.forget_folder()
 
     def _retry(self, call: _Call, error: RewardError, kind: str) -> None:
         self.counts[kind] += 1
@@ -338,10 +357,10 @@ class AsyncRewardWrapper:
             self._fail_all(RewardError(f"the reward wrapper of {self._name} was closed"))
         self._waiting.clear()
         self._loop, self._pump_scheduled = None, False
-        for process in self._killed:
+        for worker in self._killed:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
-        self._killed.clear()
+                worker.process.wait(timeout=5)
+        self._reap()
 
 
 @dataclass(slots=True, eq=False)
@@ -355,7 +374,25 @@ class _Call:
 def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "stopped answering"
+    if code == -signal.SIGXCPU:
+        return "died of SIGXCPU: a call took more CPU time than limits.cpu_seconds"
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _checked_limits(
+    given: ProcessLimits | dict[str, Any] | None, timeout_seconds: float
+) -> ProcessLimits | None:
+    if given is None:
+        return None
+    if not isinstance(given, ProcessLimits):
+        try:
+            given = ProcessLimits(**given)
+        except TypeError as error:
+            known = ", ".join(field.name for field in fields(ProcessLimits))
+            raise ValueError(f"limits: expected {known}: {error}") from None
+    if given.cpu_seconds is None:
+        return replace(given, cpu_seconds=CPU_PER_SECOND * timeout_seconds)
+    return given
 
 
 def _is_current(loop: asyncio.AbstractEventLoop) -> bool:

@@ -12,18 +12,24 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from areal.api import reward_worker
+from areal.api.config.limits import ProcessLimits
+from areal.api.secret_text import is_secret
 
 MAX_REPLY_BYTES = 1 << 20
+_KILL_ROUNDS = 100
 
 
 class BadReplyError(Exception):
@@ -31,10 +37,15 @@ class BadReplyError(Exception):
 
 
 class RewardProcess:
-    """One child process and what was sent to it."""
+    """One child process, the folder it may write in, and what was sent to it."""
 
-    def __init__(self, now: float) -> None:
-        self.process, self.channel = _spawn()
+    def __init__(self, now: float, limits: ProcessLimits | None) -> None:
+        self.folder = tempfile.mkdtemp(prefix="areal-reward-")
+        try:
+            self.process, self.channel = _spawn(limits, self.folder)
+        except OSError:
+            self.forget_folder()
+            raise
         self.busy_since = now  # loop time when it began what it does now
         self.ready = False  # the function is loaded
         self.in_flight: deque[Any] = deque()  # the first one is running
@@ -56,20 +67,30 @@ class RewardProcess:
         return messages
 
     def kill(self) -> None:
-        """SIGKILL to it and to whatever it started."""
+        """SIGKILL to it and to whatever it started, in whichever session that is now."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
+                # Stopped first: orphans become its children (it is their reaper) and are found.
+                os.killpg(self.process.pid, signal.SIGSTOP)
+                _kill_descendants(self.process.pid)
                 os.killpg(self.process.pid, signal.SIGKILL)
 
+    def forget_folder(self) -> None:
+        """When the process is gone: what it wrote goes too."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-def _spawn() -> tuple[subprocess.Popen, socket.socket]:
+
+def _spawn(limits: ProcessLimits | None, folder: str) -> tuple[subprocess.Popen, socket.socket]:
     """A fresh interpreter that knows only `reward_worker`, and our end of its socket."""
+    options = json.dumps(None if limits is None else asdict(limits))
+    argv = [sys.executable, "-P", reward_worker.__file__]
     parent_end, child_end = socket.socketpair()
     parent_end.setblocking(False)
     with child_end:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", reward_worker.__file__, str(child_end.fileno())],
+                [*argv, str(child_end.fileno()), options, folder],
+                env=_environment(limits, folder),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[child_end.fileno()],
                 start_new_session=True,  # Ctrl-C is for the run, not for its rewards
@@ -78,6 +99,44 @@ def _spawn() -> tuple[subprocess.Popen, socket.socket]:
             parent_end.close()
             raise
     return process, parent_end
+
+
+def _kill_descendants(pid: int) -> None:
+    """Linux tells who they are; elsewhere the group has to do."""
+    for _ in range(_KILL_ROUNDS):  # those that were forked meanwhile are found in the next
+        found = [child for child in _descendants(pid) if _is_alive(child)]
+        for child in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has just ended
+            for child in map(int, file.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def _environment(limits: ProcessLimits | None, folder: str) -> dict[str, str]:
+    """Ours without its secrets; a process without limits loses only those of areal."""
+    kept = set() if limits is None else set(limits.env)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in kept
+        or not is_secret(name, value)
+        or (limits is None and not name.startswith("AREAL_"))
+    } | {"TMPDIR": folder}
 
 
 def frame(call_id: int, payload: bytes) -> bytes:

@@ -4,15 +4,18 @@
 user's function is loaded. Both directions share one socket:
 
     parent -> child   frames (size, call id, pickle): first the set-up, then (args, kwargs) per call
-    child -> parent   {"ready": true} | {"fatal": text}, then {"id", "value", "s"} | {"id", "error"}
+    child -> parent   {"ready": true, "unkept": [limits]} | {"fatal": text},
+                      then {"id", "value", "s"} | {"id", "error"}
 
 The child's answers are JSON because the parent does not trust the code that ran here. A reply is
 written as soon as it is known, so when this process dies the oldest unanswered call is the cause.
+Limits (`reward_confine`) hold before a line of the user's code runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
 import importlib
 import json
@@ -28,16 +31,18 @@ import time
 import traceback
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 FRAME_HEADER = struct.Struct("<QQ")  # payload bytes, call id
 MAX_ERROR_CHARS = 4000
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 IN_WORKER = "AREAL_REWARD_WORKER"  # holds the pid of this process
 
 
-def main(fd: int) -> None:
-    """Serve calls until the parent closes its end."""
+def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
+    """Serve calls until the parent closes its end. Without `limits` there are none."""
     _die_with_parent()
     os.environ[IN_WORKER] = str(os.getpid())
     faulthandler.enable()  # a segfault leaves the Python stack on stderr
@@ -46,17 +51,23 @@ def main(fd: int) -> None:
     channel.set_inheritable(False)
     requests = channel.makefile("rb", buffering=1 << 16)
     try:
+        confinement = runpy.run_path(str(Path(__file__).with_name("reward_confine.py")))
+        unkept = confinement["confine"](limits, folder) if limits else []
         function = _load(pickle.loads(_next_frame(requests)[1]))
     except BaseException as error:  # SystemExit at import is a failed load too
-        _reply(channel, {"fatal": _describe(error)})
+        _reply(channel, {"fatal": _describe(error, limits)})
         return
-    _reply(channel, {"ready": True})
+    _reply(channel, {"ready": True, "unkept": unkept})
     while (frame := _next_frame(requests)) is not None:
         call_id, payload = frame
-        _reply(channel, {"id": call_id, **_answer(function, payload)})
+        if limits:
+            confinement["limit_cpu"](limits["cpu_seconds"])
+        _reply(channel, {"id": call_id, **_answer(function, payload, limits)})
 
 
-def _answer(function: Callable[..., Any], payload: bytes) -> dict[str, Any]:
+def _answer(
+    function: Callable[..., Any], payload: bytes, limits: dict[str, Any] | None
+) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         args, kwargs = pickle.loads(payload)
@@ -67,7 +78,7 @@ def _answer(function: Callable[..., Any], payload: bytes) -> dict[str, Any]:
             )
         return {"value": float(value), "s": time.perf_counter() - began}
     except BaseException as error:  # sys.exit() in a reward is its failure, not ours
-        return {"error": _describe(error)}
+        return {"error": _describe(error, limits)}
 
 
 def _load(setup: dict[str, Any]) -> Callable[..., Any]:
@@ -109,19 +120,38 @@ def _reply(channel: socket.socket, message: dict[str, Any]) -> None:
         os._exit(0)  # nobody is left to hear it
 
 
-def _describe(error: BaseException) -> str:
+def _describe(error: BaseException, limits: dict[str, Any] | None) -> str:
     """Last lines of the traceback first in importance: the error, then where it came from."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     where = "".join(traceback.format_list(frames[-4:]))
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}{_hint(error, limits)}"
     return f"{text[:MAX_ERROR_CHARS]}\n{where[-MAX_ERROR_CHARS:]}".rstrip()
 
 
+def _hint(error: BaseException, limits: dict[str, Any] | None) -> str:
+    """Which limit this may be about."""
+    if not limits:
+        return ""
+    if isinstance(error, MemoryError):
+        return f" (limits.memory_gb is {limits['memory_gb']:g})"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return f" (limits.file_size_mb is {limits['file_size_mb']})"
+    if isinstance(error, PermissionError | BlockingIOError):
+        shown = ", ".join(f"{key}={limits[key]}" for key in ("max_processes", "network"))
+        return f" (limits: {shown}, files are written in $TMPDIR and limits.writable only)"
+    return ""
+
+
 def _die_with_parent() -> None:
-    """A function that never returns would not see the socket close; the kernel ends it (Linux)."""
+    """A function that never returns would not see the socket close; the kernel ends it (Linux).
+
+    What it started and abandoned stays in this process's family, where the parent finds it.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

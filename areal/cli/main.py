@@ -14,9 +14,11 @@ import argparse
 import importlib
 import os
 import sys
-from typing import NoReturn
+import traceback
+from typing import Any, NoReturn
 
 from areal import __version__
+from areal.api.secret_text import hide_secrets
 
 # command -> what `areal --help` says of it. The command `x` is the module areal.cli.x, which has
 # `add_parser(subparsers)` and `run(args) -> int`.
@@ -39,6 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    sys.excepthook = _show_traceback
     # Import paths of a config may name modules beside it; last, so that they hide no package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -90,6 +93,12 @@ def _show_help(parser: Parser) -> int:
     return 0
 
 
+def _show_traceback(kind: type[BaseException], error: BaseException, where: Any) -> None:
+    """As Python does, without secrets."""
+    text = "".join(traceback.format_exception(kind, error, where))
+    print(hide_secrets(text), end="", file=sys.stderr)
+
+
 def _fail(error: Exception, *, exit_code: int) -> int:
     if os.environ.get("AREAL_DEBUG") == "1":
         raise error
@@ -97,7 +106,7 @@ def _fail(error: Exception, *, exit_code: int) -> int:
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(text.split()) or type(error).__name__
-    print(f"areal: error: {text}", file=sys.stderr)
+    print(f"areal: error: {hide_secrets(text)}", file=sys.stderr)
     return exit_code
 
 

@@ -11,6 +11,7 @@ import asyncio
 import ssl
 from typing import Any
 
+from areal.api.config.limits import ProcessLimits
 from areal.api.reward_api import AsyncRewardWrapper, RewardError, RewardTimeoutError
 from areal.openai.agent_call import AgentCall, checked_outcome
 from areal.openai.session import AgentError, AgentTimeoutError, Session
@@ -59,14 +60,24 @@ class SubprocAgent:
     """A pool of processes, each with one episode at a time. A crash or hang ends that one."""
 
     def __init__(
-        self, agent: Any, kwargs: dict[str, Any], *, timeout_s: float, max_workers: int
+        self,
+        agent: Any,
+        kwargs: dict[str, Any],
+        *,
+        timeout_s: float,
+        max_workers: int,
+        limits: ProcessLimits | None = None,
     ) -> None:
         call = AgentCall(agent, kwargs)
         self._name = repr(call)
         self._timeout_s = timeout_s
         try:
             self._pool = AsyncRewardWrapper(
-                call, timeout_seconds=timeout_s, max_workers=max_workers, max_retries=0
+                call,
+                timeout_seconds=timeout_s,
+                max_workers=max_workers,
+                max_retries=0,
+                limits=limits,
             )
         except ValueError as error:
             raise ValueError(

@@ -51,7 +51,9 @@ def agent_workflow(
     timeout_s = config.session_timeout_seconds
     if config.mode == "subproc":
         workers = config.subproc_max_workers
-        place = SubprocAgent(agent, kwargs, timeout_s=timeout_s, max_workers=workers)
+        place = SubprocAgent(
+            agent, kwargs, timeout_s=timeout_s, max_workers=workers, limits=config.limits
+        )
     else:
         place = InlineAgent(agent, kwargs, timeout_s=timeout_s)
     return AgentEpisodes(place, options)

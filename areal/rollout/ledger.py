@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from areal.api.secret_text import hide_secrets
 from areal.rollout.books import balance
 from areal.rollout.outcome import Finished, Outcome
 from areal.rollout.trajectory import decode, encode, mean_reward
@@ -73,8 +74,9 @@ class Ledger:
             closed = None if outcome.state == "finished" else version
             closed_at = None if outcome.state == "finished" else now
             span = outcome.head_version, outcome.tail_version
+            why = hide_secrets(outcome.why) if outcome.why else ""
             rows.append(
-                (outcome.state, outcome.why, *span, reward, now, closed, closed_at, outcome.task_id)
+                (outcome.state, why, *span, reward, now, closed, closed_at, outcome.task_id)
             )
             if outcome.state == "finished":
                 blobs.append((outcome.task_id, encode(outcome.trajectory)))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
+from areal.api.secret_text import remember_secret
 from areal.engine.http_engine import HttpEngine
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
@@ -61,6 +62,7 @@ def _native_engine(
     if config.actor.weight_update_mode == "direct":
         return NativeLocalEngine(config.actor.path, **options)
     token = secrets.token_urlsafe(32)
+    remember_secret(token)
     process, address = launch_native_server(
         config.actor.path,
         token=token,

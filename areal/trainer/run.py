@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.api.secret_text import without_secrets
 from areal.trainer.identity import run_identity
 from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
@@ -85,7 +86,7 @@ class Run:
                 experiment_name=config.experiment_name,
                 trial_name=config.trial_name,
                 logs=self.paths.logs,
-                run_config=asdict(config),
+                run_config=without_secrets(asdict(config)),
             )
             self.stats_logger = StatsLogger(self.database, trackers, total_steps=self.total_steps)
             stack.callback(self.stats_logger.close)

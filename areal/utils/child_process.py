@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from areal.api.secret_text import hide_secrets
+
 _KEPT_LINES = 50
 _PR_SET_PDEATHSIG = 1
 
@@ -164,6 +166,7 @@ class ChildProcess:
             self._stdout.put(line)
 
     def _keep_stderr(self, line: str) -> None:
+        line = hide_secrets(line)
         self._stderr_tail.append(line)
         if self._log:
             with contextlib.suppress(OSError):  # a full disk must not stop the reading

@@ -5,6 +5,8 @@ the rank where one is known, the level unless it is INFO, and the text. Lines go
 in colour when that is a terminal. All loggers live below the standard logger `areal`, so levels and
 handlers of the standard library apply; `AREAL_LOG_LEVEL` sets the level of a whole process tree.
 
+Secrets (`areal.api.secret_text`) are taken out of every line and traceback.
+
 The traceback of a logged exception goes to the run's log file where one is open, and only its last
 line to the console; AREAL_DEBUG=1 shows it there too.
 
@@ -23,6 +25,8 @@ from contextlib import contextmanager, suppress
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any, Literal, TextIO
+
+from areal.api.secret_text import hide_secrets
 
 __all__ = [
     "CRITICAL",
@@ -149,7 +153,7 @@ class _LineFormatter(std_logging.Formatter):
         if self.colored:
             prefix = _paint(prefix, _component_colors.get(component, "white"))
             level = _paint(level, "red" if record.levelno >= ERROR else "yellow")
-        return f"{self.formatTime(record, self.datefmt)} {prefix} {level}{text}"
+        return f"{self.formatTime(record, self.datefmt)} {prefix} {level}{hide_secrets(text)}"
 
     def _exception(self, exc_info: Any) -> str:
         if self.shows_traceback:

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from areal.api.secret_text import hide_secrets
+
 SCHEMA_VERSION = 1
 
 # `tasks` and `trajectories` are written by rollout/ledger.py only.
@@ -123,7 +125,8 @@ class RunDatabase:
         """Something a reader of the run's story wants to know: started, resumed, stopped, ..."""
         with self.transaction() as connection:
             connection.execute(
-                "INSERT INTO events (time, kind, text) VALUES (?, ?, ?)", (time.time(), kind, text)
+                "INSERT INTO events (time, kind, text) VALUES (?, ?, ?)",
+                (time.time(), kind, hide_secrets(text)),
             )
 
     def flush(self) -> None:

@@ -19,7 +19,7 @@ def load_hf_tokenizer(path: str) -> Any:
     if not Path(path).exists() and str(path).startswith((".", "/", "~")):
         raise FileNotFoundError(f"tokenizer folder {path} does not exist; check tokenizer_path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(

@@ -46,10 +46,14 @@ def child_environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-async def attempt(how, *, timeout_seconds=5.0, max_retries=1, **kwargs):
+async def attempt(how, *, timeout_seconds=5.0, max_retries=1, limits=None, **kwargs):
     """The outcome of one bad call, and the wrapper's counts."""
     wrapper = AsyncRewardWrapper(
-        sample_rewards.misbehave, timeout_seconds, max_workers=1, max_retries=max_retries
+        sample_rewards.misbehave,
+        timeout_seconds,
+        max_workers=1,
+        max_retries=max_retries,
+        limits=limits or {},
     )
     with closing(wrapper):
         return await wrapper(how, **kwargs), wrapper.counts
@@ -114,7 +118,11 @@ async def test_slow_calls_spread_over_the_workers():
 async def test_a_fault_is_raised_after_retries_and_never_becomes_a_reward(how, error, text, kind):
     timeout_seconds = 0.2 if kind == "timeout" else 10.0
     wrapper = AsyncRewardWrapper(
-        sample_rewards.misbehave, timeout_seconds, max_workers=1, max_retries=1
+        sample_rewards.misbehave,
+        timeout_seconds,
+        max_workers=1,
+        max_retries=1,
+        limits={"max_processes": 4},
     )
     with closing(wrapper):
         async with longest_gap() as gap:
@@ -156,7 +164,10 @@ async def test_a_value_that_comes_after_the_timeout_is_not_used():
 @pytest.mark.parametrize("how", ["hang", "exit", "segfault", "raise"])
 async def test_a_fault_that_passes_is_retried(how, tmp_path):
     value, counts = await attempt(
-        how, timeout_seconds=0.2 if how == "hang" else 10, marker=str(tmp_path / "once")
+        how,
+        timeout_seconds=0.2 if how == "hang" else 10,
+        limits={"writable": [str(tmp_path)]},
+        marker=str(tmp_path / "once"),
     )
     assert value == 1.0
     assert sum(counts.values()) == 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.config.checks import require, require_above, require_at_least, require_fraction
+from areal.api.config.limits import ProcessLimits
 
 
 @dataclass(kw_only=True)
@@ -33,6 +34,8 @@ class AgentConfig:
     """An episode that takes longer has failed."""
     subproc_max_workers: int = 4
     """Processes of `subproc`; each runs one episode at a time."""
+    limits: ProcessLimits | None = None
+    """What a process of `subproc` may use. Default: whatever you may."""
     port: int = 0
     """Port of the server that agents talk to, on this machine only. 0 is a free one."""
 
@@ -47,4 +50,9 @@ class AgentConfig:
         require_fraction(turn_discount=self.turn_discount)
         require_above(0, session_timeout_seconds=self.session_timeout_seconds)
         require_at_least(1, subproc_max_workers=self.subproc_max_workers)
+        require(
+            self.limits is None or self.limits.network,
+            "limits.network must be true: an agent talks to the model over HTTP",
+            False,
+        )
         require(0 <= self.port < 65536, "port must lie between 0 and 65535", self.port)

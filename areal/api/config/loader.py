@@ -10,6 +10,7 @@ from areal.api.config.errors import ConfigError
 from areal.api.config.experiment import BaseExperimentConfig, PPOConfig, SFTConfig
 from areal.api.config.preference import DPOConfig, RWConfig
 from areal.api.config.source import Source, read_source
+from areal.api.secret_text import without_secrets
 
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 
@@ -42,10 +43,10 @@ def experiment_class(argv: list[str]) -> type[BaseExperimentConfig]:
 
 
 def dump_yaml(config: BaseExperimentConfig) -> str:
-    """The whole config, defaults included, as a file that loads to an equal one."""
+    """The whole config, defaults included, as a file that loads to an equal one, less secrets."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(dataclasses.asdict(config))))
 
 
 def _load(source: Source, cls: type[Config]) -> Config:

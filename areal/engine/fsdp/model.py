@@ -122,7 +122,7 @@ class TiedHead(nn.Module):
 def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> PackedModel:
     """The model of a folder on the meta device: weights are still to come."""
     read_hf_config(path)  # says what is wrong with a folder that is none
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     family = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
     if is_critic:
         config.num_labels = 1

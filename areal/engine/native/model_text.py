@@ -58,7 +58,7 @@ class ModelText:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self._folder))
+            tokenizer = AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
         except (OSError, ValueError, KeyError) as err:
             first_line = str(err).strip().partition("\n")[0]
             raise ValueError(f"cannot read the tokenizer in {self._folder}: {first_line}") from err

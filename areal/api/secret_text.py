@@ -1,0 +1,101 @@
+"""What is a secret, and texts and trees without them.
+
+A value is a secret when its name says so (`judge_api_key`, `HF_TOKEN`, `db_password`), when it is
+that of such an environment variable, when it is a URL with a password, or when somebody said so
+(`remember_secret`: the token of a run's servers). Logs, the run's database, the saved config and
+trackers are written through here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+HIDDEN = "<hidden>"
+_MIN_CHARS = 8  # shorter texts would hide ordinary words
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "credential", "credentials"}
+_SECRET_WORDS |= {"apikey", "token", "bearer"}
+_KINDS_OF_KEY = {"api", "access", "admin", "private", "secret", "auth", "encryption", "signing"}
+# `pad_token` and the like are words of a vocabulary.
+_KINDS_OF_TOKEN = {"pad", "eos", "bos", "unk", "stop", "sep", "cls", "mask", "end", "start", "per"}
+_KINDS_OF_TOKEN |= {"special", "image", "video", "audio", "think", "new", "begin", "ids", "id"}
+_KINDS_OF_TOKEN |= {"level", "type", "count"}
+_URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]+:[^/@\s]+@")
+_IN_TEXT = (
+    (re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"\bsk-areal-[A-Za-z0-9_-]+"), HIDDEN),
+    (_URL_WITH_PASSWORD, f"://{HIDDEN}@"),
+)
+_remembered: set[str] = set()
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether what is called `name` must not be shown."""
+    if not isinstance(value, str) or not value:
+        return False
+    return _is_secret_name(str(name)) or _URL_WITH_PASSWORD.search(value) is not None
+
+
+def remember_secret(value: str) -> None:
+    """`hide_secrets` takes it out of every text from now on."""
+    if len(value) >= _MIN_CHARS:
+        _remembered.add(value)
+
+
+def hide_secrets(text: str) -> str:
+    """`text` as it may be logged, stored or shown."""
+    for secret in sorted(_remembered | _of_environment(), key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    for pattern, replacement in _IN_TEXT:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def without_secrets(tree: Any) -> Any:
+    """A config's dicts and lists with `HIDDEN` for secrets, whose values are remembered."""
+    _remember_tree(tree)
+    return _hidden(tree)
+
+
+def _remember_tree(tree: Any, name: str = "") -> None:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            _remember_tree(value, str(key))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            _remember_tree(value, name)
+    elif is_secret(name, tree):
+        remember_secret(tree)
+
+
+def _hidden(tree: Any, name: str = "") -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _hidden(value, str(key)) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_hidden(value, name) for value in tree]
+    if isinstance(tree, str):
+        return HIDDEN if _is_secret_name(name) and tree else hide_secrets(tree)
+    return tree
+
+
+@lru_cache(maxsize=4096)
+def _is_secret_name(name: str) -> bool:
+    words = [word.lower() for word in _PARTS.findall(name)]
+    for before, word in zip([""] + words, words, strict=False):
+        if word == "key" and before in _KINDS_OF_KEY:
+            return True
+        if word in _SECRET_WORDS and not (word == "token" and _KINDS_OF_TOKEN & set(words)):
+            return True
+    return False
+
+
+def _of_environment() -> set[str]:
+    return {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= _MIN_CHARS and _is_secret_name(name)
+    }
