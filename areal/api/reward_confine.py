@@ -50,6 +50,7 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))  # make and remove entries of any kind
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
+_BY_LANDLOCK = ("writing files", "reading other processes")
 
 
 def confine(limits: dict[str, Any], folder: str) -> list[str]:
@@ -61,10 +62,11 @@ def confine(limits: dict[str, Any], folder: str) -> list[str]:
     if sys.platform != "linux":
         if not limits["network"]:
             raise RuntimeError(f"limits.network=false cannot be kept on {sys.platform}; remove it")
-        return ["writing files", "reading other processes"]
+        return [*_BY_LANDLOCK, "starting processes"]
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    unkept = [] if _restrict_writes(libc, [folder, *limits["writable"]]) else ["writing files"]
+    is_restricted = _restrict_writes(libc, [folder, *limits["writable"]])
+    unkept = [] if is_restricted else [*_BY_LANDLOCK]
     if os.geteuid() == 0:
         _drop_capabilities(libc)
     if not _filter_calls(libc, limits):

@@ -60,7 +60,7 @@ class RewardProcess:
             raise BadReplyError(f"sent a reply longer than {MAX_REPLY_BYTES} bytes")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadReplyError(f"sent a reply that is not JSON: {error}") from error
         if not all(isinstance(message, dict) for message in messages):
             raise BadReplyError("sent a reply that is not a JSON object")

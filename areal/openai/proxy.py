@@ -29,6 +29,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from areal.openai.completions import Completion, complete
@@ -139,6 +140,9 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(WireError, _answer(lambda error: error))
     app.add_exception_handler(
+        HTTPException, _answer(lambda error: WireError(error.status_code, error.detail))
+    )
+    app.add_exception_handler(
         SessionEndedError, _answer(lambda error: WireError(409, "the session has ended"))
     )
     app.add_exception_handler(
@@ -159,6 +163,8 @@ def create_app(proxy: AgentProxy) -> FastAPI:
         if session.ended.is_set():
             raise SessionEndedError
         name, reward = body.get("interaction_id"), body.get("reward")
+        if not isinstance(name, str | None):
+            raise WireError(400, f"interaction_id: expected a text, got {name!r:.60}")
         with _callers_fault("reward"):
             session.set_reward(reward if name is None else {name: reward})
         return {"interactions": len(session.cache)}
@@ -197,6 +203,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",
         timeout_graceful_shutdown=1,
     )
 

@@ -21,6 +21,11 @@ def load_hf_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the tokenizer at {path!r} brings code of its own, which areal does not run; load "
+                "it in a script that you trust, save it as tokenizer.json, and use that folder"
+            ) from None
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"no tokenizer at {path!r}: {first_line} (expected a folder with tokenizer.json and "

@@ -7,10 +7,12 @@ back by mapping the file, so loading copies each weight exactly once, into the m
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,10 +43,24 @@ def write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{weight name: (dtype name, shape)} of a bucket whose checksum is right."""
+    """{weight name: (dtype name, shape)} of a bucket whose checksum is right.
+
+    ValueError when `read_bucket` could not read it: a right checksum does not make it a bucket.
+    """
+    file_bytes = path.stat().st_size
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        if size > file_bytes - 8:
+            raise ValueError(f"a header of {size} bytes in a file of {file_bytes}")
+        try:
+            header = json.loads(file.read(size))
+        except RecursionError:
+            raise ValueError("a header that is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no JSON object")
+    for name, entry in header.items():
+        if not _is_entry(entry, file_bytes - 8 - size):
+            raise ValueError(f"the entry of weight {name[:100]} describes no bytes of it")
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 
@@ -63,6 +79,19 @@ def read_bucket(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         count = (end - begin) // dtype.itemsize
         flat = torch.frombuffer(content, dtype=dtype, count=count, offset=8 + size + begin)
         yield name, flat.view(shape)
+
+
+def _is_entry(entry: Any, data_bytes: int) -> bool:
+    """Whether it is a known dtype, and a shape that fits the place it names."""
+    if not isinstance(entry, dict):
+        return False
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(offsets) != 2:
+        return False
+    begin, end = offsets
+    fits = begin <= end <= data_bytes and isinstance(dtype, str) and dtype in DTYPES
+    return fits and math.prod(shape) * DTYPES[dtype].itemsize == end - begin
 
 
 def _file_content(tensors: dict[str, torch.Tensor]) -> Iterable[bytes | memoryview]:

@@ -197,7 +197,10 @@ def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
         }
         manifest = Manifest(body["version"], buckets, tensors)
         ok = isinstance(manifest.version, int) and all(
-            _BUCKET_NAME.fullmatch(bucket.file) for bucket in buckets
+            _BUCKET_NAME.fullmatch(bucket.file)
+            and type(bucket.nbytes) is int
+            and type(bucket.crc32) is int
+            for bucket in buckets
         )
     except (KeyError, TypeError, AttributeError):
         ok = False
@@ -225,7 +228,11 @@ def _verify_tensors(folder: Path, manifest: Manifest) -> None:
     """The weights in the buckets are those of the manifest, each once, with its dtype and shape."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for bucket in manifest.buckets:
-        for name, kind in read_header(folder / bucket.file).items():
+        try:
+            header = read_header(folder / bucket.file)
+        except ValueError as error:
+            raise PublicationError(f"{folder / bucket.file} is no bucket: {error}") from None
+        for name, kind in header.items():
             if manifest.tensors.get(name) != kind or name in found or kind[0] not in DTYPES:
                 raise PublicationError(
                     f"{folder / bucket.file}: weight {name} is {kind}, "

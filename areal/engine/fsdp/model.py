@@ -26,6 +26,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -122,7 +123,7 @@ class TiedHead(nn.Module):
 def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> PackedModel:
     """The model of a folder on the meta device: weights are still to come."""
     read_hf_config(path)  # says what is wrong with a folder that is none
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = _read_config(path)
     family = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
     if is_critic:
         config.num_labels = 1
@@ -139,6 +140,18 @@ def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> Pac
             module.padding_idx = None
     # Dropout would make log-probabilities differ from those the tokens were sampled with.
     return PackedModel(hf.eval(), is_critic)
+
+
+def _read_config(path: str | Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{path}: this model brings code of its own, which areal does not run; use one that "
+            "transformers has itself"
+        ) from None
 
 
 def _refuse_unfit(hf: PreTrainedModel, is_critic: bool) -> None:

@@ -135,8 +135,8 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
         return loop.stats()
 
     @app.get("/busy_intervals")
-    async def busy_intervals(since: float = 0.0) -> dict[str, Any]:
-        return {"intervals": loop.busy.since(since)}
+    async def busy_intervals(since: str = "0") -> dict[str, Any]:
+        return {"intervals": loop.busy.since(_unix_time(since))}
 
     return app
 
@@ -163,6 +163,7 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
@@ -217,7 +218,7 @@ class _TokenGate:
 
     async def __call__(self, scope, receive, send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "http" and not hmac.compare_digest(given, self.expected):
+        if scope["type"] != "lifespan" and not hmac.compare_digest(given, self.expected):
             message = "Authorization: expected 'Bearer TOKEN' with this server's token"
             await _error(scope["path"], 401, message)(scope, receive, send)
             return
@@ -278,6 +279,13 @@ def _error(path: str, status: int, message: str) -> Response:
     is_openai = path.startswith("/v1/")
     content = error_body(WireError(status, message)) if is_openai else {"error": message}
     return JSONResponse(content, status_code=status)
+
+
+def _unix_time(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"since: expected seconds, got {text[:60]!r}") from None
 
 
 _REQUIRED = object()

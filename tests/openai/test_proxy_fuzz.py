@@ -1,0 +1,163 @@
+"""Every route of the agents' proxy against requests nobody meant to send, over real connections."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import http_fuzz
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal.api.config.agent import AgentConfig
+from areal.api.config.generation import GenerationHyperparameters
+from areal.openai.proxy import AgentProxy, create_app
+from areal.openai.session import Session, SessionOptions
+
+NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "200"))
+ADMIN = "the admin key of the test"
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+CHAT = {
+    "model": "policy",
+    "messages": [
+        {"role": "user", "content": "2+2?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+    ],
+    "max_completion_tokens": 2,
+    "tools": [{"type": "function", "function": TOOL}],
+    "stream": True,
+}
+EXAMPLES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {
+        "model": "policy",
+        "instructions": "be kind",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "2+2?"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "4"},
+        ],
+        "tools": [{"type": "function", **TOOL}],
+        "max_output_tokens": 2,
+        "stream": False,
+    },
+    "/v1/messages": {
+        "model": "policy",
+        "system": "be kind",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t", "content": "4"}],
+            },
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        "max_tokens": 2,
+        "stop_sequences": ["x"],
+        "stream": False,
+    },
+    "/rl/set_reward": {"reward": 1.0, "interaction_id": "x"},
+    "/rl/end_session": {"reward": 1.0},
+    "/rl/start_session": {},
+}
+
+
+@pytest.fixture(scope="module")
+def proxy(world):
+    async def start():
+        proxy = AgentProxy(admin_key=ADMIN)
+        await proxy.start()
+        return proxy
+
+    proxy = world.runner.run(start()).result(30)
+    yield proxy
+    world.runner.run(proxy.stop()).result(30)
+
+
+@pytest.fixture(scope="module")
+def key_of_session(world, proxy):
+    """The key of a session that is open: fuzzing ends them."""
+    options = SessionOptions(
+        AgentConfig(), world.tokenizer, GenerationHyperparameters(max_new_tokens=2)
+    )
+
+    async def open_one():
+        session = Session(options, world.engine)
+        proxy.admit(session)
+        return session
+
+    last = [world.runner.run(open_one()).result(30)]
+
+    def key():
+        if last[0].ended.is_set():
+            last[0] = world.runner.run(open_one()).result(30)
+        return last[0].key
+
+    return key
+
+
+@pytest.fixture(scope="module")
+def client(proxy):
+    with httpx.Client(base_url=proxy.base_url.removesuffix("/v1"), timeout=60) as client:
+        yield client
+
+
+def test_no_route_falls_over(proxy, client, key_of_session):
+    @settings(max_examples=NUM_EXAMPLES)
+    @given(http_fuzz.requests_of(create_app(proxy), EXAMPLES))
+    def ask(request):
+        method, path, headers, body = request
+        key = ADMIN if path == "/rl/start_session" else key_of_session()
+        headers = {**headers, "authorization": f"Bearer {key}".encode()}
+        answer = client.request(method, path, headers=headers, content=body)
+        if answer.status_code != 429:  # no session is on offer
+            http_fuzz.check(answer.status_code, answer.text, request)
+
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        headers = {"authorization": f"Bearer {key_of_session()}"}
+        answer = client.post(path, headers=headers, json=EXAMPLES[path])
+        assert answer.status_code == 200, answer.text
+    ask()
+
+
+@given(st.binary(max_size=60), st.sampled_from(sorted(EXAMPLES)), st.booleans())
+def test_only_a_key_opens(proxy, client, value, path, as_api_key):
+    value = bytes(byte for byte in value if byte >= 32 and byte != 127).strip()
+    header = b"x-api-key" if as_api_key else b"authorization"
+    answer = client.post(path, headers=[(header, value)], content=b"{}")
+    assert answer.status_code == 401
+    http_fuzz.check(answer.status_code, answer.text, value)
+
+
+@settings(max_examples=60)
+@given(
+    st.binary(max_size=200),
+    st.sampled_from(
+        [
+            b"",
+            b"GET / HTTP/1.1\r\n",
+            b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999999999\r\n\r\n",
+            b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"GET /v1/models HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        ]
+    ),
+)
+def test_bytes_that_are_no_request_leave_it_standing(proxy, client, content, begin):
+    address = proxy.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=10) as connection:
+        connection.sendall(begin + content)
+    assert client.get("/v1/models").status_code == 401
