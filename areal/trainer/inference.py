@@ -61,8 +61,7 @@ def _native_engine(
     }
     if config.actor.weight_update_mode == "direct":
         return NativeLocalEngine(config.actor.path, **options)
-    token = secrets.token_urlsafe(32)
-    remember_secret(token)
+    token = _new_token()
     process, address = launch_native_server(
         config.actor.path,
         token=token,
@@ -80,7 +79,7 @@ def _native_engine(
 def _vllm_engine(
     config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
 ) -> InferenceEngine:
-    vllm, token = config.vllm, secrets.token_urlsafe(32)
+    vllm, token = config.vllm, _new_token()
     process, address = launch_vllm_server(
         config.actor.path,
         python=find_interpreter("vllm", vllm.python),
@@ -102,7 +101,7 @@ def _vllm_engine(
 def _sglang_engine(
     config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
 ) -> InferenceEngine:
-    sglang, token = config.sglang, secrets.token_urlsafe(32)
+    sglang, token = config.sglang, _new_token()
     process, address = launch_sglang_server(
         config.actor.path,
         python=find_interpreter("sglang", sglang.python),
@@ -169,6 +168,13 @@ def _server_dtype(config: PPOConfig) -> str:
 def _max_context(config: PPOConfig) -> int | None:
     context = read_hf_config(config.actor.path).get("max_position_embeddings")
     return config.server.max_context or context
+
+
+def _new_token() -> str:
+    """For the servers of this run, and kept out of whatever it writes."""
+    token = secrets.token_urlsafe(32)
+    remember_secret(token)
+    return token
 
 
 class ServerTrace:
