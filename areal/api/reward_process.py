@@ -164,11 +164,11 @@ def describe_function(reward_fn: Callable[..., float] | str) -> tuple[str, bytes
             "level of a module, not inside a function or as a lambda"
         ) from error
     if b"__main__" in blob:
-        setup["main"] = _main_module(name)
+        setup["main"] = main_module(name)
     return name, pickle.dumps({**setup, "path": None, "pickle": blob})
 
 
-def _main_module(name: str) -> tuple[str, str]:
+def main_module(name: str) -> tuple[str, str]:
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is not None:
         return "module", main.__spec__.name

@@ -85,14 +85,14 @@ def _load(setup: dict[str, Any]) -> Callable[..., Any]:
     """The function named or pickled in `setup`, found with the parent's `sys.path`."""
     sys.path[:] = setup["sys_path"]
     if setup["main"] is not None:
-        _adopt_main(*setup["main"])
+        adopt_main(*setup["main"])
     if setup["path"] is None:
         return pickle.loads(setup["pickle"])
     module, _, name = setup["path"].rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-def _adopt_main(kind: str, where: str) -> None:
+def adopt_main(kind: str, where: str) -> None:
     """Make functions of the user's script importable as `__main__`, without its guarded part."""
     run = runpy.run_module if kind == "module" else runpy.run_path
     module = types.ModuleType("__mp_main__")

@@ -22,7 +22,8 @@
                    unblocked by: settle, a failure of the loop, too many failed groups, close()
 
 Beside this stream: `submit` / `wait` and `rollout_batch` run single rows by the same GroupRunner,
-without gate and ledger (submitted.py, direct.py).
+without gate and ledger (submitted.py, direct.py). Given as a WorkflowRecipe, a workflow runs in
+worker processes (workers.py) instead of on the loop; nothing else changes.
 
 Invariants: a group older than the gate's bound is never returned (checked again here, whatever
 admission did); a group is durable before the trainer can see it; a prompt has one state.
@@ -44,6 +45,7 @@ from areal.rollout.ledger import Resume
 from areal.rollout.outcome import Outcome, Running, failed, judge
 from areal.rollout.pool import GroupPool
 from areal.rollout.submitted import SubmittedTasks
+from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workflows import build_workflow
 from areal.utils import import_path, logging
 
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from areal.rollout.staleness import StalenessManager
     from areal.rollout.submitted import Task
     from areal.rollout.task_runner import TaskRunner
+    from areal.rollout.workers import PlacedGroups, RolloutWorkers
 
     Trajectory = dict[str, torch.Tensor]
 
@@ -96,8 +99,12 @@ class WorkflowExecutor:
         run_seed: int,
         limits: FailureLimits,
         on_trajectory: Callable[[int, Trajectory, int, bool], None] | None = None,
+        workers: RolloutWorkers | None = None,
     ) -> None:
-        """`on_trajectory(task_id, trajectory, version, is_eval)` sees every trajectory made."""
+        """`on_trajectory(task_id, trajectory, version, is_eval)` sees every trajectory made.
+
+        `workers` run the workflows that are given as recipes.
+        """
         self._runner = runner
         self._engine = engine
         self._ledger = ledger
@@ -105,6 +112,7 @@ class WorkflowExecutor:
         self._run_seed = run_seed
         self._limits = limits
         self._on_trajectory = on_trajectory
+        self._workers = workers
         self._failures = FailureMeter(limits.max_failure_ratio)
         self._submitted = self._new_tasks()
 
@@ -125,7 +133,7 @@ class WorkflowExecutor:
     def start(
         self,
         source: PromptSource,
-        workflow: RolloutWorkflow,
+        workflow: RolloutWorkflow | WorkflowRecipe,
         *,
         group_size: int = 1,
         reward_normalization: bool = False,
@@ -272,7 +280,7 @@ class WorkflowExecutor:
     def rollout_batch(
         self,
         rows: Sequence[dict[str, Any]],
-        workflow: RolloutWorkflow,
+        workflow: RolloutWorkflow | WorkflowRecipe,
         *,
         group_size: int = 1,
         is_eval: bool = True,
@@ -298,7 +306,10 @@ class WorkflowExecutor:
     def stats(self) -> dict[str, float]:
         """Groups by what became of them, and the exceptions of their episodes (healed or not)."""
         with self._changed:
-            return self._pool.counts() | self._failures.counts()
+            counts = self._pool.counts() | self._failures.counts()
+        if self._workers is not None:
+            counts["workers_replaced"] = self._workers.num_replaced
+        return counts
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop intake, wake waiters, cancel, gather.
@@ -419,13 +430,15 @@ class WorkflowExecutor:
         )
 
     def _group_runner(
-        self, workflow: RolloutWorkflow, failures: FailureMeter, **options: Any
-    ) -> GroupRunner:
+        self, workflow: RolloutWorkflow | WorkflowRecipe, failures: FailureMeter, **options: Any
+    ) -> GroupRunner | PlacedGroups:
+        options |= {"run_seed": self._run_seed, "limits": self._limits}
+        if isinstance(workflow, WorkflowRecipe):
+            assert self._workers is not None, "a recipe needs workers"
+            return self._workers.place(workflow, failures.on_attempt_failed, **options)
         return GroupRunner(
             engine=self._engine,
             workflow=workflow,
-            run_seed=self._run_seed,
-            limits=self._limits,
             on_attempt_failed=failures.on_attempt_failed,
             **options,
         )

@@ -29,6 +29,14 @@ class RolloutFailedError(RuntimeError):
     """Too many groups failed; the message names the most frequent cause."""
 
 
+class WorkerError(RuntimeError):
+    """What a rollout worker process says went wrong there; `kind` is the exception's name."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
 class FailureMeter:
     """Failed share of the last `window` groups, judged once `min_groups` have ended.
 
@@ -47,7 +55,7 @@ class FailureMeter:
         self._recent: deque[Exception | None] = deque(maxlen=window)  # None: the group succeeded
 
     def on_attempt_failed(self, error: Exception) -> None:
-        kind = type(error).__name__
+        kind = kind_of(error)
         self.attempts[kind] += 1
         if self.attempts[kind] == 1:
             logger.warning("first %s of an episode", kind, exc_info=error)
@@ -56,7 +64,7 @@ class FailureMeter:
         self._recent.append(None)
 
     def on_group_failed(self, error: Exception) -> None:
-        self.groups[type(error).__name__] += 1
+        self.groups[kind_of(error)] += 1
         self._recent.append(error)
         failed = sum(recent is not None for recent in self._recent)
         if len(self._recent) >= self._min_groups and failed > self._max_ratio * len(self._recent):
@@ -101,4 +109,8 @@ def describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if len(text) > 300:
         text = text[:297] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{kind_of(error)}: {text}" if text else kind_of(error)
+
+
+def kind_of(error: BaseException) -> str:
+    return error.kind if isinstance(error, WorkerError) else type(error).__name__

@@ -125,7 +125,9 @@ class Ledger:
                 [(version, now, task_id) for task_id in task_ids],
                 "finished",
             )
-            _delete_trajectories(connection, "state = 'stale'")
+            connection.executemany(
+                "DELETE FROM trajectories WHERE task_id = ?", [(task_id,) for task_id in task_ids]
+            )
 
     def rewind(self, step: int, version: int) -> Resume:
         """Make the ledger agree with weights saved after `step` as `version`.
@@ -212,7 +214,9 @@ def _write(connection: sqlite3.Connection, sql: str, rows: list[tuple], expected
 
 
 def _delete_trajectories(connection: sqlite3.Connection, condition: str) -> None:
+    # CROSS: from the trajectories, which are few, to their tasks. Left to choose, SQLite would go
+    # through all tasks of a state, and those are as many as the run is long.
     connection.execute(
         f"""DELETE FROM trajectories WHERE task_id IN
-            (SELECT task_id FROM trajectories JOIN tasks USING (task_id) WHERE {condition})"""
+            (SELECT task_id FROM trajectories CROSS JOIN tasks USING (task_id) WHERE {condition})"""
     )

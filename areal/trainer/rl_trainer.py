@@ -24,6 +24,8 @@ from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.staleness import StalenessManager
 from areal.rollout.task_runner import TaskRunner
+from areal.rollout.worker_process import WorkflowRecipe
+from areal.rollout.workers import RolloutWorkers
 from areal.trainer.base import Trainer
 from areal.trainer.episodes import build_filter, build_workflow, describe_batch, mean_reward
 from areal.trainer.inference import ServerTrace, open_inference
@@ -59,6 +61,7 @@ class PPOTrainer(Trainer):
         self.server_trace = ServerTrace(self.inference)
         self.ledger = Ledger(self.run.database)
         self.run.on_settled = self.ledger.prune
+        self.workers = self._start_workers(runner, stack)
         self.rollout = self._open_executor(runner, stack)
 
     def train(
@@ -101,7 +104,7 @@ class PPOTrainer(Trainer):
                 on_step(step.global_step + 1, self.run.total_steps, recorded)
         self.run.finish(self.tokenizer)
 
-    def evaluate(self, workflow: RolloutWorkflow) -> float:
+    def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> float:
         """Mean reward on the validation set; training episodes go on meanwhile."""
         group_size = self.config.eval_gconfig.n_samples
         return mean_reward(
@@ -157,6 +160,23 @@ class PPOTrainer(Trainer):
         stack.callback(runner.close)
         return runner
 
+    def _start_workers(self, runner: TaskRunner, stack: ExitStack) -> RolloutWorkers | None:
+        """The processes episodes run in, where the config wants some."""
+        config = self.config.rollout
+        if config.workers == 0:
+            return None
+        workers = RolloutWorkers(
+            runner,
+            self.inference,
+            count=config.workers,
+            max_retries=config.request_retries,
+            setup_timeout_s=config.setup_timeout,
+            logs=self.run.paths.logs,
+        )
+        stack.callback(workers.close)
+        workers.start()
+        return workers
+
     def _open_executor(self, runner: TaskRunner, stack: ExitStack) -> WorkflowExecutor:
         config = self.config.rollout
         dump = TrajectoryDump(self.run.paths.logs, self.tokenizer) if config.dump_to_file else None
@@ -177,18 +197,30 @@ class PPOTrainer(Trainer):
                 timeout_s=config.request_timeout,
             ),
             on_trajectory=None if dump is None else dump.write,
+            workers=self.workers,
         )
         stack.callback(executor.close)
         return executor
 
-    def _workflow(self, given: WorkflowLike | None, kwargs: Any, is_eval: bool = False) -> Any:
-        workflow = build_workflow(self.config, self.tokenizer, given, kwargs, is_eval=is_eval)
+    def _workflow(
+        self, given: WorkflowLike | None, kwargs: Any, is_eval: bool = False
+    ) -> RolloutWorkflow | WorkflowRecipe:
+        """The workflow, or how the workers build theirs."""
+        choice = {"given": given, "kwargs": kwargs, "is_eval": is_eval}
+        choice |= {"config": self.config, "tokenizer": self.tokenizer}
+        if self.workers is not None:
+            return WorkflowRecipe("areal.trainer.episodes.build_workflow", choice)
+        workflow = build_workflow(**choice)
         self._closing.callback(workflow.close)
         # Episodes end before what they run with: one that fails in closing would be booked as such.
         self._closing.callback(self.rollout.close)
         return workflow
 
-    def _start(self, episodes: RolloutWorkflow, accept: Callable[[dict], bool] | None) -> int:
+    def _start(
+        self,
+        episodes: RolloutWorkflow | WorkflowRecipe,
+        accept: Callable[[dict], bool] | None,
+    ) -> int:
         """Load the recover point if there is one and let episodes run; the first step to do."""
         first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)

@@ -285,6 +285,27 @@ def export_all(reduce_group: Any = None, reset: bool = True) -> dict[str, float]
     return results
 
 
+def take_all() -> dict[str, dict[str, list]]:
+    """What every tracker of this process holds, as JSON values, for `add_all` of another one."""
+    with _trackers_lock:
+        trackers = dict(_trackers)
+    taken = {name: tracker._take(None, reset=True) for name, tracker in trackers.items()}
+    return {
+        name: {key: [p.reduce_type.value, p.total, p.count, p.low, p.high] for key, p in of.items()}
+        for name, of in taken.items()
+        if of
+    }
+
+
+def add_all(taken: dict[str, dict[str, list]]) -> None:
+    """As if what another process recorded had been recorded here."""
+    for name, of_tracker in taken.items():
+        tracker = get(name)
+        with tracker._lock:
+            for key, (reduce_type, *numbers) in of_tracker.items():
+                tracker._add(key, Partial(ReduceType(reduce_type), *numbers))
+
+
 _default = _trackers[""]
 scope = _default.scope
 denominator = _default.denominator

@@ -210,3 +210,42 @@ def test_random_histories_rewind_to_a_state_that_could_have_been(data):
                     ledger.issue(prompts(*issued), version)
                     finished = [result.task_id for result in resume.finished]
         ledger.balance()
+
+
+def test_a_step_costs_the_same_however_long_the_run_is():
+    """By the instructions SQLite executes, which no other load on the machine changes."""
+
+    def cost_of_a_step(past: int) -> dict[str, int]:
+        with open_ledger() as (ledger, db):
+            for start in range(0, past, 1000):
+                ids = range(start, min(past, start + 1000))
+                ledger.issue(prompts(*ids), version=0)
+                ledger.settle([finish(i) for i in ids], version=0)
+                ledger.stale(ids[::10], version=5)
+                ledger.trained([i for i in ids if i not in ids[::10]], step=0, version=0)
+            ledger.prune(0)
+            count = 0
+
+            def tick() -> None:
+                nonlocal count
+                count += 1
+
+            ids = range(past, past + 20)
+            step = {
+                "issue": lambda: ledger.issue(prompts(*ids), version=1),
+                "settle": lambda: ledger.settle([finish(i) for i in ids], version=1),
+                "stale": lambda: ledger.stale(ids[:2], version=5),
+                "trained": lambda: ledger.trained(ids[2:], step=1, version=1),
+                "prune": lambda: ledger.prune(1),
+            }
+            costs = {}
+            with db.transaction() as connection:
+                connection.set_progress_handler(tick, 1)
+            for name, work in step.items():
+                count = 0
+                work()
+                costs[name] = count
+            return costs
+
+    young, old = cost_of_a_step(100), cost_of_a_step(5000)
+    assert all(old[name] <= 1.2 * young[name] for name in young), (young, old)

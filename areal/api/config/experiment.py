@@ -241,6 +241,7 @@ class PPOConfig(BaseExperimentConfig):
         self._check_batch()
         self._check_ranks()
         self._check_stock_server()
+        self._check_workers()
         self._check_ref()
         self._check_critic()
         self._check_teacher()
@@ -359,6 +360,33 @@ class PPOConfig(BaseExperimentConfig):
                     "before the cut, which is not what samples are drawn from",
                     value,
                 )
+
+    def _check_workers(self) -> None:
+        if self.rollout.workers == 0:
+            return
+        agent, mode = self.rollout.agent, self.actor.weight_update_mode
+        in_workers = "when rollout.workers is above 0"
+        require(
+            self.rollout.engine == "native",
+            f"rollout.backend must be native {in_workers}: what an update interrupts in a stock "
+            "server is sent again by the controller alone",
+            self.rollout.backend,
+        )
+        require(
+            mode != "direct",
+            f"actor.weight_update_mode must not be direct {in_workers}: they need a server",
+            mode,
+        )
+        require(
+            agent.mode != "online",
+            f"rollout.agent.mode must not be online {in_workers}: clients need one address",
+            agent.mode,
+        )
+        require(
+            agent.port == 0,
+            f"rollout.agent.port must be 0 {in_workers}: each has a proxy of its own",
+            agent.port,
+        )
 
     def _check_ref(self) -> None:
         actor = self.actor

@@ -36,6 +36,9 @@ class InferenceEngineConfig:
     """Seconds the server may take to come up."""
     dump_to_file: bool = False
     """Write every trajectory as text under the run's logs."""
+    workers: int = 0
+    """Processes that run the episodes beside the controller, each with an event loop of its own.
+    0: the controller's event loop runs them, which carries about a thousand samples a second."""
     recompute_kv: bool = True
     """After a weight update, compute the cache of running requests again with the new weights."""
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -50,6 +53,7 @@ class InferenceEngineConfig:
         require_at_least(
             0,
             max_head_offpolicyness=self.max_head_offpolicyness,
+            workers=self.workers,
             request_retries=self.request_retries,
         )
         require_fraction(max_failure_ratio=self.max_failure_ratio)

@@ -217,6 +217,8 @@ def _settle(exchange: _Exchange, result: Reply | Refusal) -> None:
         return
     pending.exchange = None
     exchange.num_wanted -= 1
+    if pending.future.done():  # cancelled in this very tick: its caller has not run since
+        return
     if isinstance(result, Reply):
         pending.future.set_result(result)
     elif result.kind == "request":

@@ -61,7 +61,7 @@ class NativeRemoteEngine(InferenceEngine):
         self._client: GenerateClient | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A training rank sends its weights by a copy of this; a connection stays where it is."""
+        """Training ranks and rollout workers have copies, with connections of their own."""
         return {**self.__dict__, "_client": None}
 
     def initialize(self) -> None:

@@ -1,0 +1,256 @@
+"""Rollout workers: a pool of processes that run groups when one event loop is not enough.
+
+    executor: gate, ledger, verdicts            worker 0 .. N-1 (worker_process.py)
+    PlacedGroups.run(task id, row) -- pipe -->  GroupRunner.run -> workflow -> servers, rewards
+                      trajectory  <-- pipe --   safetensors
+
+A placement, not another path: `PlacedGroups` stands where a `GroupRunner` stands, and the worker
+runs that very class. The executor cannot tell the two apart.
+
+    reader of a worker   consumes: its answers      waits for: the socket
+                         unblocked by: an answer, or the worker's end
+    a call               waits for: its answer      unblocked by: it, or WorkerLostError
+
+A worker that dies takes nothing along: its groups go to another worker at once, with the seeds they
+had, at most `max_retries` times each, and a new process takes its place. One that cannot start
+stops the run, with its last output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal.api.reward_process import main_module
+from areal.rollout.failures import WorkerError
+from areal.rollout.trajectory import decode
+from areal.rollout.worker_process import DOWN, UP, WorkflowRecipe
+from areal.utils import logging, stats_tracker
+from areal.utils.child_process import ChildProcess
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.api.engine_api import InferenceEngine
+    from areal.rollout.task_runner import TaskRunner
+
+logger = logging.getLogger("RolloutWorkers")
+
+_READ_BYTES = 16 << 20  # of answers buffered per worker before it has to wait
+
+
+class WorkerLostError(RuntimeError):
+    """The process a group ran in has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedGroups:
+    """Runs groups in the workers, as `GroupRunner` does here."""
+
+    workers: RolloutWorkers
+    stream: int
+    is_eval: bool
+    on_attempt_failed: Callable[[Exception], None]
+
+    async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        return await self.workers.run(self, task_id, data)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A group in a worker."""
+
+    groups: PlacedGroups
+    answer: asyncio.Future
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    index: int
+    child: ChildProcess
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    calls: dict[int, _Call] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)  # streams it knows
+
+    def send(self, message: Any) -> None:
+        frame = pickle.dumps(message)
+        self.writer.write(DOWN.pack(len(frame)) + frame)
+
+
+class RolloutWorkers:
+    """workers = RolloutWorkers(runner, engine, count=4); workers.start(); ...; workers.close()
+
+    `engine` is copied to every worker by pickle and initialized there.
+    """
+
+    def __init__(
+        self,
+        runner: TaskRunner,
+        engine: InferenceEngine,
+        *,
+        count: int,
+        max_retries: int = 3,
+        setup_timeout_s: float = 300.0,
+        logs: Path | None = None,
+    ) -> None:
+        self._runner = runner
+        self._setup = _describe_process(engine)
+        self._count = count
+        self._max_retries = max_retries
+        self._setup_timeout_s = setup_timeout_s
+        self._logs = logs
+        self.num_replaced = 0
+        self._alive: list[_Worker] = []
+        self._someone = asyncio.Event()  # set while `alive` is not empty
+        self._streams: dict[bytes, int] = {}  # what opens a stream, and its number
+        self._next_call = 0
+        self._closing = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.child.pid for worker in self._alive]
+
+    def start(self) -> None:
+        """Blocks until every worker is ready; RuntimeError with its last output if one is not."""
+        started = [self._runner.run(self._bring_up(index)) for index in range(self._count)]
+        for future in started:
+            future.result(self._setup_timeout_s + 60)
+
+    def place(
+        self, recipe: WorkflowRecipe, on_attempt_failed: Callable[[Exception], None], **options: Any
+    ) -> PlacedGroups:
+        """Groups of this workflow; `options` are those of `GroupRunner`. Any thread."""
+        try:
+            spec = pickle.dumps({"recipe": recipe, **options})
+        except Exception as error:
+            raise ValueError(
+                f"rollout.workers: the workflow cannot be sent to a worker process ({error}); give "
+                "it by its import path, with workflow_kwargs that are plain data or are defined at "
+                "the top level of a module, or set rollout.workers=0"
+            ) from error
+        main = main_module("the workflow") if b"__main__" in spec else None
+        # The same workflow again, as in every evaluation, is the stream it was.
+        stream = self._streams.setdefault(pickle.dumps((main, spec)), len(self._streams))
+        return PlacedGroups(self, stream, options["is_eval"], on_attempt_failed)
+
+    async def run(self, groups: PlacedGroups, task_id: int, data: dict[str, Any]) -> Any:
+        """One group, in whichever worker has least to do."""
+        for attempt in range(self._max_retries + 1):
+            async with asyncio.timeout(self._setup_timeout_s):
+                await self._someone.wait()
+            worker = min(self._alive, key=lambda worker: len(worker.calls))
+            try:
+                return await self._call(worker, groups, task_id, data)
+            except WorkerLostError as error:
+                groups.on_attempt_failed(error)
+                if attempt == self._max_retries:
+                    raise
+
+    def close(self) -> None:
+        """Ends the processes. The executor is closed before: nothing waits for an answer."""
+        self._closing = True
+        for worker in list(self._alive):
+            worker.child.terminate(grace_s=2.0)
+
+    async def _call(self, worker: _Worker, groups: PlacedGroups, task_id: int, data: Any) -> Any:
+        if groups.stream not in worker.opened:
+            worker.opened.add(groups.stream)
+            opening = next(key for key, n in self._streams.items() if n == groups.stream)
+            worker.send(("open", groups.stream, *pickle.loads(opening)))
+        number, self._next_call = self._next_call, self._next_call + 1
+        call = worker.calls[number] = _Call(groups, asyncio.get_running_loop().create_future())
+        try:
+            worker.send(("run", number, groups.stream, task_id, data))
+            return await call.answer
+        finally:
+            worker.calls.pop(number, None)
+
+    async def _bring_up(self, index: int) -> None:
+        """A ready worker in place `index`; its reader then lives as long as it."""
+        child, channel = await asyncio.to_thread(self._spawn, index)
+        reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
+        worker = _Worker(index, child, reader, writer)
+        writer.write(DOWN.pack(len(self._setup)) + self._setup)
+        try:
+            async with asyncio.timeout(self._setup_timeout_s):
+                await _next_answer(reader)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            await asyncio.to_thread(child.terminate)
+            raise RuntimeError(f"it was not ready: {child.describe_end()}") from None
+        self._alive.append(worker)
+        self._someone.set()
+        self._runner.spawn(self._read(worker), name=f"rollout-worker-{index}")
+
+    def _spawn(self, index: int) -> tuple[ChildProcess, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = ChildProcess(
+                [sys.executable, "-m", "areal.rollout.worker_process", str(theirs.fileno())],
+                name=f"rollout worker {index}",
+                env={"OMP_NUM_THREADS": "1"},
+                log_path=None if self._logs is None else self._logs / f"rollout_worker{index}.log",
+                pass_fds=(theirs.fileno(),),
+            )
+        return child, ours
+
+    async def _read(self, worker: _Worker) -> None:
+        try:
+            while True:
+                message, payload = await _next_answer(worker.reader)
+                self._take(worker, message, payload)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            if not self._closing:
+                await self._replace(worker)
+        finally:
+            worker.writer.close()
+
+    def _take(self, worker: _Worker, message: dict[str, Any], payload: bytes) -> None:
+        call = worker.calls.get(message["call"])
+        if "attempt_failed" in message:
+            if call is not None:
+                error = WorkerError(message["attempt_failed"], message["text"])
+                call.groups.on_attempt_failed(error)
+            return
+        stats_tracker.add_all(message["stats"])
+        if call is None or call.answer.done():  # cancelled meanwhile
+            return
+        if message["state"] == "failed":
+            call.answer.set_exception(WorkerError(message["kind"], message["text"]))
+        else:
+            call.answer.set_result(decode(payload) if payload else None)
+
+    async def _replace(self, worker: _Worker) -> None:
+        """Its groups go on elsewhere first; then another process takes its place."""
+        self._alive.remove(worker)
+        if not self._alive:
+            self._someone.clear()
+        lost = [call.answer for call in worker.calls.values() if not call.answer.done()]
+        for answer in lost:
+            answer.set_exception(WorkerLostError(f"{worker.child.name} has ended"))
+        await asyncio.to_thread(worker.child.terminate)
+        self.num_replaced += 1
+        logger.warning(
+            "%s; its %d groups run again elsewhere", worker.child.describe_end(), len(lost)
+        )
+        await self._bring_up(worker.index)
+
+
+async def _next_answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+    header_size, payload_size = UP.unpack(await reader.readexactly(UP.size))
+    frame = await reader.readexactly(header_size + payload_size)
+    return json.loads(frame[:header_size]), frame[header_size:]
+
+
+def _describe_process(engine: InferenceEngine) -> bytes:
+    """What a worker needs before its first stream: where modules are, and the engine's client."""
+    sys_path = [entry or os.getcwd() for entry in sys.path]
+    return pickle.dumps({"sys_path": sys_path, "engine": pickle.dumps(engine)})

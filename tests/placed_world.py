@@ -1,0 +1,47 @@
+"""What tests of rollout workers send to them: importable there, as a user's own modules are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_world import trajectory
+
+from areal.api.workflow_api import RolloutWorkflow
+from areal.rollout.context import workflow_context
+from areal.utils import stats_tracker
+
+
+class QuietEngine:
+    """Stands for the client of servers."""
+
+    def initialize(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+@dataclass
+class Echo(RolloutWorkflow):
+    """One sample that tells its seed; a row may say what goes wrong with which row."""
+
+    delay_s: float = 0.0
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        episode = workflow_context.get()
+        await asyncio.sleep(self.delay_s)
+        if data["i"] == data.get("deadly"):
+            await asyncio.sleep(0.5)  # those beside it are done by then
+            os._exit(3)
+        if data["i"] == data.get("wrong"):
+            raise KeyError("a wrong row")
+        stats_tracker.get(workflow_context.stat_scope()).scalar(reward=1.0)
+        seed = workflow_context.next_seed() % 1000
+        sample = trajectory([0, 0], reward=float(seed), task_id=episode.task_id)
+        del sample["versions"]  # as old as its admission, then
+        return sample
+
+
+def make_nothing() -> RolloutWorkflow:
+    raise ValueError("this recipe makes nothing")

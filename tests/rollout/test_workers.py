@@ -1,0 +1,108 @@
+"""Rollout workers: the same groups as in the controller, and a killed worker loses none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from placed_world import Echo, QuietEngine
+from rollout_world import World, open_world
+
+from areal.rollout.executor import WorkflowExecutor
+from areal.rollout.failures import FailureLimits, RolloutFailedError
+from areal.rollout.source import PromptSource
+from areal.rollout.worker_process import WorkflowRecipe
+from areal.rollout.workers import RolloutWorkers
+from areal.utils import stats_tracker
+
+ECHO = "placed_world.Echo"
+
+
+@contextmanager
+def placed(
+    world: World, count: int = 2, **limits: float
+) -> Iterator[tuple[WorkflowExecutor, RolloutWorkers]]:
+    """An executor of this world whose groups run in worker processes."""
+    limits = FailureLimits(**{"retry_delay_s": 0.0, "timeout_s": 60.0, "max_retries": 1} | limits)
+    workers = RolloutWorkers(
+        world.runner, QuietEngine(), count=count, max_retries=limits.max_retries
+    )
+    executor = WorkflowExecutor(
+        world.runner,
+        QuietEngine(),
+        world.ledger,
+        world.gate,
+        run_seed=3,
+        limits=limits,
+        workers=workers,
+    )
+    try:
+        workers.start()
+        yield executor, workers
+    finally:
+        executor.close(2.0)
+        workers.close()
+
+
+def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
+    rows = [{"i": i} for i in range(6)]
+    with open_world(tmp_path) as world:
+        stats_tracker.export_all()
+        here = world.executor.rollout_batch(rows, Echo(), group_size=3)
+        recorded_here = stats_tracker.export_all()
+        with placed(world) as (executor, _):
+            recipe = WorkflowRecipe(ECHO)
+            for _ in range(2):  # the second time is the stream of the first
+                there = executor.rollout_batch(rows, recipe, group_size=3)
+                assert stats_tracker.export_all() == recorded_here
+                for mine, theirs in zip(here, there, strict=True):
+                    assert mine.keys() == theirs.keys()
+                    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+            with pytest.raises(RolloutFailedError, match="ValueError: this recipe makes nothing"):
+                executor.rollout_batch(rows, WorkflowRecipe("placed_world.make_nothing"))
+            with pytest.raises(ValueError, match=r"rollout\.workers: the workflow cannot be sent"):
+                executor.rollout_batch(rows, WorkflowRecipe(ECHO, {"delay_s": lambda: 0}))
+
+
+def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
+    with open_world(tmp_path, batch_size=8, max_staleness=3) as world, placed(world) as (ex, pool):
+        ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
+        trained: list[int] = []
+        for step in range(12):
+            if step == 2:
+                os.kill(pool.pids[0], signal.SIGKILL)
+            batch = ex.prepare_batch()
+            trained += batch.task_ids
+            ex.mark_trained(batch, step)
+            ex.set_version(step + 1)
+        deadline = time.monotonic() + 60
+        while len(pool.pids) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stats = ex.stats()
+        assert len(pool.pids) == 2 and stats["workers_replaced"] == 1
+        assert stats["failed"] == 0 and stats["episode_errors/WorkerLostError"] >= 1
+        assert sorted(trained) == list(range(12 * 8)), "each prompt once, in order of issue"
+        ex.close()
+        books = world.ledger.balance()
+        assert books["trained"] == len(trained) and books["stale"] == books["failed"] == 0
+
+
+def test_what_always_kills_its_worker_fails_within_the_bound(tmp_path):
+    limits = {"max_failure_ratio": 1.0, "max_retries": 1}
+    with open_world(tmp_path, batch_size=4) as world, placed(world, 1, **limits) as (ex, pool):
+        rows = [{"i": i, "deadly": 0, "wrong": 1} for i in range(12)]
+        ex.start(PromptSource(rows, batch_size=4, shuffle=False), WorkflowRecipe(ECHO))
+        assert ex.prepare_batch().task_ids == [2, 3, 4, 5]
+        stats = ex.stats()
+        assert stats["failed/WorkerLostError"] == 1 and pool.num_replaced == 2
+        assert stats["failed/KeyError"] == 1 and stats["episode_errors/KeyError"] == 2
+        whys = world.db.query("SELECT why FROM tasks WHERE state = 'failed' ORDER BY task_id")
+        assert [row["why"] for row in whys] == [
+            "WorkerLostError: rollout worker 0 has ended",
+            "KeyError: 'a wrong row'",
+        ]
