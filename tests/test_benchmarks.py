@@ -110,3 +110,29 @@ def test_rl_single_gpu_reports_both_halves_and_the_loop(tmp_path):
     rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
     assert rows["ceiling"] < min(rows["generate_alone"], rows["train_alone"])
     assert rows["staleness_0"] > 0 and rows["staleness_2"] > 0
+
+
+@pytest.mark.slow
+def test_controller_reports_what_it_carries_with_and_without_workers(tmp_path):
+    report = tmp_path / "report.json"
+    small = ("--scale", "0.05", "--seconds", "2", "--repeats", "1", "--workers", "0", "1")
+    run("controller.py", "--only", "full", *small, "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    for name in ("full", "full_1_workers"):
+        assert rows[f"{name}_samples"] > 0 and 0 < rows[f"{name}_episodes"] <= 500
+        assert 0 <= rows[f"{name}_lag_p50"] <= rows[f"{name}_lag_p99"]
+        shares = [value for row, value in rows.items() if row.startswith(f"{name}_share")]
+        assert sum(shares) - rows[f"{name}_share_idle"] == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_ledger_reports_how_a_step_grows_with_the_run(tmp_path):
+    report = tmp_path / "report.json"
+    run("ledger.py", "--rows", "20000", "--steps", "2", "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    assert rows["ratio"] == pytest.approx(rows["old_step"] / rows["young_step"])
+    assert rows["old_prune"] > 0 and rows["old_rewind"] > 0
