@@ -52,6 +52,7 @@ from areal.rollout.task_runner import TaskRunner
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.utils.child_process import ChildProcess
+from areal.utils.garbage import settle_garbage_collector
 from areal.utils.run_db import RunDatabase
 from areal.workflow.transcript import Transcript
 
@@ -194,6 +195,7 @@ class Controller:
         )
         stack.callback(self._executor.close)
         source = PromptSource([{"i": i} for i in range(10_000)], batch_size=BATCH_SIZE)
+        settle_garbage_collector()  # as the trainer does
         self._executor.start(source, workflow, group_size=GROUP_SIZE)
         self.num_samples = 0
         self._step = 0

@@ -28,6 +28,7 @@ from areal.rollout.failures import kind_of
 from areal.rollout.grouping import GroupRunner
 from areal.rollout.trajectory import encode
 from areal.utils import import_path, stats_tracker
+from areal.utils.garbage import settle_garbage_collector
 
 DOWN = struct.Struct("<Q")  # bytes of pickle
 UP = struct.Struct("<II")  # bytes of JSON, of safetensors
@@ -60,6 +61,7 @@ async def _serve(channel: socket.socket) -> None:
         return
     sys.path[:] = setup["sys_path"]
     worker = _Worker(pickle.loads(setup["engine"]), writer)
+    settle_garbage_collector()
     try:
         while (message := await _next_frame(reader)) is not None:
             kind, *arguments = message

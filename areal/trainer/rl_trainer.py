@@ -34,6 +34,7 @@ from areal.trainer.ppo.batch import collect, token_outputs
 from areal.trainer.ppo.critic import PPOCritic
 from areal.trainer.run import StepObserver
 from areal.utils.device import num_cores
+from areal.utils.garbage import settle_garbage_collector
 from areal.utils.perf_tracer import phase
 from areal.utils.trajectory_dump import TrajectoryDump
 
@@ -227,6 +228,7 @@ class PPOTrainer(Trainer):
         if first > 0:
             self.engine.update_weights(first)
         self.engine.set_version(first)
+        settle_garbage_collector()
         self.rollout.start(
             self.source,
             episodes,
