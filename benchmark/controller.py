@@ -17,8 +17,9 @@ With `--workers N` the episodes run in that many processes (`rollout.workers`), 
 client and the workflow; the figures are still those of the controller's event loop.
 
 `samples` are finished and trained ones per second; `cpu` is what one sample costs the event loop's
-thread, a figure that other programs on the machine do not change; `lag` is how late the event loop
-runs a timer; the shares are of the event loop's busy time. The best of `--repeats` runs counts.
+thread, which other programs on the machine change little; `lag` is how late the event loop runs a
+timer; the shares are of the event loop's busy time. The best of `--repeats` runs counts. Where
+`load_average` tells of other programs, samples and lag say little, `cpu` still much.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -113,6 +115,7 @@ def main() -> None:
             for workers in args.workers:
                 runs = [measure(scaled, args.seconds, workers) for _ in range(args.repeats)]
                 rows += max(runs, key=lambda run: run[0].value)
+    rows.append(Row("load_average", os.getloadavg()[0], "of the last minute; this alone: 2 to 3"))
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
