@@ -110,3 +110,16 @@ def test_rl_single_gpu_reports_both_halves_and_the_loop(tmp_path):
     rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
     assert rows["ceiling"] < min(rows["generate_alone"], rows["train_alone"])
     assert rows["staleness_0"] > 0 and rows["staleness_2"] > 0
+
+
+@pytest.mark.slow
+def test_chaos_survives_a_fault_of_every_kind_and_keeps_what_is_done(tmp_path):
+    report = tmp_path / "report.json"
+    run("chaos.py", "--faults", "3", "--seed", "1", "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS | {"seed", "faults"}
+    targets = sorted(fault["target"] for fault in written["faults"])
+    assert targets == ["controller", "everything", "server"]
+    assert all(fault["recovery_s"] > 0 for fault in written["faults"])
+    run("chaos.py", "--faults", "3", "--seed", "1", "--json", report)  # at once: nothing is left
+    assert json.loads(report.read_text()) == written

@@ -28,7 +28,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 FRAME_HEADER = struct.Struct("<QQ")  # payload bytes, call id
 MAX_ERROR_CHARS = 4000
@@ -41,6 +41,8 @@ def main(fd: int) -> None:
     _die_with_parent()
     os.environ[IN_WORKER] = str(os.getpid())
     faulthandler.enable()  # a segfault leaves the Python stack on stderr
+    stacks = _stacks_file()
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     os.dup2(2, 1)  # what a reward function prints must not mix with the run's own output
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
@@ -115,6 +117,12 @@ def _describe(error: BaseException) -> str:
     where = "".join(traceback.format_list(frames[-4:]))
     text = f"{type(error).__name__}: {error}"
     return f"{text[:MAX_ERROR_CHARS]}\n{where[-MAX_ERROR_CHARS:]}".rstrip()
+
+
+def _stacks_file() -> TextIO:
+    """Where areal.utils.stacks collects what SIGUSR1 makes every process of a run write."""
+    path = os.environ.get("AREAL_STACKS")
+    return open(path, "a") if path else sys.stderr  # noqa: SIM115 (open as long as the process)
 
 
 def _die_with_parent() -> None:

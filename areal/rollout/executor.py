@@ -37,6 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.api.engine_api import EngineLostError
 from areal.rollout.direct import run_rows
 from areal.rollout.failures import FailureLimits, FailureMeter
 from areal.rollout.grouping import GroupRunner
@@ -46,6 +47,7 @@ from areal.rollout.pool import GroupPool
 from areal.rollout.submitted import SubmittedTasks
 from areal.rollout.workflows import build_workflow
 from areal.utils import import_path, logging
+from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +164,7 @@ class WorkflowExecutor:
         """Block until the next B groups are there. Raises what stopped the rollout otherwise."""
         wait_began = time.monotonic()
         dropped: list[int] = []
-        with self._changed:
+        with waiting(lambda: self._pool.describe_wait(self._version)), self._changed:
             while True:
                 self._raise_if_stopped()
                 self._drop_stale()
@@ -296,7 +298,7 @@ class WorkflowExecutor:
         return results
 
     def stats(self) -> dict[str, float]:
-        """Groups by what became of them, and the exceptions of their episodes (healed or not)."""
+        """Groups by what became of them, and episodes that ran again, by the reason."""
         with self._changed:
             return self._pool.counts() | self._failures.counts()
 
@@ -373,6 +375,8 @@ class WorkflowExecutor:
         try:
             trajectory = await self._groups.run(group.prompt.task_id, group.prompt.data)
             outcome = judge(group, trajectory, self._should_accept, version=self._version)
+        except EngineLostError:
+            raise  # a failure of the loop: the prompt stays `issued`, for the run that goes on
         except Exception as error:
             outcome = failed(group, error, version=self._version)
         if not self._outcomes:  # the first of this tick; the others join it
