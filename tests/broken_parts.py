@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from areal.api.workflow_api import RolloutWorkflow
@@ -59,3 +60,11 @@ class ReturnsText(RolloutWorkflow):
 
     async def arun_episode(self, engine, data):
         return "an answer"
+
+
+class WaitsForEver(RolloutWorkflow):
+    def __init__(self, gconfig, tokenizer, reward_fn):
+        pass
+
+    async def arun_episode(self, engine, data):
+        await asyncio.Event().wait()

@@ -33,6 +33,7 @@ from areal.api.config.stats import (
 )
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig, TimerConfig
 from areal.api.config.train_engine import MicroBatchSpec, NormConfig, TrainEngineConfig
+from areal.api.config.watchdog import WatchdogConfig
 
 __all__ = [
     "BaseExperimentConfig",
@@ -72,6 +73,7 @@ __all__ = [
     "VLLMConfig",
     "ValidDatasetConfig",
     "WandBConfig",
+    "WatchdogConfig",
     "dump_yaml",
     "experiment_class",
     "load_expr_config",

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     )
 
 
+class EngineLostError(RuntimeError):
+    """The engine is gone for good: no episode can go on, and none is to blame. The run stops."""
+
+
 class InferenceEngine(ABC):
     """Token ids in; token ids, log-probabilities and weight versions out.
 
@@ -63,6 +67,11 @@ class InferenceEngine(ABC):
         `named_tensors` comes with type `direct` only. A publication that does not verify raises
         RuntimeError and the old weights go on serving.
         """
+
+    def note_weights(self, meta: WeightUpdateMeta) -> None:
+        """These weights serve, whoever sent them: a server that dies may be replaced by one with
+        them. An engine that replaces none has no use for it."""
+        return None
 
     @abstractmethod
     def get_version(self) -> int:

@@ -89,7 +89,7 @@ class AsyncRewardWrapper:
         self.max_retries = max_retries
         self._limits = _checked_limits(limits, timeout_seconds)
         self.counts: Counter[str] = Counter()  # failed attempts by kind: timeout, crash, error
-        self._name, self._setup = describe_function(reward_fn)
+        self.name, self._setup = describe_function(reward_fn)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[RewardProcess] = []
         self._killed: list[RewardProcess] = []  # not reaped yet
@@ -126,7 +126,7 @@ class AsyncRewardWrapper:
             return
         if self._loop is not None and not self._loop.is_closed() and self._num_unfinished():
             raise RuntimeError(
-                f"the reward wrapper of {self._name} still has calls on another event loop; "
+                f"the reward wrapper of {self.name} still has calls on another event loop; "
                 "build one AsyncRewardWrapper per loop"
             )
         self._shut_down()
@@ -137,7 +137,7 @@ class AsyncRewardWrapper:
             return pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise TypeError(
-                f"an argument of {self._name} does not pickle ({error}); a data row may hold only "
+                f"an argument of {self.name} does not pickle ({error}); a data row may hold only "
                 "values that can be sent to another process"
             ) from error
 
@@ -222,12 +222,12 @@ class AsyncRewardWrapper:
             for message in worker.split_messages(data):
                 self._on_message(worker, message)
         except BadReplyError as error:
-            self._kill(worker, RewardCrashError(f"the worker of {self._name} {error}"), "crash")
+            self._kill(worker, RewardCrashError(f"the worker of {self.name} {error}"), "crash")
         self._pump()
 
     def _on_message(self, worker: RewardProcess, message: dict[str, Any]) -> None:
         if not worker.ready and "fatal" in message:
-            self._fail_all(RewardError(f"cannot load {self._name}: {message['fatal']}"))
+            self._fail_all(RewardError(f"cannot load {self.name}: {message['fatal']}"))
         elif not worker.ready and "ready" in message:
             worker.ready, self._failed_starts = True, 0
             self._warn_of(message.get("unkept"))
@@ -250,9 +250,9 @@ class AsyncRewardWrapper:
         call = worker.in_flight.popleft()
         worker.busy_since = self._loop.time()  # the next one, if any, starts now
         if error is not None:
-            self._retry(call, RewardError(f"{self._name} raised {error}"), "error")
+            self._retry(call, RewardError(f"{self.name} raised {error}"), "error")
         elif not math.isfinite(value):
-            found = f"{self._name} returned {value}; a reward must be finite"
+            found = f"{self.name} returned {value}; a reward must be finite"
             self._retry(call, RewardError(found), "error")
         else:
             mean = seconds if self._mean_call_s is None else self._mean_call_s
@@ -273,7 +273,7 @@ class AsyncRewardWrapper:
         if left > 0:
             return self._arm(worker, left)
         doing = "did not return" if worker.ready else "was not loaded"
-        message = f"{self._name} {doing} within {limit:g} s; its process was killed"
+        message = f"{self.name} {doing} within {limit:g} s; its process was killed"
         self._kill(worker, RewardTimeoutError(message), "timeout")
         self._pump()
 
@@ -285,7 +285,7 @@ class AsyncRewardWrapper:
         except subprocess.TimeoutExpired:
             code = None
         doing = "" if worker.ready else " while loading"
-        message = f"the process of {self._name} {_how_it_ended(code)}{doing}"
+        message = f"the process of {self.name} {_how_it_ended(code)}{doing}"
         self._kill(worker, RewardCrashError(message), "crash")
         self._pump()
 
@@ -354,7 +354,7 @@ class AsyncRewardWrapper:
             self._waiting.extend(worker.in_flight)
             self._remove(worker)
         if self._loop is not None and not self._loop.is_closed():
-            self._fail_all(RewardError(f"the reward wrapper of {self._name} was closed"))
+            self._fail_all(RewardError(f"the reward wrapper of {self.name} was closed"))
         self._waiting.clear()
         self._loop, self._pump_scheduled = None, False
         for worker in self._killed:

@@ -32,7 +32,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 FRAME_HEADER = struct.Struct("<QQ")  # payload bytes, call id
 MAX_ERROR_CHARS = 4000
@@ -46,6 +46,8 @@ def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
     _die_with_parent()
     os.environ[IN_WORKER] = str(os.getpid())
     faulthandler.enable()  # a segfault leaves the Python stack on stderr
+    stacks = _stacks_file()
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     os.dup2(2, 1)  # what a reward function prints must not mix with the run's own output
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
@@ -140,6 +142,12 @@ def _hint(error: BaseException, limits: dict[str, Any] | None) -> str:
         shown = ", ".join(f"{key}={limits[key]}" for key in ("max_processes", "network"))
         return f" (limits: {shown}, files are written in $TMPDIR and limits.writable only)"
     return ""
+
+
+def _stacks_file() -> TextIO:
+    """Where areal.utils.stacks collects what SIGUSR1 makes every process of a run write."""
+    path = os.environ.get("AREAL_STACKS")
+    return open(path, "a") if path else sys.stderr  # noqa: SIM115 (open as long as the process)
 
 
 def _die_with_parent() -> None:

@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     from areal.engine.native.loop import EngineLoop
     from areal.engine.native.server import bind, create_app, serve
+    from areal.utils import stacks
 
+    stacks.listen()
     # Before the seconds a model takes to load: a port in use is answered at once.
     listener = bind(args.host, args.port)
     with listener, _orderly_end(), _engine(args) as engine:

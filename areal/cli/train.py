@@ -2,6 +2,9 @@
 
 The file's `trainer` key chooses the trainer; its data set, workflow and reward are names or import
 paths. A user who needs more writes a script with the same trainers (see examples/).
+
+With `recover.mode=on` training runs in a child process, which is started again when it dies
+(supervise.py); `recover.retries=0` does without.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="run the experiment a YAML file describes",
-        description="Runs the experiment of a YAML file; started again, it goes on "
-        "(recover.mode=on).",
+        description="Runs the experiment of a YAML file. With recover.mode=on it goes on when it "
+        "is started again, and starts itself again when its process dies.",
     )
     parser.add_argument("config", help="YAML file, for example examples/math/arithmetic_grpo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")
@@ -28,12 +31,34 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config([args.config, *args.overrides])
     check_world(config)  # a mistake is answered before the seconds torch takes to load
+    code = _supervise(config)
+    if code is not None:
+        return code
+    from areal.cli.supervise import stay_down
+    from areal.rollout.failures import RolloutFailedError
     from areal.trainer.experiment import run_experiment
+    from areal.utils.run_db import RunDatabaseError
 
     # A scheduler's SIGTERM ends the run as Ctrl-C does: children stopped, database closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_experiment(config)
+    try:
+        run_experiment(config)
+    except (OSError, RolloutFailedError, RunDatabaseError):
+        stay_down()
+        raise
     return 0
+
+
+def _supervise(config: Any) -> int | None:
+    """None in the process that is to train."""
+    if config.recover.mode != "on" or config.recover.retries == 0:
+        return None
+    from areal.cli.supervise import supervise
+    from areal.utils.recover import newest_step
+    from areal.utils.run_paths import RunPaths
+
+    folder = RunPaths.of(config).recover
+    return supervise(retries=config.recover.retries, newest_point=lambda: newest_step(folder))
 
 
 def load_config(argv: list[str]) -> Any:

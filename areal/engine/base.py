@@ -27,6 +27,7 @@ from areal.utils.data import pack, sequence_lengths, unpack
 from areal.utils.prefix_tree import PrefixTree
 from areal.utils.seqpack import Bins, pack_sequences
 from areal.utils.tree_packing import pack_trees
+from areal.utils.waits import progress
 
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
@@ -101,7 +102,12 @@ def forward_batch(backend: Backend, input_: Mapping[str, Any]) -> torch.Tensor:
     mask = input_["attention_mask"]
     mbs = _micro_batches(backend, input_, 1)
     out_BS = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    packed = backend.forward_backward_batch(mbs, lambda _, output_T, *rest: output_T, True)
+
+    def output_fn(index: int, output_T: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        progress()
+        return output_T
+
+    packed = backend.forward_backward_batch(mbs, output_fn, True)
     for mb, output_T in zip(mbs, packed, strict=True):
         if not mb.rows:
             continue
@@ -229,6 +235,7 @@ def _weighted_loss(
     shares = (weights / total).float()
 
     def output_fn(index: int, *outputs: torch.Tensor) -> torch.Tensor:
+        progress()
         if not mbs[index].rows:
             return outputs[0].sum() * 0.0  # part of the graph, so that its collectives happen
         return loss_fn(*outputs, mbs[index].data) * shares[index]

@@ -22,7 +22,7 @@ _MAX_BACKOFF_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Server:
-    address: str
+    address: str  # changes when another process takes its place
     tokens_in_flight: int = 0
     avoided_until: float = 0.0  # time.monotonic()
 

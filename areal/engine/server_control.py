@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from areal.utils.waits import waiting
+
+S = TypeVar("S")  # a client, or whatever stands for a server
 T = TypeVar("T")
 
 
@@ -84,9 +87,10 @@ class ControlClient:
         what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
         connection = http.client.HTTPConnection(self.address, timeout=self._timeout_s)
         try:
-            connection.request(method, path, body, self._headers)
-            answer = connection.getresponse()
-            content = answer.read()
+            with waiting(what):
+                connection.request(method, path, body, self._headers)
+                answer = connection.getresponse()
+                content = answer.read()
         except TimeoutError:
             raise ServerError(f"{what}: no answer within {self._timeout_s:g} s") from None
         except (OSError, http.client.HTTPException) as err:
@@ -98,12 +102,12 @@ class ControlClient:
         return content
 
 
-def on_all(controls: Sequence[ControlClient], call: Callable[[ControlClient], T]) -> list[T]:
+def on_all(servers: Sequence[S], call: Callable[[S], T]) -> list[T]:
     """The call on every server at once; the first error is raised after all have answered."""
-    if len(controls) == 1:
-        return [call(controls[0])]
-    with ThreadPoolExecutor(len(controls), thread_name_prefix="server-control") as pool:
-        return list(pool.map(call, controls))
+    if len(servers) == 1:
+        return [call(servers[0])]
+    with ThreadPoolExecutor(len(servers), thread_name_prefix="server-control") as pool:
+        return list(pool.map(call, servers))
 
 
 def error_text(content: bytes | str) -> str:

@@ -37,6 +37,7 @@ from areal.infra.rank import Held, Outcome
 from areal.infra.split import divide_rows, merge_rows
 from areal.utils import logging, stats_tracker
 from areal.utils.data import select_rows
+from areal.utils.waits import progress, waiting
 
 logger = logging.getLogger("TrainController")
 
@@ -154,12 +155,14 @@ class TrainController:
         scope = stats_tracker.scope_path()
         messages = [("call", method, args, kwargs, scope) for args, kwargs in calls]
         try:
-            outcomes = self._on_workers(self._call, messages)
+            with waiting(f"{method} on {len(calls)} ranks of {self._role}"):
+                outcomes = self._on_workers(self._call, messages)
         except WorkerTimeoutError as error:
             raise WorkerTimeoutError(error.worker, f"{method}: {error.reason}") from None
         for outcome, is_head in zip(outcomes, self._is_head, strict=False):
             if is_head:
                 stats_tracker.merge(outcome.stats)
+        progress()
         return outcomes
 
     def _create(self, worker: str, *args: Any) -> None:

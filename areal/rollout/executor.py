@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.api.engine_api import EngineLostError
 from areal.rollout.direct import run_rows
 from areal.rollout.failures import FailureLimits, FailureMeter
 from areal.rollout.grouping import GroupRunner
@@ -48,6 +49,7 @@ from areal.rollout.submitted import SubmittedTasks
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workflows import build_workflow
 from areal.utils import import_path, logging
+from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -170,7 +172,7 @@ class WorkflowExecutor:
         """Block until the next B groups are there. Raises what stopped the rollout otherwise."""
         wait_began = time.monotonic()
         dropped: list[int] = []
-        with self._changed:
+        with waiting(lambda: self._pool.describe_wait(self._version)), self._changed:
             while True:
                 self._raise_if_stopped()
                 self._drop_stale()
@@ -304,7 +306,7 @@ class WorkflowExecutor:
         return results
 
     def stats(self) -> dict[str, float]:
-        """Groups by what became of them, and the exceptions of their episodes (healed or not)."""
+        """Groups by what became of them, and episodes that ran again, by the reason."""
         with self._changed:
             counts = self._pool.counts() | self._failures.counts()
         if self._workers is not None:
@@ -384,6 +386,8 @@ class WorkflowExecutor:
         try:
             trajectory = await self._groups.run(group.prompt.task_id, group.prompt.data)
             outcome = judge(group, trajectory, self._should_accept, version=self._version)
+        except EngineLostError:
+            raise  # a failure of the loop: the prompt stays `issued`, for the run that goes on
         except Exception as error:
             outcome = failed(group, error, version=self._version)
         if not self._outcomes:  # the first of this tick; the others join it

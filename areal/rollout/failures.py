@@ -48,15 +48,17 @@ class FailureMeter:
         if not 0 <= max_ratio <= 1:
             raise ValueError(f"rollout.max_failure_ratio must lie in [0, 1], got {max_ratio}")
         self.error: RolloutFailedError | None = None
-        self.attempts: Counter[str] = Counter()  # exceptions by kind, healed or not
+        self.attempts: Counter[str] = Counter()  # exceptions of episodes by kind, healed or not
+        self.retries: Counter[str] = Counter()  # those of them after which the episode ran again
         self.groups: Counter[str] = Counter()  # groups given up, by kind
         self._max_ratio = max_ratio
         self._min_groups = min_groups
         self._recent: deque[Exception | None] = deque(maxlen=window)  # None: the group succeeded
 
-    def on_attempt_failed(self, error: Exception) -> None:
+    def on_attempt_failed(self, error: Exception, retried: bool) -> None:
         kind = kind_of(error)
         self.attempts[kind] += 1
+        self.retries[kind] += retried
         if self.attempts[kind] == 1:
             logger.warning("first %s of an episode", kind, exc_info=error)
 
@@ -80,13 +82,11 @@ class FailureMeter:
 
     def counts(self) -> dict[str, float]:
         """For the statistics. Copies first: the loop thread may be counting just now."""
-        groups, attempts = dict(self.groups), dict(self.attempts)
-        counts: dict[str, float] = {
-            "failed": sum(groups.values()),
-            "episode_errors": sum(attempts.values()),
-        }
-        counts |= {f"failed/{kind}": count for kind, count in groups.items()}
-        return counts | {f"episode_errors/{kind}": count for kind, count in attempts.items()}
+        counts: dict[str, float] = {}
+        for name, kinds in (("failed", dict(self.groups)), ("retried", dict(self.retries))):
+            counts[name] = sum(kinds.values())
+            counts |= {f"{name}/{kind}": count for kind, count in kinds.items() if count}
+        return counts
 
     def _stop(self, failed: int) -> None:
         if self.error is not None:

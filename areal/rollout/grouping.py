@@ -17,10 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.api.engine_api import EngineLostError
 from areal.api.reward_api import RewardError
 from areal.rollout.context import episode
 from areal.rollout.trajectory import as_tensors, check_trajectory_format, normalize_rewards
 from areal.utils.data import concat_padded_tensors
+from areal.utils.waits import progress, waiting
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +44,7 @@ class GroupRunner:
     run_seed: int
     is_eval: bool
     limits: FailureLimits
-    on_attempt_failed: Callable[[Exception], None]
+    on_attempt_failed: Callable[[Exception, bool], None]  # the error, and whether it runs again
     reward_normalization: bool = False
     drop_incomplete_group: bool = False
 
@@ -76,15 +78,23 @@ class GroupRunner:
         """One episode with its retries; each attempt starts from an unspoilt copy of the row."""
         for attempt in range(self.limits.max_retries + 1):
             try:
-                with episode(
-                    task_id=task_id, sample=index, is_eval=self.is_eval, run_seed=self.run_seed
+                with (
+                    episode(
+                        task_id=task_id, sample=index, is_eval=self.is_eval, run_seed=self.run_seed
+                    ),
+                    waiting(f"workflow {type(self.workflow).__name__}"),
                 ):
                     result = await self.workflow.arun_episode(self.engine, copy_row(data))
                 return as_tensors(result)
+            except EngineLostError:
+                raise
             except Exception as error:
-                self.on_attempt_failed(error)
-                if attempt == self.limits.max_retries or isinstance(error, RewardError):
+                final = attempt == self.limits.max_retries or isinstance(error, RewardError)
+                self.on_attempt_failed(error, not final)
+                if final:
                     raise
+            finally:
+                progress()
             await asyncio.sleep(min(self.limits.retry_delay_s * 2**attempt, MAX_RETRY_DELAY_S))
 
 

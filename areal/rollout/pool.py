@@ -111,7 +111,8 @@ class GroupPool:
             f"{version}, {len(self._running)} running"
         )
         if self._running:
-            oldest = min(self._running.values(), key=lambda group: group.since)
+            # A copy: the watchdog reads this without the lock, which may be what is held.
+            oldest = min(list(self._running.values()), key=lambda group: group.since)
             age_s = time.monotonic() - oldest.since
             text += f", the oldest is task {oldest.prompt.task_id} since {age_s:.1f} s"
         return f"{text}; rejected: {dict(self.rejections)}"

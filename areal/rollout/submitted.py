@@ -22,8 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.api.engine_api import EngineLostError
 from areal.rollout.failures import describe
 from areal.rollout.outcome import accepts
+from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +163,10 @@ class SubmittedTasks:
     # Any thread, holding `changed`.
 
     def _wait_until(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        with waiting(self._describe):
+            self._wait_while_lacking(ready, timeout_s)
+
+    def _wait_while_lacking(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         began = time.monotonic()
         while not ready():
             if self._closed:
@@ -212,6 +218,8 @@ class SubmittedTasks:
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
+            raise
+        except EngineLostError:
             raise
         except Exception as error:
             task.trajectory, task.error = None, error

@@ -133,8 +133,8 @@ class _Worker:
             answer |= {"state": "failed", "kind": kind_of(error), "text": str(error)}
         self._send(answer | {"stats": stats_tracker.take_all()}, payload)
 
-    def _tell_attempt_failed(self, error: Exception) -> None:
-        failed = {"attempt_failed": kind_of(error), "text": str(error)}
+    def _tell_attempt_failed(self, error: Exception, retried: bool) -> None:
+        failed = {"attempt_failed": kind_of(error), "text": str(error), "retried": retried}
         self._send({"call": _call.get(), **failed})
 
     def _send(self, message: dict[str, Any], payload: bytes = b"") -> None:

@@ -35,6 +35,7 @@ from areal.rollout.trajectory import decode
 from areal.rollout.worker_process import DOWN, UP, WorkflowRecipe
 from areal.utils import logging, stats_tracker
 from areal.utils.child_process import ChildProcess
+from areal.utils.waits import progress
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ class PlacedGroups:
     workers: RolloutWorkers
     stream: int
     is_eval: bool
-    on_attempt_failed: Callable[[Exception], None]
+    on_attempt_failed: Callable[[Exception, bool], None]  # the error, and whether it runs again
 
     async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
         return await self.workers.run(self, task_id, data)
@@ -126,7 +127,10 @@ class RolloutWorkers:
             future.result(self._setup_timeout_s + 60)
 
     def place(
-        self, recipe: WorkflowRecipe, on_attempt_failed: Callable[[Exception], None], **options: Any
+        self,
+        recipe: WorkflowRecipe,
+        on_attempt_failed: Callable[[Exception, bool], None],
+        **options: Any,
     ) -> PlacedGroups:
         """Groups of this workflow; `options` are those of `GroupRunner`. Any thread."""
         try:
@@ -151,8 +155,9 @@ class RolloutWorkers:
             try:
                 return await self._call(worker, groups, task_id, data)
             except WorkerLostError as error:
-                groups.on_attempt_failed(error)
-                if attempt == self._max_retries:
+                final = attempt == self._max_retries
+                groups.on_attempt_failed(error, not final)
+                if final:
                     raise
 
     def close(self) -> None:
@@ -214,11 +219,12 @@ class RolloutWorkers:
             worker.writer.close()
 
     def _take(self, worker: _Worker, message: dict[str, Any], payload: bytes) -> None:
+        progress()
         call = worker.calls.get(message["call"])
         if "attempt_failed" in message:
             if call is not None:
                 error = WorkerError(message["attempt_failed"], message["text"])
-                call.groups.on_attempt_failed(error)
+                call.groups.on_attempt_failed(error, message["retried"])
             return
         stats_tracker.add_all(message["stats"])
         if call is None or call.answer.done():  # cancelled meanwhile

@@ -3,7 +3,8 @@
 In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
 it. `rollout.backend` names the engine; `actor.weight_update_mode=direct` keeps the native one in
 this process, the other transports mean a server process of its own, on `gpus` where they are given.
-What is opened here is closed by the ExitStack it was opened on.
+A native server that dies is replaced. What is opened here is closed by the ExitStack it was opened
+on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from areal.api.secret_text import remember_secret
 from areal.engine.http_engine import HttpEngine
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
+from areal.engine.native.server_process import ServerProcess
 from areal.engine.server_protocol import ServerProtocol
 from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
@@ -62,18 +64,26 @@ def _native_engine(
     if config.actor.weight_update_mode == "direct":
         return NativeLocalEngine(config.actor.path, **options)
     token = _new_token()
-    process, address = launch_native_server(
-        config.actor.path,
-        token=token,
-        threads=native.threads,
-        tensor_parallel=config.rollout.tensor_parallel,
-        gpus=gpus,
-        log_path=paths.logs / "server0.log",
-        setup_timeout_s=config.rollout.setup_timeout,
-        **options,
+
+    def launch() -> tuple[ChildProcess, str]:
+        return launch_native_server(
+            config.actor.path,
+            token=token,
+            threads=native.threads,
+            tensor_parallel=config.rollout.tensor_parallel,
+            gpus=gpus,
+            log_path=paths.logs / "server0.log",
+            setup_timeout_s=config.rollout.setup_timeout,
+            **options,
+        )
+
+    process = ServerProcess(launch)
+    stack.callback(process.close)
+    # Where `ipc` sent the weights from the trainer has computed on: nobody can load them again.
+    restarts = {"max_restarts": 0} if config.actor.weight_update_mode == "ipc" else {}
+    return NativeRemoteEngine(
+        [process.address], token, processes=[process], **_time_limits(config), **restarts
     )
-    stack.callback(process.terminate)
-    return NativeRemoteEngine([address], token, **_time_limits(config))
 
 
 def _vllm_engine(

@@ -55,10 +55,11 @@ class PPOTrainer(Trainer):
         self._share_cores()
         self._open_models(stack)
         runner = self._start_runner(stack)
-        self.inference, weights = open_inference(
+        self.inference, self.weights = open_inference(
             self.config, self.run.paths, stack, gpus=self._server_gpus()
         )
-        self.engine.connect_engine(self.inference, weights)
+        self.engine.connect_engine(self.inference, self.weights)
+        self.run.watchdog.observe("inference", self.inference.stats)
         self.server_trace = ServerTrace(self.inference)
         self.ledger = Ledger(self.run.database)
         self.run.on_settled = self.ledger.prune
@@ -226,8 +227,9 @@ class PPOTrainer(Trainer):
         first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)
         if first > 0:
-            self.engine.update_weights(first)
-        self.engine.set_version(first)
+            self._publish(first)
+        else:
+            self.engine.set_version(first)
         settle_garbage_collector()
         self.rollout.start(
             self.source,
@@ -245,6 +247,7 @@ class PPOTrainer(Trainer):
         """Generation goes on with the new weights as soon as they are in."""
         self.engine.update_weights(version)
         self.engine.set_version(version)
+        self.inference.note_weights(self.weights.with_version(version))
 
     def _close_batch(self, batch: Batch, data: dict[str, Any], step: StepInfo) -> dict[str, float]:
         """Book the batch as trained, let new prompts in, and describe what was trained on."""

@@ -36,7 +36,7 @@ from areal.trainer.identity import run_identity
 from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
-from areal.utils import logging, perf_tracer, stats_tracker
+from areal.utils import logging, perf_tracer, stacks, stats_tracker
 from areal.utils.fs import atomic_write_text
 from areal.utils.perf_tracer import phase
 from areal.utils.run_db import RunDatabase
@@ -45,6 +45,7 @@ from areal.utils.saver import save_checkpoint
 from areal.utils.stats_logger import StatsLogger
 from areal.utils.timers import FrequencyTimer
 from areal.utils.trackers import open_trackers
+from areal.utils.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
@@ -77,6 +78,9 @@ class Run:
             stack.enter_context(self._no_folder_for_a_mistake())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
+            stacks.share(self.paths.stacks)
+            self.watchdog = Watchdog(config.watchdog.seconds, stacks=self.paths.stacks)
+            stack.callback(self.watchdog.close)
             self._recovery = stack.enter_context(
                 Recovery(self.paths.recover, config.recover, run_identity(config, dataset_size))
             )
@@ -117,9 +121,11 @@ class Run:
     def resume(self) -> int:
         """Load the newest recover point into every role; the first step still to do, 0 if none.
 
-        From here on the folder is that of a run: it gets its config.yaml.
+        From here on the folder is that of a run: it gets its config.yaml. And from here on
+        something must move: the watchdog starts.
         """
         found = self._recovery.read(self.roles.read)
+        self.watchdog.start()
         atomic_write_text(self.paths.config, self._config_text)
         self._has_begun = True
         if found is None:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from areal.utils import logging
+from areal.utils.waits import waiting
 
 logger = logging.getLogger("BackgroundWriter")
 
 
 class BackgroundWriter:
     def __init__(self, name: str) -> None:
+        self._name = name
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._pending: Future[object] | None = None
 
@@ -37,7 +39,8 @@ class BackgroundWriter:
         if self._pending is None:
             return False
         pending = self._pending
-        pending.exception()  # an interrupted wait leaves it pending
+        with waiting(f"the write of {self._name}"):
+            pending.exception()  # an interrupted wait leaves it pending
         self._pending = None
         pending.result()
         return True

@@ -3,6 +3,7 @@
     child = ChildProcess([sys.executable, "-m", "areal.cli.main", "serve", ...], name="server")
     line = child.wait_ready(timeout_s=60)   # its first line on stdout, or RuntimeError with cause
     ...
+    child.raise_if_ended()                  # RuntimeError: how it ended, its last lines of stderr
     child.terminate()
 
 The child leads its own process group, so Ctrl-C in the terminal reaches only the parent, which
@@ -29,6 +30,7 @@ from typing import IO, Any
 from areal.api.secret_text import hide_secrets
 
 _KEPT_LINES = 50
+_SHOWN_LINES = 5  # of a child with a log; the very last one often says the least
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,6 +69,12 @@ class ChildProcess:
         """The exit code (negative: the signal that ended it), or None while it runs."""
         return self._process.poll()
 
+    def wait(self, timeout_s: float) -> int | None:
+        """`poll` that gives it some time to end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.poll()
+
     def wait_ready(
         self, *, timeout_s: float, is_ready: Callable[[str], bool] = lambda line: True
     ) -> str:
@@ -84,7 +92,6 @@ class ChildProcess:
                     f"{self._shown_stderr()}"
                 ) from None
             if line is None:
-                self._finish_reading()
                 raise RuntimeError(self.describe_end())
             if is_ready(line):
                 self._is_ready = True
@@ -111,18 +118,17 @@ class ChildProcess:
     def raise_if_ended(self) -> None:
         """RuntimeError with exit code and last output when the child no longer runs."""
         if self.poll() is not None:
-            self._finish_reading()
             raise RuntimeError(self.describe_end())
 
     def wait_end(self, *, timeout_s: float = 5.0) -> str:
         """How it ended, for a child that is known to be ending; see `describe_end`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        self._finish_reading()
+        self.wait(timeout_s)
         return self.describe_end()
 
     def describe_end(self) -> str:
-        """One sentence on how it stands, followed by its last lines of stderr."""
+        """One sentence on how it stands, with its last lines of stderr: a few, or all that are kept
+        when there is no log that has them."""
+        self._finish_reading()
         code = self.poll()
         if code is None:
             ended = "closed its output but still runs"
@@ -187,6 +193,9 @@ class ChildProcess:
         lines = list(self._stderr_tail)
         if not lines:
             return "; it wrote nothing to stderr"
+        if self._log:
+            last = " | ".join([line.strip() for line in lines if line.strip()][-_SHOWN_LINES:])
+            return f"; its last lines of stderr: {last} (all of it: {self._log.name})"
         return f"; its last {len(lines)} lines of stderr:\n" + "\n".join(lines)
 
 
@@ -236,11 +245,14 @@ def _popen(argv: list[str], env: dict[str, str], pass_fds: Sequence[int]) -> sub
         errors="replace",
         start_new_session=True,
         pass_fds=pass_fds,
-        preexec_fn=_die_with(os.getpid()) if sys.platform.startswith("linux") else None,
+        preexec_fn=die_with(os.getpid()),
     )
 
 
-def _die_with(parent_pid: int) -> Callable[[], None]:
+def die_with(parent_pid: int) -> Callable[[], None]:
+    """What a child calls right after the fork, to end when that parent does (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
     prctl = ctypes.CDLL(None).prctl  # resolved here: after the fork only the call itself may run
 
     def in_child() -> None:

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.utils import logging, stats_tracker
+from areal.utils import logging, stats_tracker, waits
 from areal.utils.fs import atomic_write_text
 
 logger = logging.getLogger("PerfTracer")
@@ -141,9 +141,18 @@ def save() -> None:
 
 @contextmanager
 def phase(name: str, category: Category = "compute", **args: Any) -> Iterator[None]:
-    """Time a phase of the step: a statistic under `timeperf/` and, when tracing, a span."""
-    with stats_tracker.record_timing(name), trace_scope(name, category, **args):
+    """Time a phase of the step: a statistic under `timeperf/` and, when tracing, a span.
+
+    Its begin and its end are movements of the run, and what it waits for is shown as part of it.
+    """
+    waits.progress()
+    with (
+        waits.waiting(f"phase {name}"),
+        stats_tracker.record_timing(name),
+        trace_scope(name, category, **args),
+    ):
         yield
+    waits.progress()
 
 
 @contextmanager

@@ -109,10 +109,7 @@ class RecoverStore:
         return _step_of(paths[0]) if paths else None
 
     def _paths(self) -> list[Path]:
-        if not self._root.is_dir():
-            return []
-        found = [p for p in self._root.iterdir() if _POINT_NAME.fullmatch(p.name)]
-        return sorted(found, key=_step_of)
+        return _points_in(self._root)
 
     def _prune(self, newest_step: int) -> None:
         """Points after the newest are of a future that did not happen: a damaged one was left."""
@@ -160,6 +157,19 @@ class RecoverPoint:
         if facts["global_step"] != self.global_step:
             fault = f"foreign, of step {facts['global_step']}"
             raise DamagedError(str(self.path), "manifest.json", fault)
+
+
+def newest_step(root: Path) -> int | None:
+    """The step of the newest point under `root`, unverified; None when there is none."""
+    paths = _points_in(root)
+    return _step_of(paths[-1]) if paths else None
+
+
+def _points_in(root: Path) -> list[Path]:
+    """Oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.iterdir() if _POINT_NAME.fullmatch(p.name)), key=_step_of)
 
 
 def _step_of(path: Path) -> int:

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal.api.secret_text import hide_secrets
+from areal.utils.waits import waiting
 
 SCHEMA_VERSION = 1
+_LOCK_TIMEOUT_S = 60.0  # a careless reader's transaction ends sooner
 
 # `tasks` and `trajectories` are written by rollout/ledger.py only.
 _SCHEMA = """
@@ -94,9 +96,10 @@ class RunDatabase:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All statements inside are committed together, or none when anything raises."""
-        with self._lock:
+        with self._locked():
             try:
-                self._connection.execute("BEGIN IMMEDIATE")
+                with waiting(f"the lock of {self.path}"):
+                    self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException as error:
@@ -104,10 +107,18 @@ class RunDatabase:
                     self._connection.execute("ROLLBACK")
                 if isinstance(error, sqlite3.Error):
                     raise RunDatabaseError(
-                        f"cannot write run database {self.path}: {error} "
-                        "(the last good transaction is kept; free disk space, then resume the run)"
+                        f"cannot write run database {self.path}: {error} ({_advice(error)})"
                     ) from error
                 raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with waiting(f"another thread that writes {self.path}"):
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def query(self, sql: str, parameters: tuple | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
         with self._lock:
@@ -166,6 +177,15 @@ def read_steps(connection: sqlite3.Connection) -> list[tuple[int, dict[str, floa
     return [(row["step"], json.loads(row["stats"])) for row in rows]
 
 
+def _advice(error: sqlite3.Error) -> str:
+    if "locked" in str(error):
+        return (
+            f"another program has held it for {_LOCK_TIMEOUT_S:g} s: end it, then resume the run; "
+            "readers open it with mode=ro"
+        )
+    return "the last good transaction is kept; free disk space, then resume the run"
+
+
 def _lock_run(path: Path) -> IO[str]:
     """Holds the run for this process; the lock file names the holder for the error message."""
     lock_path = path.with_name(path.name + ".lock")
@@ -187,7 +207,9 @@ def _lock_run(path: Path) -> IO[str]:
 
 
 def _open_writer(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode=WAL")
     # NORMAL: a commit costs no fsync. A killed process loses nothing; a power cut may lose the

@@ -60,6 +60,11 @@ class RunPaths:
         return self.root / "logs"
 
     @property
+    def stacks(self) -> Path:
+        """Where the processes of a run that hangs stood."""
+        return self.logs / "stacks.txt"
+
+    @property
     def traces(self) -> Path:
         return self.root / "traces"
 

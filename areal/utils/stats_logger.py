@@ -2,10 +2,12 @@
 
 The console gets one line per step, of the figures a human steers by:
 
-    Step 12/300 | 0.42 s | reward 0.61 | loss -0.003 | 9.8k tok/s | staleness 1.2 | failed 0
+    Step 12/300 | 0.42 s | reward 0.61 | loss -0.003 | 9.8k tok/s | staleness 1.2 |
+        retried 3 (TimeoutError 2, ServerError 1) | failed 1 (ServerError)
 
-A figure whose statistic is absent leaves no gap. The whole table follows at DEBUG level. The
-database is written first: what a human has seen, a reader of the file finds.
+A figure whose statistic is absent leaves no gap. What went wrong since the step before follows, by
+kind, and only what did. The whole table follows at DEBUG level. The database is written first: what
+a human has seen, a reader of the file finds.
 """
 
 from __future__ import annotations
@@ -46,8 +48,19 @@ HEADLINE = (
     Figure("actor/loss", before="loss "),
     Figure("tokens_per_second", after=" tok/s"),
     Figure("rollout/staleness", before="staleness "),
-    Figure("rollout/failed", before="failed "),
 )
+
+# statistics that count since the start of the process -> what the line calls them. Those below
+# one (`rollout/failed/TimeoutError`) are its kinds.
+TALLIES = {
+    "rollout/retried": "retried",
+    "rollout/rejected": "rejected",
+    "rollout/stale": "stale",
+    "rollout/failed": "failed",
+    "server/requests_resent": "resent",
+    "server/restarts": "server restarts",
+}
+_MAX_KINDS = 3
 
 
 class StatsLogger:
@@ -69,6 +82,7 @@ class StatsLogger:
         self._trackers = list(trackers)
         self._total_steps = total_steps
         self._headline = headline
+        self._counted: dict[str, float] = {}  # by the step before
 
     def commit(self, global_step: int, stats: Mapping[str, float]) -> None:
         """Publish one step's numbers; -1 is the time before the first step."""
@@ -88,7 +102,25 @@ class StatsLogger:
 
     def _line(self, global_step: int, stats: Mapping[str, float]) -> str:
         figures = [f.show(stats[f.key]) for f in self._headline if f.key in stats]
-        return " | ".join([f"Step {global_step + 1}/{self._total_steps}", *figures])
+        figures += [self._tally(key, name, stats) for key, name in TALLIES.items()]
+        line = [f"Step {global_step + 1}/{self._total_steps}", *filter(None, figures)]
+        self._counted.update(stats)
+        return " | ".join(line)
+
+    def _tally(self, key: str, name: str, stats: Mapping[str, float]) -> str:
+        """`failed 3 (TimeoutError 2, ServerError 1)` of this step; nothing when there was none."""
+        new = stats.get(key, 0) - self._counted.get(key, 0)
+        if new <= 0:
+            return ""
+        kinds = {
+            kind.removeprefix(f"{key}/"): count - self._counted.get(kind, 0)
+            for kind, count in stats.items()
+            if kind.startswith(f"{key}/")
+        }
+        named = sorted(((n, kind) for kind, n in kinds.items() if n > 0), reverse=True)
+        texts = [f"{kind} {n:g}" if len(named) > 1 else kind for n, kind in named[:_MAX_KINDS]]
+        more = ["..."] if len(named) > _MAX_KINDS else []
+        return f"{name} {new:g}" + (f" ({', '.join(texts + more)})" if texts else "")
 
 
 def _short(value: float) -> str:

@@ -18,6 +18,7 @@ from areal.reward import get_reward_fn
 from areal.rollout.context import workflow_context
 from areal.utils import import_path
 from areal.utils.tokenizer import chat_prompt_ids, load_hf_tokenizer
+from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
     from areal.api.config.generation import GenerationHyperparameters
@@ -89,13 +90,14 @@ class ChatTurn:
         text_ids = response.output_tokens
         if text_ids and text_ids[-1] in self.stop_ids:
             text_ids = text_ids[:-1]
-        return await self._reward(
-            prompt.text,
-            self.tokenizer.decode(text_ids),
-            prompt.ids,
-            response.output_tokens,
-            **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
-        )
+        with waiting(f"reward {self._reward.name}"):
+            return await self._reward(
+                prompt.text,
+                self.tokenizer.decode(text_ids),
+                prompt.ids,
+                response.output_tokens,
+                **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
+            )
 
     def close(self) -> None:
         """End the reward processes."""

@@ -53,7 +53,7 @@ def test_a_finished_set_is_judged_whatever_its_size():
 def test_attempts_are_counted_by_kind():
     meter = FailureMeter(1.0)
     for error in (ValueError(), ValueError(), OSError()):
-        meter.on_attempt_failed(error)
+        meter.on_attempt_failed(error, True)
     assert meter.attempts == {"ValueError": 2, "OSError": 1}
 
 

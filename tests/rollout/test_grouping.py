@@ -17,7 +17,7 @@ from areal.rollout.grouping import GroupRunner, copy_row
 
 
 def group_runner(
-    workflow, group_size, *, max_retries=1, on_attempt_failed=lambda error: None, **options
+    workflow, group_size, *, max_retries=1, on_attempt_failed=lambda error, retried: None, **options
 ):
     return GroupRunner(
         engine=FakeEngine(),
@@ -91,7 +91,7 @@ async def test_a_raising_episode_is_retried_with_the_same_seed():
                 raise OSError("connection reset")
             return trajectory([0])
 
-    runner = group_runner(Flaky(), 1, on_attempt_failed=errors.append)
+    runner = group_runner(Flaky(), 1, on_attempt_failed=lambda error, retried: errors.append(error))
     assert await runner.run(0, {}) is not None
     assert seeds[0] == seeds[1] and len(seeds) == 2
     assert [type(error) for error in errors] == [OSError]

@@ -69,7 +69,7 @@ def test_a_failure_raises_in_the_wait_that_meets_it_and_the_others_stay(tmp_path
             world.executor.wait(3)
         assert isinstance(caught.value.__cause__, ValueError)
         assert rewards(world.executor.wait(2)) == [[0.0], [2.0]]
-        assert world.executor.stats()["episode_errors/ValueError"] == 2, "it was tried again"
+        assert world.executor.stats()["retried/ValueError"] == 1, "it was tried again"
         task_id = world.executor.submit({"i": 0}, broken, task_id=1)
         with pytest.raises(TaskFailedError, match="task 1 failed"):
             world.executor.wait_for_task(task_id)

@@ -67,14 +67,24 @@ def test_not_ready_in_time():
     child.terminate()
 
 
-def test_only_the_last_lines_are_kept_and_the_log_has_all(tmp_path):
+def test_the_last_lines_are_shown_and_the_log_has_all(tmp_path):
     log = tmp_path / "logs" / "toy.log"
     child = python("import sys\nfor i in range(200): print(i, file=sys.stderr)", log_path=log)
     wait_until(lambda: child.poll() is not None)
     with pytest.raises(RuntimeError) as caught:
         child.raise_if_ended()
-    assert str(caught.value).splitlines()[1:] == [str(i) for i in range(150, 200)]
+    assert str(caught.value).endswith(
+        f"its last lines of stderr: 195 | 196 | 197 | 198 | 199 (all of it: {log})"
+    )
     assert log.read_text().split() == [str(i) for i in range(200)]
+
+
+def test_without_a_log_the_last_lines_are_shown():
+    child = python("import sys\nfor i in range(200): print(i, file=sys.stderr)")
+    assert child.wait(10) == 0
+    with pytest.raises(RuntimeError) as caught:
+        child.raise_if_ended()
+    assert str(caught.value).splitlines()[1:] == [str(i) for i in range(150, 200)]
 
 
 def test_stubborn_child_is_killed():

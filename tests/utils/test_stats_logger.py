@@ -43,7 +43,33 @@ def test_console_line(run_db, caplog):
     with caplog.at_level(logging.INFO, "areal"):
         StatsLogger(run_db, total_steps=300).commit(11, STATS)
     assert caplog.messages == [
-        "Step 12/300 | 0.42 s | reward 0.61 | loss -0.003 | 9.8k tok/s | staleness 1.2 | failed 0"
+        "Step 12/300 | 0.42 s | reward 0.61 | loss -0.003 | 9.8k tok/s | staleness 1.2"
+    ]
+
+
+def test_what_went_wrong_in_the_step_is_counted_by_kind(run_db, caplog):
+    """The statistics count since the start; the line has what is new."""
+    first = {
+        "rollout/retried": 3,
+        "rollout/retried/TimeoutError": 2,
+        "rollout/retried/ServerError": 1,
+        "rollout/rejected": 4,
+        "rollout/rejected/should_accept_fn": 4,
+        "rollout/stale": 0,
+    }
+    second = {**first, "rollout/retried": 4, "rollout/retried/ServerError": 2, "rollout/stale": 2}
+    many = {f"rollout/failed/E{i}": 1 for i in range(5)}
+    with caplog.at_level(logging.INFO, "areal"):
+        stats_logger = StatsLogger(run_db, total_steps=9)
+        stats_logger.commit(0, first)
+        stats_logger.commit(1, second)
+        stats_logger.commit(2, second)
+        stats_logger.commit(3, {**many, "rollout/failed": 5, "server/restarts": 1})
+    assert caplog.messages == [
+        "Step 1/9 | retried 3 (TimeoutError 2, ServerError 1) | rejected 4 (should_accept_fn)",
+        "Step 2/9 | retried 1 (ServerError) | stale 2",
+        "Step 3/9",
+        "Step 4/9 | failed 5 (E4 1, E3 1, E2 1, ...) | server restarts 1",
     ]
 
 

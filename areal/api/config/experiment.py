@@ -23,6 +23,7 @@ from areal.api.config.servers import SGLangConfig, VLLMConfig
 from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
+from areal.api.config.watchdog import WatchdogConfig
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
@@ -63,6 +64,8 @@ class BaseExperimentConfig:
     """Where statistics go."""
     perf_tracer: PerfTracerConfig = field(default_factory=PerfTracerConfig)
     """Traces of the run's phases."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """When a run that hangs is ended."""
 
     def __post_init__(self) -> None:
         for name in ("experiment_name", "trial_name"):

@@ -58,6 +58,9 @@ class RecoverConfig(TimerConfig):
     mode: Literal["disabled", "on", "off", "auto"] = "disabled"
     """`on`: write recover points and go on from the newest. `off` and `auto` are older names of
     `disabled` and `on`, and are stored as those."""
+    retries: int = 3
+    """Times in a row, without a new recover point between, that `areal train` starts a training
+    process again that died. 0: never."""
     keep: int = 2
     """Newest recover points kept."""
     on_damage: Literal["stop", "previous"] = "stop"
@@ -68,6 +71,7 @@ class RecoverConfig(TimerConfig):
         super().__post_init__()
         self.mode = {"off": "disabled", "auto": "on"}.get(self.mode, self.mode)
         require_at_least(1, keep=self.keep)
+        require_at_least(0, retries=self.retries)
         if self.mode == "on":
             require(
                 self.ever_fires,

@@ -8,7 +8,8 @@
 One exchange carries hundreds of requests, so the cost of HTTP is paid per tick, not per sample.
 Calls with the same prompt go to the same server and share its computation there. Requests whose
 connection was lost go out again as a whole, at most `retries` times; with a seed they come back
-with the same tokens. Everything else that goes wrong is raised, never turned into data.
+with the same tokens. Where the server has died and is replaced they wait for the replacement, and
+that attempt does not count. Everything else that goes wrong is raised, never turned into data.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
+from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
 from areal.engine.fleet import Fleet, Server, retry_delay_s
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests
 from areal.engine.server_control import ServerError, error_text
 from areal.utils import logging
+from areal.utils.waits import waiting
 
 logger = logging.getLogger("NativeRemoteEngine")
 
@@ -44,27 +48,45 @@ class _Pending:
     def max_tokens(self) -> int:
         return len(self.request.input_ids) + self.request.gconfig.max_new_tokens
 
+    def describe(self) -> str:
+        exchange = self.exchange
+        return "a native server" if exchange is None else _where(exchange.server)
+
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
     """One POST and the calls that wait for it, by the rid they travel under."""
 
     server: Server
+    address: str  # that of the server when it was sent
     waiting: dict[str, _Pending]
     num_wanted: int  # calls nobody has cancelled yet
     task: asyncio.Task | None = None
 
 
 class GenerateClient:
-    """Lives on the event loop it is made on. `timeout_s` bounds one attempt of a request."""
+    """Lives on the event loop it is made on. `timeout_s` bounds one attempt of a request.
+
+    `replace(address)` is called in a thread when a connection to a server was lost. It returns the
+    address of the server that takes its place, the same one when there is none.
+    """
 
     def __init__(
-        self, addresses: Iterable[str], token: str, *, timeout_s: float, retries: int
+        self,
+        addresses: Iterable[str],
+        token: str,
+        *,
+        timeout_s: float,
+        retries: int,
+        replace: Callable[[str], str],
     ) -> None:
         self.events = asyncio.get_running_loop()
         self._fleet = Fleet(addresses)
         self._timeout_s = timeout_s
         self._retries = retries
+        self._replace = replace
+        self._replacing: dict[str, asyncio.Task] = {}  # by address
+        self.num_resent = 0  # requests sent again after a lost connection
         self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
         self._outbox: list[_Pending] = []  # calls of this tick
         self._tasks: set[asyncio.Task] = set()
@@ -84,7 +106,8 @@ class GenerateClient:
         self._open.add(pending.future)
         self._send_soon([pending])
         try:
-            return await pending.future
+            with waiting(pending.describe):
+                return await pending.future
         except asyncio.CancelledError:
             _give_up(pending)
             raise
@@ -111,13 +134,17 @@ class GenerateClient:
         calls = [pending for pending in self._outbox if not pending.future.done()]
         self._outbox.clear()
         for server, share in self._assign(calls):
-            waiting = {self._wire_rid(pending): pending for pending in share}
-            exchange = _Exchange(server, waiting, num_wanted=len(share))
+            calls_by_rid = {self._wire_rid(pending): pending for pending in share}
+            exchange = _Exchange(server, server.address, calls_by_rid, num_wanted=len(share))
             for pending in share:
                 pending.exchange = exchange
-            exchange.task = self.events.create_task(self._carry(exchange), name="native-exchange")
-            self._tasks.add(exchange.task)
-            exchange.task.add_done_callback(self._tasks.discard)
+            exchange.task = self._start(self._carry(exchange), "native-exchange")
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task:
+        task = self.events.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _wire_rid(self, pending: _Pending) -> str:
         return f"{pending.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
@@ -139,12 +166,12 @@ class GenerateClient:
             if exchange.waiting:
                 raise aiohttp.ClientPayloadError(f"{len(exchange.waiting)} replies are missing")
         except aiohttp.ClientError as err:
-            self._retry(exchange, err)
+            await self._on_lost(exchange, err)
         except TimeoutError:
             limit = f"{self._timeout_s:g} s (rollout.request_timeout)"
             self._fail(exchange, ServerError(f"{_where(server)}: no reply within {limit}"))
         except OSError as err:
-            self._retry(exchange, err)
+            await self._on_lost(exchange, err)
         except (ServerError, ValueError) as err:
             self._fail(exchange, err)
         finally:
@@ -156,7 +183,7 @@ class GenerateClient:
             GenRequest(rid, pending.request.input_ids, pending.request.gconfig)
             for rid, pending in exchange.waiting.items()
         )
-        url = f"http://{exchange.server.address}/generate"
+        url = f"http://{exchange.address}/generate"
         async with self._session.post(url, data=body) as answer:
             if answer.status != 200:
                 raise _error_of(exchange.server, answer.status, await answer.text())
@@ -165,6 +192,31 @@ class GenerateClient:
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     _settle(exchange, _read(line, exchange.server))
+
+    async def _on_lost(self, exchange: _Exchange, err: Exception) -> None:
+        """Send again what is unanswered: at once when the server was replaced, else a bit later."""
+        server, address = exchange.server, exchange.address
+        try:
+            if server.address == address:
+                if address not in self._replacing:
+                    task = self._start(self._look_after(server), "native-replace")
+                    self._replacing[address] = task
+                await asyncio.shield(self._replacing[address])
+        except (ServerError, EngineLostError) as lost:
+            return self._fail(exchange, lost)
+        if server.address == address:
+            return self._retry(exchange, err)
+        self.num_resent += len(exchange.waiting)
+        for pending in exchange.waiting.values():
+            pending.exchange = None
+        return self._send_soon(exchange.waiting.values())
+
+    async def _look_after(self, server: Server) -> None:
+        address = server.address
+        try:
+            server.address = await asyncio.to_thread(self._replace, address)
+        finally:
+            del self._replacing[address]
 
     def _retry(self, exchange: _Exchange, err: Exception) -> None:
         self._fleet.avoid(exchange.server)
@@ -180,6 +232,7 @@ class GenerateClient:
                     ServerError(f"{fault} (after {pending.attempts} attempts)")
                 )
         if again:
+            self.num_resent += len(again)
             delay = retry_delay_s(min(pending.attempts for pending in again))
             logger.warning(
                 "%s: %s: %s; sending %d requests again in %.1f s",

@@ -23,6 +23,7 @@ from areal.engine.native.model_text import ModelText
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, check_supported
+from areal.utils.waits import waiting
 from areal.weight_sync.transports import open_sent
 
 
@@ -80,7 +81,8 @@ class NativeLocalEngine(InferenceEngine):
         if req.gconfig.stop:  # in a thread: reading the tokenizer takes seconds
             watch = await asyncio.to_thread(self._text.stop_watch, req.gconfig)
         request = GenRequest(rid, req.input_ids, req.gconfig, stop_watch=watch)
-        reply = await self._generate(request)
+        with waiting("generation in this process"):
+            reply = await self._generate(request)
         return reply.response(req, latency=time.perf_counter() - start)
 
     def pause_generation(self) -> None:

@@ -33,6 +33,7 @@ from areal.engine.native.model_text import ModelText
 from areal.models import get_model_spec
 from areal.models.common.tensor_parallel import Ranks, share_of
 from areal.models.hf_io import language_config, read_hf_config
+from areal.utils import stacks
 from areal.utils.child_process import ChildProcess
 
 _COMPUTE_TIMEOUT = timedelta(minutes=10)  # a rank may be that late, by loading weights
@@ -174,5 +175,6 @@ def run_follower(place: _Place, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    stacks.listen()
     given = json.loads(sys.argv[1])
     run_follower(_Place(**given["place"]), given["options"])

@@ -8,30 +8,40 @@
     child.terminate()
 
 Generation runs on the event loop of its first caller (exchange.py); control calls block and may
-come from any thread (control.py).
+come from any thread (../server_control.py).
+
+A server whose process this one started (`processes`) is replaced when it dies: whoever lost a
+connection to it starts another, which loads the weights that served last (`note_weights`) before it
+is given a request. Nothing that was asked for is lost; what was half generated is made again.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal.api.engine_api import InferenceEngine
+from areal.api.engine_api import EngineLostError, InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.score_rows import padded_scores, token_lists
+from areal.engine.native.server_process import ServerProcess
 from areal.engine.native.wire import check_supported
-from areal.engine.server_control import ControlClient, on_all
+from areal.engine.server_control import ControlClient, ServerError, ServerRefusedError, on_all
+from areal.utils import logging
 from areal.utils.child_process import ChildProcess
+from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("NativeRemoteEngine")
 
 T = TypeVar("T")
 
@@ -39,6 +49,9 @@ T = TypeVar("T")
 class NativeRemoteEngine(InferenceEngine):
     """`addrs` are "host:port". `request_timeout_s` bounds one attempt of a request and every
     control call, `setup_timeout_s` how long `initialize` waits for the servers.
+
+    `processes` are those of the servers, in the order of `addrs`; without them nobody is replaced.
+    `max_restarts` bounds the replacements between two weight updates.
     """
 
     def __init__(
@@ -49,20 +62,34 @@ class NativeRemoteEngine(InferenceEngine):
         request_timeout_s: float = 3600.0,
         request_retries: int = 3,
         setup_timeout_s: float = 300.0,
+        processes: Sequence[ServerProcess] = (),
+        max_restarts: int = 3,
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
-        self._addrs = addrs
+        self._addrs = list(addrs)
         self._token = token
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
         self._setup_timeout_s = setup_timeout_s
-        self._controls = [ControlClient(addr, token, timeout_s=request_timeout_s) for addr in addrs]
+        self._controls = [self._control(addr) for addr in addrs]
         self._client: GenerateClient | None = None
+        self._processes = processes
+        self._max_restarts = max_restarts
+        self._replacing = threading.Lock()  # guards all below
+        self._num_restarts = self._num_recent_restarts = 0
+        self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its place
+        self._weights: dict[str, Any] | None = None  # the order that brought those that serve
+        self._paused = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Training ranks and rollout workers have copies, with connections of their own."""
-        return {**self.__dict__, "_client": None}
+        """Training ranks and rollout workers have copies. Connections and processes stay where they
+        are: a copy replaces nobody."""
+        return {**self.__dict__, "_client": None, "_processes": (), "_replacing": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._replacing = threading.Lock()
 
     def initialize(self) -> None:
         self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
@@ -80,9 +107,11 @@ class NativeRemoteEngine(InferenceEngine):
         return reply.response(req, latency=time.perf_counter() - start)
 
     def pause_generation(self) -> None:
+        self._paused = True
         self._on_all(lambda control: control.post("/pause"))
 
     def continue_generation(self) -> None:
+        self._paused = False
         self._on_all(lambda control: control.post("/continue"))
 
     def update_weights(
@@ -95,8 +124,12 @@ class NativeRemoteEngine(InferenceEngine):
                 "a server in another process cannot take tensors directly; "
                 "set actor.weight_update_mode to shm or disk"
             )
-        order = {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
+        order = _weight_order(meta)
         self._on_all(lambda control: control.post("/update_weights", **order))
+
+    def note_weights(self, meta: WeightUpdateMeta) -> None:
+        with self._replacing:
+            self._weights, self._num_recent_restarts = _weight_order(meta), 0
 
     def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
         """Each server scores a share of the rows."""
@@ -104,7 +137,10 @@ class NativeRemoteEngine(InferenceEngine):
         shares = [rows[i :: len(self._controls)] for i in range(len(self._controls))]
         scores: list[list[float]] = [[] for _ in rows]
         with ThreadPoolExecutor(len(shares), thread_name_prefix="native-score") as pool:
-            answers = pool.map(_post_score, self._controls, shares)
+            answers = pool.map(
+                lambda index: self._on(index, lambda c: _post_score(c, shares[index])),
+                range(len(shares)),
+            )
             for index, answer in enumerate(answers):
                 scores[index :: len(shares)] = answer
         return padded_scores(scores, data)
@@ -120,8 +156,9 @@ class NativeRemoteEngine(InferenceEngine):
         return min(health["version"] for health in self._on_all(lambda c: c.get("/health")))
 
     def stats(self) -> dict[str, float]:
-        """Summed over the servers, except the version."""
-        total: dict[str, float] = {}
+        """Summed over the servers, except the version; those of a server that died are gone."""
+        resent = self._client.num_resent if self._client is not None else 0
+        total: dict[str, float] = {"restarts": self._num_restarts, "requests_resent": resent}
         for stats in self._on_all(lambda control: control.get("/stats")):
             for name, value in stats.items():
                 total[name] = value if name == "version" else total.get(name, 0) + value
@@ -136,7 +173,59 @@ class NativeRemoteEngine(InferenceEngine):
         }
 
     def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
-        return on_all(self._controls, call)
+        numbers = range(len(self._controls))
+        return on_all(numbers, lambda index: self._on(index, call))
+
+    def _on(self, index: int, call: Callable[[ControlClient], T]) -> T:
+        """The call on one server, and again on its replacement when it turns out to be dead."""
+        control = self._controls[index]
+        try:
+            return call(control)
+        except ServerRefusedError:
+            raise
+        except ServerError:
+            if self._replace(control.address) == control.address:
+                raise
+            return call(self._controls[index])
+
+    def _replace(self, address: str) -> str:
+        """The address of the server in the place of `address`; the same one while that runs."""
+        with self._replacing:
+            if address in self._replaced:  # whoever lost a connection first has seen to it
+                return self._replaced[address]
+            index = self._addrs.index(address)
+            end = self._processes[index].describe_end() if self._processes else None
+            if end is None:
+                return address
+            with waiting(f"the replacement of native server {address}"):
+                replacement = self._start_again(self._processes[index], end)
+            self._addrs[index] = self._replaced[address] = replacement
+            self._controls[index] = self._control(replacement)
+            return replacement
+
+    def _start_again(self, process: ServerProcess, end: str) -> str:
+        while self._num_recent_restarts < self._max_restarts:
+            self._num_recent_restarts += 1
+            self._num_restarts += 1
+            logger.warning("%s; starting another", end)
+            try:
+                address = process.start_again()
+                self._prepare(self._control(address))
+                return address
+            except RuntimeError as error:  # it did not start, or died again
+                end = str(error)
+        raise EngineLostError(end)
+
+    def _prepare(self, control: ControlClient) -> None:
+        """Make a new server what the dead one was, before anybody else knows its address."""
+        control.wait_until_healthy(self._setup_timeout_s)
+        if self._weights is not None:
+            control.post("/update_weights", **self._weights)
+        if self._paused:
+            control.post("/pause")
+
+    def _control(self, address: str) -> ControlClient:
+        return ControlClient(address, self._token, timeout_s=self._request_timeout_s)
 
     def _client_here(self) -> GenerateClient:
         """The client of the running event loop; a loop that was closed is replaced by the next."""
@@ -147,6 +236,7 @@ class NativeRemoteEngine(InferenceEngine):
                 self._token,
                 timeout_s=self._request_timeout_s,
                 retries=self._request_retries,
+                replace=self._replace,
             )
         elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")
@@ -205,6 +295,10 @@ def launch_native_server(
         raise
     ready = json.loads(line)
     return child, f"{ready['host']}:{ready['port']}"
+
+
+def _weight_order(meta: WeightUpdateMeta) -> dict[str, Any]:
+    return {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
 
 
 def _post_score(control: ControlClient, sequences: list[list[int]]) -> list[list[float]]:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from areal.infra.channel import Channel
 from areal.infra.engine_host import Answer, EngineHost
+from areal.utils import stacks
 
 
 def main() -> None:
+    stacks.listen()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--channel", type=int, required=True, help="an open socket, by its number")
     serve(Channel(socket.socket(fileno=parser.parse_args().channel)))

@@ -1,0 +1,19 @@
+"""The `watchdog` section: when a run in which nothing moves is ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal.api.config.checks import require_above
+
+
+@dataclass(kw_only=True)
+class WatchdogConfig:
+    """Ends a run that hangs, and says who waits for whom."""
+
+    seconds: float | None = 300.0
+    """Longest time in which no episode ends, no token is generated, no phase begins and no
+    micro-batch is computed. null: wait for ever."""
+
+    def __post_init__(self) -> None:
+        require_above(0, seconds=self.seconds)
