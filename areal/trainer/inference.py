@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.http_engine import HttpEngine
@@ -42,7 +43,9 @@ def open_inference(
     engine = _OPENERS[config.rollout.engine](config, paths, stack, gpus)
     stack.callback(engine.destroy)
     engine.initialize()
-    return engine, root.meta(recompute_kv=config.rollout.recompute_kv)
+    receiver = ModelAllocation.from_str(config.rollout.backend)
+    meta = root.meta(recompute_kv=config.rollout.recompute_kv, gen_allocation=receiver)
+    return engine, meta
 
 
 def _native_engine(

@@ -26,6 +26,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.score_rows import padded_scores, token_lists
+from areal.engine.native.weight_senders import CollectiveSender, DeltaSender
 from areal.engine.native.wire import check_supported
 from areal.engine.server_control import ControlClient, on_all
 from areal.utils.child_process import ChildProcess
@@ -38,7 +39,8 @@ T = TypeVar("T")
 
 class NativeRemoteEngine(InferenceEngine):
     """`addrs` are "host:port". `request_timeout_s` bounds one attempt of a request and every
-    control call, `setup_timeout_s` how long `initialize` waits for the servers.
+    control call, `setup_timeout_s` how long `initialize` waits for the servers, and
+    `weight_group_timeout_s` how long a server may keep a broadcast of weights waiting.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class NativeRemoteEngine(InferenceEngine):
         request_timeout_s: float = 3600.0,
         request_retries: int = 3,
         setup_timeout_s: float = 300.0,
+        weight_group_timeout_s: float = 120.0,
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
@@ -59,6 +62,8 @@ class NativeRemoteEngine(InferenceEngine):
         self._setup_timeout_s = setup_timeout_s
         self._controls = [ControlClient(addr, token, timeout_s=request_timeout_s) for addr in addrs]
         self._client: GenerateClient | None = None
+        self._collective = CollectiveSender(self._controls, timeout_s=weight_group_timeout_s)
+        self._delta = DeltaSender(self._controls)
 
     def __getstate__(self) -> dict[str, Any]:
         """A training rank sends its weights by a copy of this; a connection stays where it is."""
@@ -69,6 +74,7 @@ class NativeRemoteEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """From any thread. Calls that still wait are cancelled."""
+        self._collective.close()
         client, self._client = self._client, None
         if client is not None:
             close_on_its_loop(client.events, client.close)
@@ -90,6 +96,10 @@ class NativeRemoteEngine(InferenceEngine):
         meta: WeightUpdateMeta,
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
+        if meta.type == "xccl" and named_tensors is not None:
+            return self._collective.send(meta, named_tensors)
+        if meta.type == "delta" and named_tensors is not None:
+            return self._delta.send(meta, named_tensors)
         if meta.type == "direct" or named_tensors is not None:
             raise ValueError(
                 "a server in another process cannot take tensors directly; "
