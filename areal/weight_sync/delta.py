@@ -17,7 +17,7 @@ Both sides hold a copy of the weights in host memory; what is saved is the way b
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -86,7 +86,7 @@ class Mirror:
     """The whole weights of the last version that came, in a folder in memory."""
 
     def __init__(self) -> None:
-        name = f"mirror-{os.getpid()}"
+        name = f"mirror-{secrets.token_hex(4)}"
         self._root = PublicationRoot("shm", run_name=name, disk_root=tempfile.gettempdir())
         self._held: Publication | None = None
 

@@ -12,14 +12,15 @@ def device_checksum(tensor: torch.Tensor) -> int:
 
     Odd factors can be inverted: a change of one word, of whatever bit, always shows.
     """
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     num_whole = len(raw) // 8 * 8
     tail = raw.new_zeros(8)
     tail[: len(raw) - num_whole] = raw[num_whole:]
     whole = raw[:num_whole]
     if whole.storage_offset() % 8:  # cannot be read as words where it lies
         whole = whole.clone()
-    factors = torch.arange(1, 2 * _CHUNK_WORDS, 2, device=raw.device)
+    num_factors = min(_CHUNK_WORDS, len(raw) // 8 + 1)
+    factors = torch.arange(1, 2 * num_factors, 2, device=raw.device)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     place = 0
     for words in (*whole.view(torch.int64).split(_CHUNK_WORDS), tail.view(torch.int64)):

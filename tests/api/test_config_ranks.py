@@ -80,7 +80,8 @@ def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> N
         ),
         (
             ["rollout.backend=native:d1t2", "actor.weight_update_mode=direct"],
-            "actor.weight_update_mode must be shm, disk, delta or xccl when rollout.backend is 'native:d1t2'",
+            "actor.weight_update_mode must be shm, disk, delta or xccl when rollout.backend is "
+            "'native:d1t2'",
         ),
         (
             ["rollout.backend=native:d1t2", "native.batch_invariant=true"],
