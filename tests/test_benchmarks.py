@@ -110,3 +110,13 @@ def test_rl_single_gpu_reports_both_halves_and_the_loop(tmp_path):
     rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
     assert rows["ceiling"] < min(rows["generate_alone"], rows["train_alone"])
     assert rows["staleness_0"] > 0 and rows["staleness_2"] > 0
+
+
+@pytest.mark.slow
+def test_weight_sync_reports_every_transport(tmp_path):
+    report = tmp_path / "report.json"
+    run("weight_sync.py", "--tiny", "--repeats", "1", "--json", report)
+    rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
+    for kind in ("direct", "shm", "xccl", "disk", "delta"):
+        assert rows[f"{kind}_seconds"] > 0 and rows[f"{kind}_stall_ms"] >= 0
+    assert rows["delta_mb"] < rows["disk_mb"] / 5 and 0 < rows["delta_changed"] < 0.2

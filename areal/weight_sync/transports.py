@@ -35,7 +35,7 @@ import torch
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightTransport, WeightUpdateMeta
 from areal.weight_sync.cuda_ipc import HANDLES, open_handles, publish_handles
-from areal.weight_sync.publication import open_publication, publish
+from areal.weight_sync.publication import PublicationError, open_publication, publish
 
 _ON_DISK = ("disk", "delta")
 _KEPT_VERSIONS = 2  # the newest, and the one a slow reader may still be mapping
@@ -97,7 +97,10 @@ def open_sent(folder: str | Path, *, version: int) -> Iterable[tuple[str, torch.
     """What a sender left in `folder`, verified; PublicationError when it must not be loaded."""
     if (Path(folder) / HANDLES).exists():
         return open_handles(folder, version=version)
-    return open_publication(folder, version=version)
+    publication = open_publication(folder, version=version)
+    if (base := publication.manifest.base_version) is not None:
+        raise PublicationError(f"{folder} holds only changes of version {base}: take it as a delta")
+    return publication
 
 
 def remove_old_versions(root: str | Path, keep: int = _KEPT_VERSIONS) -> None:

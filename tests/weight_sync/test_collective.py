@@ -134,3 +134,29 @@ def test_a_group_that_is_not_complete_in_time(pool):
     place = GroupPlace("g", "127.0.0.1", listener.getsockname()[1], 0, 2, "gloo", 1.0)
     with pytest.raises(GroupError, match=r"the weight group of 127.0.0.1:\d+: .*timeout"):
         WeightGroup.open(place, "cpu", listener=listener)
+
+
+@pytest.mark.gpu
+def test_nccl_carries_what_is_sent():
+    """A group of one: NCCL wants a GPU per member. Two GPUs, when they are there, are two."""
+    num_members = min(2, torch.cuda.device_count())
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def open_group(rank, listener=None):
+        place = GroupPlace("g", "127.0.0.1", port, rank, num_members, "nccl", 60.0)
+        return WeightGroup.open(place, f"cuda:{rank}", listener=listener)
+
+    weights = {name: tensor.cuda() for name, tensor in WEIGHTS.items()}
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(open_group, rank) for rank in range(1, num_members)]
+        sender = open_group(0, listener)
+        receivers = [other.result() for other in others]
+        for version in (1, 2):
+            under_way = [pool.submit(group.receive, version) for group in receivers]
+            sender.send(version, weights.items(), bucket_bytes=100)
+            for future in under_way:
+                for name, tensor in future.result():
+                    assert tensor.is_cuda and torch.equal(tensor.cpu(), WEIGHTS[name])
+    for group in (sender, *receivers):
+        group.close()

@@ -7,6 +7,7 @@ import torch
 
 from areal.weight_sync.delta import DeltaPublisher, Mirror, WrongBaseError
 from areal.weight_sync.publication import PublicationError, open_publication
+from areal.weight_sync.transports import open_sent
 
 SIZE = {"bucket_bytes": 1 << 20}
 
@@ -44,6 +45,8 @@ def test_first_whole_then_changes(tmp_path, mirror):
     assert open_publication(tmp_path / "v3").manifest.base_version is None
     assert open_publication(tmp_path / "v7").manifest.base_version == 4
     assert sizes[1] < sizes[0] / 20 and sizes[2] < sizes[0] / 20
+    with pytest.raises(PublicationError, match="v7 holds only changes of version 4"):
+        open_sent(tmp_path / "v7", version=7)
 
 
 def test_another_base_is_refused_and_a_whole_one_helps(tmp_path, mirror):
