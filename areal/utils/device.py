@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def best_device() -> str:
@@ -12,12 +16,11 @@ def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def device_identity(device: str) -> str:
+def device_identity(device: torch.device) -> str:
     """Which GPU it is, the same in every process and on every machine; "cpu" for the CPU."""
     import torch
 
-    found = torch.device(device)
-    return "cpu" if found.type == "cpu" else str(torch.cuda.get_device_properties(found).uuid)
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def num_cores() -> int:

@@ -41,6 +41,9 @@ _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
+def _no_check() -> None: ...
+
+
 class GroupError(RuntimeError):
     """The group cannot be opened, or broke, or brought what must not be loaded."""
 
@@ -65,7 +68,7 @@ class _UnderWay:
 
 
 class WeightGroup:
-    """Use `open`. `check` of its methods is called while they wait, and may raise."""
+    """Use `open`."""
 
     def __init__(
         self, place: GroupPlace, device: torch.device, headers: dist.Backend, buckets: dist.Backend
@@ -84,9 +87,12 @@ class WeightGroup:
         *,
         listener: socket.socket | None = None,
     ) -> WeightGroup:
-        """Returns when all members are there. Rank 0 gives the socket it listens on."""
+        """Returns when all members are there. Rank 0 gives the socket it listens on.
+
+        device: of this member, with its number.
+        """
         timeout = timedelta(seconds=place.timeout_s)
-        memory = _whole_name(device) if place.backend == "nccl" else torch.device("cpu")
+        memory = torch.device(device if place.backend == "nccl" else "cpu")
         try:
             store = dist.TCPStore(
                 place.host,
@@ -112,11 +118,11 @@ class WeightGroup:
         named_tensors: NamedTensors,
         *,
         bucket_bytes: int,
-        check: Callable[[], None] = lambda: None,
-    ) -> int:
-        """Returns, when the last byte has left, how many there were."""
+        check: Callable[[], None] = _no_check,
+    ) -> None:
+        """Returns when the last byte has left. `check` is called in every wait, and may raise."""
         last: _UnderWay | None = None
-        num_bytes = num_buckets = 0
+        num_buckets = 0
         for bucket in fill_buckets(named_tensors, bucket_bytes, self._device):
             flat, entries = _pack(bucket, self._device)
             header = {"version": version, "weights": entries, "checksum": device_checksum(flat)}
@@ -124,21 +130,17 @@ class WeightGroup:
                 self._finish(last, check)
             self._send_header({**header, "nbytes": len(flat)}, check)
             last = self._broadcast(flat, self._buckets)
-            num_bytes += len(flat)
             num_buckets += 1
         if last is not None:
             self._finish(last, check)
         self._send_header({"version": version, "num_buckets": num_buckets}, check)
-        return num_bytes
 
-    def receive(
-        self, version: int, *, check: Callable[[], None] = lambda: None
-    ) -> list[tuple[str, torch.Tensor]]:
+    def receive(self, version: int) -> list[tuple[str, torch.Tensor]]:
         """All weights of `version`, in memory of this group's device."""
         staged: list[tuple[str, torch.Tensor]] = []
         num_buckets = 0
         while True:
-            header = self._receive_header(check)
+            header = self._receive_header()
             if header["version"] != version:
                 raise GroupError(
                     f"the sender sends version {header['version']}, this server was told to expect "
@@ -149,7 +151,7 @@ class WeightGroup:
                     raise GroupError(f"{num_buckets} buckets came of {header['num_buckets']}")
                 return staged
             flat = torch.empty(header["nbytes"], dtype=torch.uint8, device=self._device)
-            self._finish(self._broadcast(flat, self._buckets), check)
+            self._finish(self._broadcast(flat, self._buckets))
             if device_checksum(flat) != header["checksum"]:
                 names = [name for name, *_ in header["weights"]]
                 raise GroupError(
@@ -174,18 +176,18 @@ class WeightGroup:
         self._headers = self._buckets = None
         self._under_way = []
 
-    def _send_header(self, header: dict[str, Any], check: Callable[[], None]) -> None:
+    def _send_header(self, header: dict[str, Any], check: Callable[[], None] = _no_check) -> None:
         content = bytearray(json.dumps(header).encode())
         size = torch.tensor([len(content)])
         self._finish(self._broadcast(size, self._headers), check)
         text = torch.frombuffer(content, dtype=torch.uint8)
         self._finish(self._broadcast(text, self._headers), check)
 
-    def _receive_header(self, check: Callable[[], None]) -> dict[str, Any]:
+    def _receive_header(self) -> dict[str, Any]:
         size = torch.zeros(1, dtype=torch.int64)
-        self._finish(self._broadcast(size, self._headers), check)
+        self._finish(self._broadcast(size, self._headers))
         text = torch.empty(int(size), dtype=torch.uint8)
-        self._finish(self._broadcast(text, self._headers), check)
+        self._finish(self._broadcast(text, self._headers))
         return json.loads(text.numpy().tobytes())
 
     def _broadcast(self, buffer: torch.Tensor, backend: dist.Backend) -> _UnderWay:
@@ -198,7 +200,7 @@ class WeightGroup:
         self._under_way = [work]
         return _UnderWay(work, buffer)
 
-    def _finish(self, under_way: _UnderWay, check: Callable[[], None]) -> None:
+    def _finish(self, under_way: _UnderWay, check: Callable[[], None] = _no_check) -> None:
         deadline = time.monotonic() + self.place.timeout_s
         while not under_way.work.is_completed():
             check()
@@ -242,12 +244,6 @@ def _nccl(store: dist.Store, place: GroupPlace, device: torch.device) -> dist.Ba
             os.environ[_NCCL_ERRORS] = before
     backend.eager_connect_single_device(device)
     return backend
-
-
-def _whole_name(device: str | torch.device) -> torch.device:
-    """With its number."""
-    found = torch.device(device)
-    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _address_towards(host: str, port: int) -> str:

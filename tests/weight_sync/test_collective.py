@@ -66,10 +66,10 @@ def test_the_next_bucket_is_gathered_while_one_travels(pool):
         yield "third", torch.ones(1)
 
     def receive_first_late() -> bool:
-        header = receiver._receive_header(lambda: None)
+        header = receiver._receive_header()
         in_time = gathering_third.wait(10)
         flat = torch.empty(header["nbytes"], dtype=torch.uint8)
-        receiver._finish(receiver._broadcast(flat, receiver._buckets), lambda: None)
+        receiver._finish(receiver._broadcast(flat, receiver._buckets))
         return in_time
 
     sending = pool.submit(sender.send, 1, gather(), bucket_bytes=1)
@@ -95,8 +95,8 @@ def test_a_wrong_checksum_is_named(pool):
     flat = torch.zeros(16, dtype=torch.uint8)
     weights = [["a", "F32", [4], 0]]
     header = {"version": 1, "weights": weights, "checksum": 1, "nbytes": 16}
-    sender._send_header(header, lambda: None)
-    sender._finish(sender._broadcast(flat, sender._buckets), lambda: None)
+    sender._send_header(header)
+    sender._finish(sender._broadcast(flat, sender._buckets))
     with pytest.raises(GroupError, match=r"bucket 0 of version 1 \(a ...\) is not what was sent"):
         under_way.result()
 

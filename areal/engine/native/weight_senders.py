@@ -71,7 +71,8 @@ class CollectiveSender:
             raise ValueError(
                 f"gen_allocation has {expected} servers, this engine knows {len(self._controls)}"
             )
-        devices = [device_identity(best_device())]
+        device = torch.empty(0, device=best_device()).device  # with its number
+        devices = [device_identity(device)]
         devices += [control.get("/health")["device"] for control in self._controls]
         # NCCL wants a GPU per member.
         alone = len(set(devices)) == len(devices) and "cpu" not in devices
@@ -91,7 +92,7 @@ class CollectiveSender:
         calls = _Calls()
         for rank, control in enumerate(self._controls, start=1):
             calls.post(control, "/init_weights_group", **(asdict(place) | {"rank": rank}))
-        opening = _in_thread(lambda: WeightGroup.open(place, best_device(), listener=listener))
+        opening = _in_thread(lambda: WeightGroup.open(place, device, listener=listener))
         return calls.while_answering(lambda: _result(opening, check=calls.check))
 
     def _broadcast(self, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
