@@ -46,7 +46,8 @@ def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> N
         ),
         (
             ["actor.backend=archon:d2", "actor.weight_update_mode=direct"],
-            "actor.weight_update_mode must be shm, disk, delta or xccl (backend 'archon:d2' has 2 ranks)",
+            "actor.weight_update_mode must be shm, disk, delta or xccl (backend 'archon:d2' has 2 "
+            "ranks)",
         ),
         (
             ["scheduler.type=ray", "actor.weight_update_mode=ipc"],

@@ -16,9 +16,9 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.io_struct import WeightUpdateMeta
-from areal.engine.native.control import ControlClient, ServerRefusedError
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
+from areal.engine.server_control import ControlClient, ServerRefusedError
 from areal.models.hf_io import build_model
 from areal.weight_sync.publication import open_publication
 from areal.weight_sync.transports import send_weights
