@@ -149,3 +149,13 @@ def test_chaos_survives_a_fault_of_every_kind_and_keeps_what_is_done(tmp_path):
     assert all(fault["recovery_s"] > 0 for fault in written["faults"])
     run("chaos.py", "--faults", "3", "--seed", "1", "--json", report)  # at once: nothing is left
     assert json.loads(report.read_text()) == written
+
+
+@pytest.mark.slow
+def test_weight_sync_reports_every_transport(tmp_path):
+    report = tmp_path / "report.json"
+    run("weight_sync.py", "--tiny", "--repeats", "1", "--json", report)
+    rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
+    for kind in ("direct", "shm", "xccl", "disk", "delta"):
+        assert rows[f"{kind}_seconds"] > 0 and rows[f"{kind}_stall_ms"] >= 0
+    assert rows["delta_mb"] < rows["disk_mb"] / 5 and 0 < rows["delta_changed"] < 0.2

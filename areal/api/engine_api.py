@@ -64,8 +64,8 @@ class InferenceEngine(ABC):
     ) -> None:
         """Load `meta.version` between two steps; running requests go on with it.
 
-        `named_tensors` comes with type `direct` only. A publication that does not verify raises
-        RuntimeError and the old weights go on serving.
+        `named_tensors` comes with the types that publish nothing by themselves: `direct`, `xccl`
+        and `delta`. What does not verify raises RuntimeError and the old weights go on serving.
         """
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation
 
 StopReason = Literal["length", "stop", "tool_calls", "abort"]
-WeightTransport = Literal["direct", "shm", "ipc", "disk", "xccl"]
+WeightTransport = Literal["direct", "shm", "ipc", "disk", "delta", "xccl"]
 
 
 @dataclass(slots=True)
@@ -151,9 +151,10 @@ class WeightUpdateMeta:
 
     `direct` hands tensors over inside one process; `shm` and `disk` publish a folder of buckets
     with a checksum manifest, in memory or on disk, that the receiver verifies before it loads;
+    `delta` publishes on disk what has changed since the version before;
     `ipc` publishes where they lie on a GPU that both processes use;
     `xccl` sends them from device to device through a process group that both engines join.
-    A sender that has no such transport, or no adapters, refuses the order.
+    A sender that cannot send adapters refuses the order.
     """
 
     type: WeightTransport

@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             serve(app, listener, on_ready=lambda: print(ready, flush=True))
         finally:
             loop.close()
+            app.state.weights.close()
     return 0
 
 

@@ -26,7 +26,14 @@ class ServerError(RuntimeError):
 
 
 class ServerRefusedError(ServerError):
-    """The server is there and said no."""
+    """The server is there and said no, with this HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class ControlClient:
@@ -75,6 +82,16 @@ class ControlClient:
             return False
         return True
 
+    def is_there(self, timeout_s: float) -> bool:
+        """Whether it answers at all, within this time."""
+        try:
+            self._exchange("GET", "/health", None, timeout_s=timeout_s)
+        except ServerRefusedError:
+            return True
+        except ServerError:
+            return False
+        return True
+
     def _exchange_json(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         content = self._exchange(method, path, body)
         try:
@@ -83,22 +100,26 @@ class ControlClient:
             what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
             raise ServerError(f"{what}: not JSON: {content[:200]!r}") from err
 
-    def _exchange(self, method: str, path: str, body: bytes | None) -> bytes:
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, *, timeout_s: float | None = None
+    ) -> bytes:
+        timeout_s = timeout_s or self._timeout_s
         what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
-        connection = http.client.HTTPConnection(self.address, timeout=self._timeout_s)
+        connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
         try:
             with waiting(what):
                 connection.request(method, path, body, self._headers)
                 answer = connection.getresponse()
                 content = answer.read()
         except TimeoutError:
-            raise ServerError(f"{what}: no answer within {self._timeout_s:g} s") from None
+            raise ServerError(f"{what}: no answer within {timeout_s:g} s") from None
         except (OSError, http.client.HTTPException) as err:
             raise ServerError(f"{what}: {type(err).__name__}: {err}") from err
         finally:
             connection.close()
         if answer.status != 200:
-            raise ServerRefusedError(f"{what}: {answer.status}: {error_text(content)}")
+            fault = f"{what}: {answer.status}: {error_text(content)}"
+            raise ServerRefusedError(fault, answer.status)
         return content
 
 

@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.api.secret_text import remember_secret
@@ -45,7 +46,9 @@ def open_inference(
     engine = _OPENERS[config.rollout.engine](config, paths, stack, gpus)
     stack.callback(engine.destroy)
     engine.initialize()
-    return engine, root.meta(recompute_kv=config.rollout.recompute_kv)
+    receiver = ModelAllocation.from_str(config.rollout.backend)
+    meta = root.meta(recompute_kv=config.rollout.recompute_kv, gen_allocation=receiver)
+    return engine, meta
 
 
 def _native_engine(
@@ -79,8 +82,9 @@ def _native_engine(
 
     process = ServerProcess(launch)
     stack.callback(process.close)
-    # Where `ipc` sent the weights from the trainer has computed on: nobody can load them again.
-    restarts = {"max_restarts": 0} if config.actor.weight_update_mode == "ipc" else {}
+    # Only a publication is there for a new server to load; what the other modes sent has passed.
+    can_load_again = config.actor.weight_update_mode in ("shm", "disk")
+    restarts = {} if can_load_again else {"max_restarts": 0}
     return NativeRemoteEngine(
         [process.address], token, processes=[process], **_time_limits(config), **restarts
     )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def best_device() -> str:
@@ -10,6 +14,13 @@ def best_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_identity(device: torch.device) -> str:
+    """Which GPU it is, the same in every process and on every machine; "cpu" for the CPU."""
+    import torch
+
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def num_cores() -> int:

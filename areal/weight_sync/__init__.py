@@ -1,5 +1,7 @@
 """Moves named tensors from a training engine to inference engines, and knows neither.
 
-`publication.py` is the folder that travels (buckets and a manifest that covers every byte),
-`bucket.py` one file of it, `transports.py` the ways it goes: direct, shared memory, disk.
+`transports.py` lists the ways they go. `publication.py` is the folder that travels by disk and
+shared memory (buckets and a manifest that covers every byte), `bucket.py` one file of it;
+`delta.py` publishes only what changed, by `patch.py`; `collective.py` broadcasts through a process
+group; `cuda_ipc.py` says where the weights lie on a GPU.
 """

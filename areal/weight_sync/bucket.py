@@ -31,6 +31,31 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+def fill_buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int,
+    device: str | torch.device,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Groups weights in order, on `device`, until the next one would not fit.
+
+    A larger one stands alone.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    content: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in named_tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"the weight {name} is {tensor.dtype}, which cannot be published")
+        if content and (size + tensor.nbytes > bucket_bytes or name in content):
+            yield content
+            content, size = {}, 0
+        content[name] = tensor.detach().to(device)
+        size += tensor.nbytes
+    if content:
+        yield content
+
+
 def write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Writes CPU tensors to `path`; returns (bytes written, CRC-32 of them)."""
     nbytes = crc = 0

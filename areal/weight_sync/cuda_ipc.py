@@ -22,6 +22,7 @@ import torch
 
 from areal.utils.fs import atomic_folder
 from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES
+from areal.weight_sync.device_checksum import device_checksum
 from areal.weight_sync.publication import PublicationError
 
 HANDLES = "handles.json"
@@ -55,13 +56,6 @@ def open_handles(folder: str | Path, *, version: int) -> list[tuple[str, torch.T
         return [(name, _open(name, entry, file)) for name, entry in body["tensors"].items()]
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise PublicationError(f"{file} cannot be read: {type(err).__name__}: {err}") from err
-
-
-def device_checksum(tensor: torch.Tensor) -> int:
-    """A sum of the weight's bits that depends on their places, modulo 2**64."""
-    words = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-    places = torch.arange(1, len(words) + 1, device=words.device)
-    return int((words.long() * places).sum())
 
 
 def _describe(tensor: torch.Tensor) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     weight_update_v7/
       bucket_00000.safetensors ...   a few weights each, about `bucket_bytes` large
       manifest.json                  version; size and CRC-32 of each bucket; dtype and shape of
-                                     each weight; CRC-32 of the manifest itself
+                                     each weight; CRC-32 of the manifest itself; the base when
+                                     these are only changes (delta.py)
 
 `publish` builds the folder beside its final name and renames it, so readers see all of it or
 nothing. `open_publication` reads every byte before it gives out the first tensor: a file that is
@@ -28,6 +29,7 @@ from areal.utils.fs import atomic_folder, checksum
 from areal.weight_sync.bucket import (
     DTYPE_NAMES,
     DTYPES,
+    fill_buckets,
     read_bucket,
     read_header,
     write_bucket,
@@ -55,6 +57,7 @@ class Manifest:
     version: int
     buckets: tuple[Bucket, ...]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype as in safetensors, shape)
+    base_version: int | None = None  # set: the tensors are patches of that version (delta.py)
 
     @property
     def nbytes(self) -> int:
@@ -68,24 +71,23 @@ def publish(
     *,
     bucket_bytes: int = 1 << 30,
     durable: bool = True,
+    base_version: int | None = None,
 ) -> Manifest:
     """Writes the weights to `folder` as `version`, replacing what was there.
 
     Holds at most one bucket in CPU memory beside the model. `durable` flushes to the disk.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     buckets: list[Bucket] = []
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     with atomic_folder(folder, durable=durable) as scratch:
-        for content in _fill_buckets(named_tensors, bucket_bytes):
+        for content in fill_buckets(named_tensors, bucket_bytes, "cpu"):
             name = f"bucket_{len(buckets):05d}.safetensors"
             buckets.append(Bucket(name, *write_bucket(scratch / name, content)))
             for weight, tensor in content.items():
                 if weight in tensors:
                     raise ValueError(f"the weight {weight} was given twice")
                 tensors[weight] = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        manifest = Manifest(version, tuple(buckets), tensors)
+        manifest = Manifest(version, tuple(buckets), tensors, base_version)
         (scratch / MANIFEST).write_bytes(_encode(manifest))
     return manifest
 
@@ -127,28 +129,11 @@ def open_publication(folder: str | Path, *, version: int | None = None) -> Publi
     return Publication(folder, manifest)
 
 
-def _fill_buckets(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Groups weights in order until the next one would not fit; a larger one stands alone."""
-    content: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in named_tensors:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"the weight {name} is {tensor.dtype}, which cannot be published")
-        if content and (size + tensor.nbytes > bucket_bytes or name in content):
-            yield content
-            content, size = {}, 0
-        content[name] = tensor.detach().cpu()
-        size += tensor.nbytes
-    if content:
-        yield content
-
-
 def _encode(manifest: Manifest) -> bytes:
     body = {
         "format": FORMAT,
         "version": manifest.version,
+        "base_version": manifest.base_version,
         "buckets": [
             {"file": bucket.file, "nbytes": bucket.nbytes, "crc32": bucket.crc32}
             for bucket in manifest.buckets
@@ -195,12 +180,16 @@ def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
         tensors = {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in body["tensors"].items()
         }
-        manifest = Manifest(body["version"], buckets, tensors)
-        ok = isinstance(manifest.version, int) and all(
-            _BUCKET_NAME.fullmatch(bucket.file)
-            and type(bucket.nbytes) is int
-            and type(bucket.crc32) is int
-            for bucket in buckets
+        manifest = Manifest(body["version"], buckets, tensors, body["base_version"])
+        ok = (
+            isinstance(manifest.version, int)
+            and isinstance(manifest.base_version, int | None)
+            and all(
+                _BUCKET_NAME.fullmatch(bucket.file)
+                and type(bucket.nbytes) is int
+                and type(bucket.crc32) is int
+                for bucket in buckets
+            )
         )
     except (KeyError, TypeError, AttributeError):
         ok = False

@@ -6,6 +6,8 @@
 | `shm`    | processes of a machine | a publication in memory (`/dev/shm`, else a temporary folder)|
 | `ipc`    | processes on one GPU   | where the sender's tensors lie on the device                |
 | `disk`   | machines               | a publication in the run's folder, flushed to the disk      |
+| `delta`  | machines               | likewise, of only what changed since the version before     |
+| `xccl`   | processes, machines    | a broadcast through a process group: NCCL, or gloo          |
 
     with PublicationRoot("shm", run_name="demo", disk_root=paths.weights) as root:
         meta = root.meta(recompute_kv=True)
@@ -26,15 +28,16 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.io_struct import WeightUpdateMeta
+from areal.api.io_struct import WeightTransport, WeightUpdateMeta
 from areal.weight_sync.cuda_ipc import HANDLES, open_handles, publish_handles
-from areal.weight_sync.publication import open_publication, publish
+from areal.weight_sync.publication import PublicationError, open_publication, publish
 
+_ON_DISK = ("disk", "delta")
 _KEPT_VERSIONS = 2  # the newest, and the one a slow reader may still be mapping
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "areal-"
@@ -51,16 +54,13 @@ def send_weights(
 
     RuntimeError when the engine refuses them: its old weights then go on serving.
     """
-    if meta.type not in _SENDERS:
-        raise ValueError(
-            f"weights cannot travel by {meta.type!r} here, expected one of {list(_SENDERS)}"
-        )
     if meta.use_lora:
         raise ValueError("use_lora: no transport here moves adapters; send the whole model")
     _SENDERS[meta.type](engine, meta, named_tensors)
 
 
-def _send_direct(engine, meta, named_tensors) -> None:
+def _send_by_engine(engine, meta, named_tensors) -> None:
+    """What needs to remember something from one version to the next is up to the engine."""
     engine.update_weights(meta, iter(named_tensors))
 
 
@@ -84,7 +84,9 @@ def _send_handles(engine, meta, named_tensors) -> None:
 
 
 _SENDERS = {
-    "direct": _send_direct,
+    "direct": _send_by_engine,
+    "xccl": _send_by_engine,
+    "delta": _send_by_engine,
     "shm": _send_published,
     "disk": _send_published,
     "ipc": _send_handles,
@@ -95,7 +97,10 @@ def open_sent(folder: str | Path, *, version: int) -> Iterable[tuple[str, torch.
     """What a sender left in `folder`, verified; PublicationError when it must not be loaded."""
     if (Path(folder) / HANDLES).exists():
         return open_handles(folder, version=version)
-    return open_publication(folder, version=version)
+    publication = open_publication(folder, version=version)
+    if (base := publication.manifest.base_version) is not None:
+        raise PublicationError(f"{folder} holds only changes of version {base}: take it as a delta")
+    return publication
 
 
 def remove_old_versions(root: str | Path, keep: int = _KEPT_VERSIONS) -> None:
@@ -111,17 +116,15 @@ def remove_old_versions(root: str | Path, keep: int = _KEPT_VERSIONS) -> None:
 class PublicationRoot:
     """The folder a run publishes in, owned by this process until `close`."""
 
-    def __init__(
-        self, type: Literal["direct", "shm", "ipc", "disk"], *, run_name: str, disk_root: str | Path
-    ) -> None:
+    def __init__(self, type: WeightTransport, *, run_name: str, disk_root: str | Path) -> None:
         if type not in _SENDERS:
             raise ValueError(f"unknown weight transport {type!r}, expected one of {list(_SENDERS)}")
         self.type = type
         self.path: Path | None = None
         self._lock: int | None = None
-        if type == "direct":
+        if type in ("direct", "xccl"):
             return
-        if type != "disk":
+        if type not in _ON_DISK:
             _remove_orphans(_memory_root())
         self.path = _choose_path(type, run_name, Path(disk_root))
         self._lock = _own(self.path)
@@ -151,7 +154,7 @@ def _memory_root() -> Path:
 
 
 def _choose_path(type: str, run_name: str, disk_root: Path) -> Path:
-    if type == "disk":
+    if type in _ON_DISK:
         return disk_root
     # The digest keeps runs of the same name in different folders (and of different users) apart.
     place = f"{disk_root.absolute()}:{os.getuid()}"

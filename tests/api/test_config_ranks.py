@@ -46,11 +46,12 @@ def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> N
         ),
         (
             ["actor.backend=archon:d2", "actor.weight_update_mode=direct"],
-            "actor.weight_update_mode must be shm or disk (backend 'archon:d2' has 2 ranks)",
+            "actor.weight_update_mode must be shm, disk, delta or xccl (backend 'archon:d2' has 2 "
+            "ranks)",
         ),
         (
             ["scheduler.type=ray", "actor.weight_update_mode=ipc"],
-            "actor.weight_update_mode must be shm or disk when scheduler.type is ray",
+            "actor.weight_update_mode must be shm, disk or delta when scheduler.type is ray",
         ),
         (
             ["actor.backend=archon:d2t2", "actor.batch_invariant=true"],
@@ -80,7 +81,8 @@ def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> N
         ),
         (
             ["rollout.backend=native:d1t2", "actor.weight_update_mode=direct"],
-            "actor.weight_update_mode must be shm or disk when rollout.backend is 'native:d1t2'",
+            "actor.weight_update_mode must be shm, disk, delta or xccl when rollout.backend is "
+            "'native:d1t2'",
         ),
         (
             ["rollout.backend=native:d1t2", "native.batch_invariant=true"],

@@ -84,7 +84,7 @@ def test_files_of_a_run(finished_run):
     assert evaluated == [(2,), (5,)]
 
 
-@pytest.mark.parametrize("mode", ["disk", "direct"])
+@pytest.mark.parametrize("mode", ["disk", "delta", "xccl", "direct"])
 def test_other_weight_transports(mode, tmp_path):
     config = grpo_config(
         tmp_path, f"actor.weight_update_mode={mode}", "total_train_steps=3", "recover.mode=off"

@@ -52,7 +52,8 @@ def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) 
 
 
 def test_two_ranks_train_as_one(root, alone):
-    check_same(losses(root, "two", "actor.backend=archon:d2"), alone)
+    by_broadcast = "actor.weight_update_mode=xccl"
+    check_same(losses(root, "two", "actor.backend=archon:d2", by_broadcast), alone)
 
 
 def test_two_ranks_by_ray_train_as_one(root, alone):

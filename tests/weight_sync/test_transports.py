@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from areal.api.alloc_mode import ModelAllocation
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.weight_sync.publication import open_publication
@@ -73,11 +72,8 @@ def test_a_refused_publication_is_kept_for_inspection(tmp_path):
     assert open_publication(meta.path).version == 1
 
 
-def test_an_order_without_a_transport_is_refused_before_anything_is_sent(tmp_path):
+def test_adapters_are_refused_before_anything_is_sent(tmp_path):
     receiver = Receiver()
-    by_collective = WeightUpdateMeta.from_fsdp_xccl(ModelAllocation.from_str("native:d1"))
-    with pytest.raises(ValueError, match="cannot travel by 'xccl' here, expected one of"):
-        send_weights(receiver, by_collective, WEIGHTS.items())
     adapter = WeightUpdateMeta.from_disk(tmp_path, use_lora=True, lora_name="a").with_version(1)
     with pytest.raises(ValueError, match="use_lora: no transport here moves adapters"):
         send_weights(receiver, adapter, WEIGHTS.items())

@@ -116,8 +116,8 @@ class BaseExperimentConfig:
         models, sizes = self.models(), self._num_ranks()
         mode = models["actor"].weight_update_mode
         require(
-            self.scheduler.type == "local" or mode in ("shm", "disk"),
-            "actor.weight_update_mode must be shm or disk when scheduler.type is ray",
+            self.scheduler.type == "local" or mode in ("shm", "disk", "delta"),
+            "actor.weight_update_mode must be shm, disk or delta when scheduler.type is ray",
             mode,
         )
         for role, section in models.items():
@@ -322,7 +322,9 @@ class PPOConfig(BaseExperimentConfig):
         several = f"when rollout.backend is {self.rollout.backend!r}, several processes"
         mode = self.actor.weight_update_mode
         require(
-            mode in ("shm", "disk"), f"actor.weight_update_mode must be shm or disk {several}", mode
+            mode in ("shm", "disk", "delta", "xccl"),
+            f"actor.weight_update_mode must be shm, disk, delta or xccl {several}",
+            mode,
         )
         require(
             not self.native.batch_invariant, f"native.batch_invariant must be false {several}", True

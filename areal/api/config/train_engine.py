@@ -190,9 +190,10 @@ class TrainEngineConfig:
     """Settings of backend fsdp."""
     archon: ArchonEngineConfig = field(default_factory=ArchonEngineConfig)
     """Settings of backend archon."""
-    weight_update_mode: Literal["shm", "ipc", "disk", "direct"] = "shm"
+    weight_update_mode: Literal["shm", "ipc", "xccl", "disk", "delta", "direct"] = "shm"
     """How weights reach the inference engine: shared memory, the memory of a GPU both processes
-    use (ipc), a folder, or inside one process (direct)."""
+    use (ipc), a broadcast from device to device (xccl), a folder, a folder with only what changed
+    (delta), or inside one process (direct)."""
     scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
     """What each rank needs of its machine: one entry for all ranks, or one for each."""
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
@@ -281,8 +282,8 @@ class TrainEngineConfig:
         several = f"(backend {self.backend!r} has {layout.world_size} ranks)"
         require(not self.batch_invariant, f"batch_invariant needs one rank {several}", True)
         require(
-            self.weight_update_mode in ("shm", "disk"),
-            f"weight_update_mode must be shm or disk {several}",
+            self.weight_update_mode in ("shm", "disk", "delta", "xccl"),
+            f"weight_update_mode must be shm, disk, delta or xccl {several}",
             self.weight_update_mode,
         )
         require(

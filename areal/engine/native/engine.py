@@ -63,6 +63,8 @@ class _Launch:
 
 
 class NativeEngine:
+    loads_files = False  # `load_weights` takes tensors from anywhere
+
     def __init__(
         self,
         model: Decoder,
@@ -105,7 +107,7 @@ class NativeEngine:
             batch_invariant=batch_invariant,
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
-        self._device = weight.device
+        self.device = weight.device
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
         self._under_way: deque[_Launch] = deque()
@@ -247,14 +249,14 @@ class NativeEngine:
         if "weights" in tags:
             self.model.to("cpu")
         self._offloaded |= tags | {"kv_cache"}
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self, tags: Iterable[str] | None = None) -> None:
         """Take these back; with nothing offloaded requests go on."""
         back = device_parts(tags) & self._offloaded
         if "weights" in back:
-            self.model.to(self._device)
+            self.model.to(self.device)
         self._offloaded -= back
         if not self._offloaded and self._runner is None:
             self._runner = self._make_runner()

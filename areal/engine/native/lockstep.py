@@ -44,6 +44,8 @@ class LeadingEngine:
     `load_weights` takes a publication, whose files every rank maps and copies its share from.
     """
 
+    loads_files = True
+
     def __init__(self, engine: NativeEngine, orders: dist.ProcessGroup) -> None:
         self._engine = engine
         self._group = orders
@@ -54,6 +56,11 @@ class LeadingEngine:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return self._engine.device
 
     @property
     def has_work(self) -> bool:

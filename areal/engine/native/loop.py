@@ -22,6 +22,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from areal.engine.native.busy import BusyIntervals
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest, Progress
@@ -82,6 +84,15 @@ class EngineLoop:
     def version(self) -> int:
         """Version of the weights that serve now; answers at once, also during a step."""
         return self._engine.version
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def loads_files(self) -> bool:
+        """Whether `load_weights` wants a publication, not tensors of this process."""
+        return self._engine.loads_files
 
     @property
     def paused(self) -> bool:

@@ -32,6 +32,7 @@ from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.server_process import ServerProcess
+from areal.engine.native.weight_senders import CollectiveSender, DeltaSender
 from areal.engine.native.wire import check_supported
 from areal.engine.server_control import ControlClient, ServerError, ServerRefusedError, on_all
 from areal.utils import logging
@@ -48,7 +49,8 @@ T = TypeVar("T")
 
 class NativeRemoteEngine(InferenceEngine):
     """`addrs` are "host:port". `request_timeout_s` bounds one attempt of a request and every
-    control call, `setup_timeout_s` how long `initialize` waits for the servers.
+    control call, `setup_timeout_s` how long `initialize` waits for the servers, and
+    `weight_group_timeout_s` how long a server may keep a broadcast of weights waiting.
 
     `processes` are those of the servers, in the order of `addrs`; without them nobody is replaced.
     `max_restarts` bounds the replacements between two weight updates.
@@ -62,6 +64,7 @@ class NativeRemoteEngine(InferenceEngine):
         request_timeout_s: float = 3600.0,
         request_retries: int = 3,
         setup_timeout_s: float = 300.0,
+        weight_group_timeout_s: float = 120.0,
         processes: Sequence[ServerProcess] = (),
         max_restarts: int = 3,
     ) -> None:
@@ -81,6 +84,8 @@ class NativeRemoteEngine(InferenceEngine):
         self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its place
         self._weights: dict[str, Any] | None = None  # the order that brought those that serve
         self._paused = False
+        self._collective = CollectiveSender(self._controls, timeout_s=weight_group_timeout_s)
+        self._delta = DeltaSender(self._controls)
 
     def __getstate__(self) -> dict[str, Any]:
         """Training ranks and rollout workers have copies. Connections and processes stay where they
@@ -96,6 +101,7 @@ class NativeRemoteEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """From any thread. Calls that still wait are cancelled."""
+        self._collective.close()
         client, self._client = self._client, None
         if client is not None:
             close_on_its_loop(client.events, client.close)
@@ -119,6 +125,10 @@ class NativeRemoteEngine(InferenceEngine):
         meta: WeightUpdateMeta,
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
+        if meta.type == "xccl" and named_tensors is not None:
+            return self._collective.send(meta, named_tensors)
+        if meta.type == "delta" and named_tensors is not None:
+            return self._delta.send(meta, named_tensors)
         if meta.type == "direct" or named_tensors is not None:
             raise ValueError(
                 "a server in another process cannot take tensors directly; "

@@ -3,10 +3,10 @@
 | route                | body or query                    | answer                               |
 |----------------------|----------------------------------|--------------------------------------|
 | POST /generate       | see wire.py                      | a JSON line per finished request     |
-| GET /health          |                                  | status, version, model, paused       |
+| GET /health          |                                  | status, version, model, paused, device|
 | POST /pause          |                                  | when no step runs any more           |
 | POST /continue       |                                  |                                      |
-| POST /update_weights | path, version, recompute_kv=true | when they serve                      |
+| weights              | see weight_routes.py             |                                      |
 | POST /score          | sequences: lists of token ids    | logprobs of them, version            |
 | POST /offload        | tags: weights, kv_cache; or all  | when their memory is free            |
 | POST /onload         | likewise                         | when they are back                   |
@@ -40,6 +40,8 @@ from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.receiver import Receiver
 from areal.engine.native.sequence import GenRequest
+from areal.engine.native.weight_inbox import WeightInbox, WrongGroupError
+from areal.engine.native.weight_routes import add_weight_routes
 from areal.engine.native.wire import (
     Refusal,
     Reply,
@@ -47,11 +49,14 @@ from areal.engine.native.wire import (
     decode_sequences,
     decode_tags,
     encode_lines,
+    field,
     parse_object,
 )
+from areal.utils.device import device_identity
 from areal.utils.openai_wire import WireError, error_body
+from areal.weight_sync.collective import GroupError
+from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
-from areal.weight_sync.transports import open_sent
 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so they are the ones to close them
 _SHUTDOWN_S = 1  # for streams that are open when the server is told to end
@@ -64,11 +69,15 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_no_route)
     app.add_exception_handler(ValueError, _answer_error(400))
     app.add_exception_handler(PublicationError, _answer_error(400))
+    app.add_exception_handler(WrongBaseError, _answer_error(409))
+    app.add_exception_handler(WrongGroupError, _answer_error(409))
+    app.add_exception_handler(GroupError, _answer_error(502))
     app.add_exception_handler(EngineEndedError, _answer_error(503))
     app.add_exception_handler(Exception, _answer_error(500))
-    updating = asyncio.Lock()
     text = ModelText(model)
     add_openai_routes(app, loop, text, model=model)
+    app.state.weights = WeightInbox(loop)  # to be closed with the app
+    add_weight_routes(app, app.state.weights)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
@@ -77,7 +86,12 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        content = {"version": loop.version, "model": model, "paused": loop.paused}
+        content = {
+            "version": loop.version,
+            "model": model,
+            "paused": loop.paused,
+            "device": device_identity(loop.device),
+        }
         if loop.failure is not None:
             cause = f"{type(loop.failure).__name__}: {loop.failure}"
             return JSONResponse({"status": "failed", "error": cause, **content}, status_code=503)
@@ -92,15 +106,6 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     async def resume() -> dict[str, bool]:
         await asyncio.to_thread(loop.resume)
         return {"paused": False}
-
-    @app.post("/update_weights")
-    async def update_weights(request: Request) -> dict[str, int]:
-        order = parse_object(await request.body(), "body")
-        path, version = _field(order, "path", str), _field(order, "version", int)
-        recompute_kv = _field(order, "recompute_kv", bool, default=True)
-        async with updating:
-            await _load(loop, path, version, recompute_kv)
-        return {"version": version}
 
     @app.post("/score")
     async def score(request: Request) -> dict[str, Any]:
@@ -126,8 +131,8 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     @app.post("/abort")
     async def abort(request: Request) -> dict[str, int]:
         order = parse_object(await request.body(), "body")
-        everything = _field(order, "all", bool, default=False)
-        rids = None if everything else [_field(order, "rid", str)]
+        everything = field(order, "all", bool, default=False)
+        rids = None if everything else [field(order, "rid", str)]
         return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
 
     @app.get("/stats")
@@ -178,16 +183,6 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
         await task
 
     asyncio.run(run())
-
-
-async def _load(loop: EngineLoop, path: str, version: int, recompute_kv: bool) -> None:
-    # Verified beside the running engine: only the copy itself happens between two steps.
-    publication = await asyncio.to_thread(open_sent, path, version=version)
-    await asyncio.wrap_future(
-        loop.call(
-            lambda engine: engine.load_weights(publication, version, recompute_kv=recompute_kv)
-        )
-    )
 
 
 async def _with_stop_watches(
@@ -286,14 +281,3 @@ def _unix_time(text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"since: expected seconds, got {text[:60]!r}") from None
-
-
-_REQUIRED = object()
-
-
-def _field(order: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
-    value = order.get(name, default)
-    if type(value) is not kind:
-        found = "nothing" if value is _REQUIRED else repr(value)[:60]
-        raise ValueError(f"{name}: expected {kind.__name__}, got {found}")
-    return value

@@ -168,6 +168,18 @@ def parse_object(body: bytes, where: str) -> dict[str, Any]:
     return content
 
 
+_REQUIRED = object()
+
+
+def field(order: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    """The value of a JSON object under `name`, or ValueError when it is of another type."""
+    value = order.get(name, default)
+    if type(value) is not kind:
+        found = "nothing" if value is _REQUIRED else repr(value)[:60]
+        raise ValueError(f"{name}: expected {kind.__name__}, got {found}")
+    return value
+
+
 def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     """Only what differs from the defaults, which both sides know."""
     options = {}

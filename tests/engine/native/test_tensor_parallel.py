@@ -19,16 +19,18 @@ import torch
 import torch.distributed as dist
 from tiny import tiny_config, tiny_model, write_tiny_model
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.generation import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.lockstep import LeadingEngine, follow
 from areal.engine.native.model_text import ModelText
-from areal.engine.native.remote_engine import launch_native_server
+from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import save_hf
 from areal.utils.child_process import ChildProcess
 from areal.weight_sync.publication import open_publication, publish
+from areal.weight_sync.transports import PublicationRoot, send_weights
 
 TOKEN = "token-of-this-run"
 WAIT_S = 60
@@ -252,6 +254,22 @@ def test_a_server_of_two_ranks(server, server_folder, tmp_path):
     assert line["stop_reason"] == "stop" and 0 < len(line["output_tokens"]) < 12
     (line,) = call(address, "/generate", requests=[entry])
     assert line["output_tokens"] == whole.output_tokens
+
+
+@pytest.mark.parametrize("kind", ["xccl", "delta"])
+def test_a_server_of_two_ranks_takes_weights(server, tmp_path, kind):
+    _, address = server
+    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=WAIT_S)
+    with PublicationRoot(kind, run_name="two", disk_root=tmp_path / "w") as root:
+        meta = root.meta(gen_allocation=ModelAllocation.from_str("native:d1t2"))
+        for version in (11, 12):
+            newer = tiny_model("qwen2", seed=version, vocab_size=VOCAB)
+            send_weights(engine, meta.with_version(version), newer.named_hf_tensors())
+            one = NativeEngine(newer)
+            (answer,) = call(address, "/score", sequences=[[5, 7, 9, 3]])
+            assert answer["version"] == version
+            assert answer["logprobs"][0] == pytest.approx(one.score([[5, 7, 9, 3]])[0], abs=1e-5)
+    engine.destroy()
 
 
 def test_a_dead_rank_ends_the_server(server):

@@ -1,0 +1,276 @@
+"""Weights from one process to many at once, through a process group of their own.
+
+    sender      group = WeightGroup.open(place(rank=0), device, listener=socket)
+                group.send(7, actor.hf_weights(), bucket_bytes=1 << 30)
+    receivers   group = WeightGroup.open(place(rank=1), device)
+                staged = group.receive(7)             # all of version 7, verified
+
+Weights go in buckets: while one is broadcast, the sender gathers the next. Before each bucket goes
+its header: version, names, dtypes, shapes and a checksum that the receiver computes again on the
+device. Nothing of a version is given out before all of it is there.
+
+The group is nobody's default group: a trainer of several ranks has its own. Headers travel over
+gloo; buckets over NCCL when every member has a GPU to itself, else over gloo and host memory. Every
+wait has the deadline of the place; whatever goes wrong is a `GroupError`, and the group is then of
+no use any more: close it and open the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, fill_buckets
+from areal.weight_sync.device_checksum import device_checksum
+
+_POLL_S = 0.001
+_ALIGNMENT = 16  # bytes: where each weight of a bucket begins
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def _no_check() -> None: ...
+
+
+class GroupError(RuntimeError):
+    """The group cannot be opened, or broke, or brought what must not be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """One member of a group: what all of them know, and its rank. Rank 0 sends."""
+
+    name: str  # a secret of the members, new for every group
+    host: str  # where rank 0 listens
+    port: int
+    rank: int
+    world_size: int
+    backend: str  # nccl or gloo, for buckets
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    work: dist.Work
+    buffer: torch.Tensor  # must live as long as the work
+
+
+class WeightGroup:
+    """Use `open`."""
+
+    def __init__(
+        self, place: GroupPlace, device: torch.device, headers: dist.Backend, buckets: dist.Backend
+    ) -> None:
+        self.place = place
+        self._device = device
+        self._headers = headers
+        self._buckets = buckets
+        self._under_way: list[dist.Work] = []
+
+    @classmethod
+    def open(
+        cls,
+        place: GroupPlace,
+        device: str | torch.device,
+        *,
+        listener: socket.socket | None = None,
+    ) -> WeightGroup:
+        """Returns when all members are there. Rank 0 gives the socket it listens on.
+
+        device: of this member, with its number.
+        """
+        timeout = timedelta(seconds=place.timeout_s)
+        memory = torch.device(device if place.backend == "nccl" else "cpu")
+        try:
+            store = dist.TCPStore(
+                place.host,
+                place.port,
+                place.world_size,
+                is_master=place.rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+            store = dist.PrefixStore(place.name, store)
+            headers = _gloo(dist.PrefixStore("headers", store), place)
+            buckets = headers
+            if place.backend == "nccl":
+                buckets = _nccl(dist.PrefixStore("buckets", store), place, memory)
+        except RuntimeError as err:
+            raise GroupError(f"the weight group of {place.host}:{place.port}: {err}") from err
+        return cls(place, memory, headers, buckets)
+
+    def send(
+        self,
+        version: int,
+        named_tensors: NamedTensors,
+        *,
+        bucket_bytes: int,
+        check: Callable[[], None] = _no_check,
+    ) -> None:
+        """Returns when the last byte has left. `check` is called in every wait, and may raise."""
+        last: _UnderWay | None = None
+        num_buckets = 0
+        for bucket in fill_buckets(named_tensors, bucket_bytes, self._device):
+            flat, entries = _pack(bucket, self._device)
+            header = {"version": version, "weights": entries, "checksum": device_checksum(flat)}
+            if last is not None:
+                self._finish(last, check)
+            self._send_header({**header, "nbytes": len(flat)}, check)
+            last = self._broadcast(flat, self._buckets)
+            num_buckets += 1
+        if last is not None:
+            self._finish(last, check)
+        self._send_header({"version": version, "num_buckets": num_buckets}, check)
+
+    def receive(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """All weights of `version`, in memory of this group's device."""
+        staged: list[tuple[str, torch.Tensor]] = []
+        num_buckets = 0
+        while True:
+            header = self._receive_header()
+            if header["version"] != version:
+                raise GroupError(
+                    f"the sender sends version {header['version']}, this server was told to expect "
+                    f"{version}"
+                )
+            if "num_buckets" in header:
+                if header["num_buckets"] != num_buckets:
+                    raise GroupError(f"{num_buckets} buckets came of {header['num_buckets']}")
+                return staged
+            flat = torch.empty(header["nbytes"], dtype=torch.uint8, device=self._device)
+            self._finish(self._broadcast(flat, self._buckets))
+            if device_checksum(flat) != header["checksum"]:
+                names = [name for name, *_ in header["weights"]]
+                raise GroupError(
+                    f"bucket {num_buckets} of version {version} ({names[0]} ...) is not what was "
+                    "sent: its checksum is wrong"
+                )
+            staged += _unpack(flat, header["weights"])
+            num_buckets += 1
+
+    def close(self) -> None:
+        """Leaves the group; members that wait for this one hear of it, or reach their deadline."""
+        backends = (self._headers, self._buckets)
+        if self._buckets is not self._headers:
+            self._buckets.abort()
+        # Freeing a gloo group that still sends waits for it, with the interpreter's lock held.
+        threading.Thread(
+            target=_wait_for_all,
+            args=(self._under_way, backends),
+            name="weight-group-end",
+            daemon=True,
+        ).start()
+        self._headers = self._buckets = None
+        self._under_way = []
+
+    def _send_header(self, header: dict[str, Any], check: Callable[[], None] = _no_check) -> None:
+        content = bytearray(json.dumps(header).encode())
+        size = torch.tensor([len(content)])
+        self._finish(self._broadcast(size, self._headers), check)
+        text = torch.frombuffer(content, dtype=torch.uint8)
+        self._finish(self._broadcast(text, self._headers), check)
+
+    def _receive_header(self) -> dict[str, Any]:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._finish(self._broadcast(size, self._headers))
+        text = torch.empty(int(size), dtype=torch.uint8)
+        self._finish(self._broadcast(text, self._headers))
+        return json.loads(text.numpy().tobytes())
+
+    def _broadcast(self, buffer: torch.Tensor, backend: dist.Backend) -> _UnderWay:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            work = backend.broadcast([buffer], options)
+        except RuntimeError as err:
+            raise GroupError(f"the weight group broke: {err}") from err
+        self._under_way = [work]
+        return _UnderWay(work, buffer)
+
+    def _finish(self, under_way: _UnderWay, check: Callable[[], None] = _no_check) -> None:
+        deadline = time.monotonic() + self.place.timeout_s
+        while not under_way.work.is_completed():
+            check()
+            if time.monotonic() > deadline:
+                limit = f"{self.place.timeout_s:g} s"
+                raise GroupError(f"a member of the weight group did not answer within {limit}")
+            time.sleep(_POLL_S)
+        try:
+            under_way.work.wait()
+        except RuntimeError as err:
+            raise GroupError(f"the weight group broke: {err}") from err
+
+
+def _wait_for_all(works: list[dist.Work], backends: tuple[dist.Backend, ...]) -> None:
+    """Holds the backends until their works are done."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.1)
+
+
+def _gloo(store: dist.Store, place: GroupPlace) -> dist.Backend:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=place.timeout_s)
+    # By default gloo listens where the name of the machine leads, which others may reach.
+    own_address = _address_towards(place.host, place.port)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+    return dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
+
+
+def _nccl(store: dist.Store, place: GroupPlace, device: torch.device) -> dist.Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=10 * place.timeout_s)  # `_finish` is to notice first
+    # By default a member that is lost ends this process too; here its loss is an error.
+    before = os.environ.get(_NCCL_ERRORS)
+    os.environ[_NCCL_ERRORS] = "0"
+    try:
+        backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+    finally:
+        if before is None:
+            del os.environ[_NCCL_ERRORS]
+        else:
+            os.environ[_NCCL_ERRORS] = before
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of this machine that packets to `host` leave from."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _pack(
+    bucket: dict[str, torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, list[list[Any]]]:
+    """One run of bytes, and [name, dtype, shape, first byte] of each weight in it."""
+    entries, end = [], 0
+    for name, tensor in bucket.items():
+        entries.append([name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), end])
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    flat = torch.zeros(end, dtype=torch.uint8, device=device)
+    for (*_, start), tensor in zip(entries, bucket.values(), strict=True):
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        flat[start : start + len(raw)] = raw
+    return flat, entries
+
+
+def _unpack(flat: torch.Tensor, entries: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype_name, shape, start in entries:
+        dtype = DTYPES[dtype_name]
+        end = start + math.prod(shape) * dtype.itemsize
+        yield name, flat[start:end].view(dtype).view(shape)
