@@ -24,16 +24,25 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.cli.check import check_world
+    return train(checked_config([args.config, *args.overrides]))
 
-    config = load_config([args.config, *args.overrides])
-    check_world(config)  # a mistake is answered before the seconds torch takes to load
+
+def train(config: Any) -> int:
     from areal.trainer.experiment import run_experiment
 
     # A scheduler's SIGTERM ends the run as Ctrl-C does: children stopped, database closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_experiment(config)
     return 0
+
+
+def checked_config(argv: list[str]) -> Any:
+    """A mistake is answered before the seconds torch takes to load."""
+    from areal.cli.check import check_world
+
+    config = load_config(argv)
+    check_world(config)
+    return config
 
 
 def load_config(argv: list[str]) -> Any:
