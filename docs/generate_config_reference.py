@@ -177,15 +177,26 @@ def cli_page() -> str:
     for name, summary in COMMANDS.items():
         importlib.import_module(f"areal.cli.{name}").add_parser(commands)
         command = commands.choices[name]
-        parts += [f"## areal {name}", command.description or _sentence(summary)]
-        parts.append(_table(("argument", "default", "meaning"), _arguments(command)))
+        parts += _command_text(name, command, summary)
     return "\n\n".join(parts)
+
+
+def _command_text(name: str, command: argparse.ArgumentParser, summary: str) -> Iterator[str]:
+    """A command, and the commands under it."""
+    yield f"## areal {name}"
+    yield command.description or _sentence(summary)
+    if rows := list(_arguments(command)):
+        yield _table(("argument", "default", "meaning"), rows)
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, child in action.choices.items():
+                yield from _command_text(f"{name} {word}", child, summary)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, str]]:
     """(spelling, default, meaning) of every argument but --help."""
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
         default = "" if action.default is None or action.default is False else f"`{action.default}`"
         if action.option_strings and action.required:

@@ -25,6 +25,7 @@ from areal.api.secret_text import hide_secrets
 COMMANDS = {
     "demo": "train a small model by asynchronous GRPO on this machine, in minutes",
     "train": "run the experiment a YAML file describes",
+    "launch": "train on this machine, on a Ray cluster, or as a Slurm job",
     "check": "validate a YAML file and its overrides, without loading torch",
     "ledger": "say where every prompt of a run went, and prove that none is lost",
     "serve": "serve a model with the native inference engine",
@@ -75,9 +76,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.error(_unknown_command(asked))
     args, unread = parser.parse_known_args(argv)
     if unread:
-        hint = "; overrides have no dashes: key=value" if "=" in unread[0] else ""
-        parser.error(f"unknown argument {unread[0]!r}{hint}")
+        parser.error(f"unknown argument {unread[0]!r}{_override_hint(unread[0])}")
     return args
+
+
+def _override_hint(unread: str) -> str:
+    if "=" not in unread:
+        return ""
+    if unread.startswith("-"):
+        return "; overrides have no dashes: key=value"
+    return "; options come before the config file, overrides right after it"
 
 
 def _unknown_command(name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from collections.abc import Callable
 from typing import Any
 
 
@@ -27,13 +28,18 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.cli.check import check_world
+    return train(checked_config([args.config, *args.overrides]))
 
-    config = load_config([args.config, *args.overrides])
-    check_world(config)  # a mistake is answered before the seconds torch takes to load
+
+def train(config: Any, prepare: Callable[[], None] = lambda: None) -> int:
+    """Run the experiment, in a child process that is started again when it dies.
+
+    `prepare` is called in the process that trains, before torch is loaded.
+    """
     code = _supervise(config)
     if code is not None:
         return code
+    prepare()
     from areal.cli.supervise import stay_down
     from areal.rollout.failures import RolloutFailedError
     from areal.trainer.experiment import run_experiment
@@ -59,6 +65,15 @@ def _supervise(config: Any) -> int | None:
 
     folder = RunPaths.of(config).recover
     return supervise(retries=config.recover.retries, newest_point=lambda: newest_step(folder))
+
+
+def checked_config(argv: list[str]) -> Any:
+    """A mistake is answered before the seconds torch takes to load."""
+    from areal.cli.check import check_world
+
+    config = load_config(argv)
+    check_world(config)
+    return config
 
 
 def load_config(argv: list[str]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from areal.api.config.checks import expand_path, require
+from areal.api.config.checks import expand_path, require, require_at_least
 
 
 @dataclass(kw_only=True)
@@ -14,8 +14,15 @@ class ClusterSpecConfig:
 
     fileroot: str = "runs"
     """Folder of all runs. A run writes under {fileroot}/{experiment_name}/{trial_name} only."""
+    n_nodes: int = 1
+    """Machines of the run; more than one needs Ray. `areal launch slurm` asks for as many, and
+    `areal launch ray` waits for them."""
+    n_gpus_per_node: int = 0
+    """GPUs that `areal launch slurm` asks for on each machine."""
 
     def __post_init__(self) -> None:
+        require_at_least(1, n_nodes=self.n_nodes)
+        require_at_least(0, n_gpus_per_node=self.n_gpus_per_node)
         require(bool(self.fileroot), "fileroot must name a folder", self.fileroot)
         self.fileroot = expand_path("fileroot", self.fileroot)
 

@@ -120,6 +120,7 @@ class BaseExperimentConfig:
             "actor.weight_update_mode must be shm, disk or delta when scheduler.type is ray",
             mode,
         )
+        self._check_machines(mode)
         for role, section in models.items():
             require(
                 len(section.scheduling_spec) in (0, 1, sizes[role]),
@@ -147,6 +148,22 @@ class BaseExperimentConfig:
                 "whose processes it shares",
                 sizes[role],
             )
+
+    def _check_machines(self, weight_update_mode: str) -> None:
+        machines = self.cluster.n_nodes
+        if machines == 1:
+            return
+        require(
+            self.scheduler.type == "ray",
+            f"scheduler.type must be ray when cluster.n_nodes is {machines}",
+            self.scheduler.type,
+        )
+        require(
+            self.trainer != "ppo" or weight_update_mode == "disk",
+            f"actor.weight_update_mode must be disk when cluster.n_nodes is {machines}: memory is "
+            "not shared between machines",
+            weight_update_mode,
+        )
 
     def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: str) -> None:
         """The parts of the root that follow from the trainer and its model."""

@@ -42,7 +42,7 @@ _GIGABYTE = 1 << 30
 class RayScheduler(Scheduler):
     def __init__(self, *, placement: Literal["PACK", "SPREAD"] = "PACK") -> None:
         if not ray.is_initialized():
-            _join_cluster()
+            join_cluster()
         self._placement = placement
         self._actors: dict[str, list[Any]] = {}  # by the role that owns them
         self._hosts: dict[str, str] = {}  # colocated role -> the role whose actors it shares
@@ -55,8 +55,8 @@ class RayScheduler(Scheduler):
             self._share(job, target)
         else:
             specs = [job.spec_of(index) for index in range(job.replicas)]
-            bundles = [_resources(spec) for spec in specs]
-            _check_fits(job.role, bundles)
+            bundles = [resources_of(spec) for spec in specs]
+            check_fits(job.role, bundles)
             group = placement_group(bundles, strategy=self._placement)
             self._groups[job.role] = group
             self._actors[job.role] = [
@@ -142,7 +142,8 @@ class RayScheduler(Scheduler):
         self._hosts[job.role] = target
 
 
-def _join_cluster() -> None:
+def join_cluster() -> None:
+    """This process becomes a driver of the cluster RAY_ADDRESS names, else of a new one here."""
     if "RAY_ADDRESS" in os.environ:
         ray.init()
         return
@@ -192,7 +193,8 @@ def _start(
     return ray.remote(_RayWorker).options(**options).remote(os.getcwd())
 
 
-def _resources(spec: SchedulingSpec) -> dict[str, float]:
+def resources_of(spec: SchedulingSpec) -> dict[str, float]:
+    """The bundle of one worker, by Ray's names."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     resources: dict[str, float] = {"CPU": spec.cpu or 1}
     if (gpu := int(has_gpus) if spec.gpu is None else spec.gpu) > 0:
@@ -202,7 +204,7 @@ def _resources(spec: SchedulingSpec) -> dict[str, float]:
     return resources
 
 
-def _check_fits(role: str, bundles: list[dict[str, float]]) -> None:
+def check_fits(role: str, bundles: list[dict[str, float]]) -> None:
     """A group that can never be placed would wait for ever."""
     there = ray.cluster_resources()
     for kind in ("CPU", "GPU"):

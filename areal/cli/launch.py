@@ -1,0 +1,167 @@
+"""`areal launch local|ray|slurm config.yaml key=value...`: the same run, on other machines.
+
+    local   this process, and ranks that it starts on this machine
+    ray     this process as the controller, ranks on a Ray cluster (RAY_ADDRESS, --address)
+    slurm   a job is submitted; inside it `areal launch ray` runs on a cluster of its own
+
+The word replaces the file's `scheduler.type`. The config is checked here, before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "launch",
+        help="train on this machine, on a Ray cluster, or as a Slurm job",
+        description="Trains what a YAML file describes, where you say. Options come before it.",
+    )
+    parser.set_defaults(run=run)
+    places = parser.add_subparsers(metavar="WHERE", required=True, title="where")
+    _add_local(places)
+    _add_ray(places)
+    _add_slurm(places)
+
+
+def _add_local(places: Any) -> None:
+    parser = places.add_parser(
+        "local", help="on this machine", description="Trains on this machine, as `areal train`."
+    )
+    _finish(parser, launch_local)
+
+
+def _add_ray(places: Any) -> None:
+    parser = places.add_parser(
+        "ray",
+        help="on a Ray cluster",
+        description="Trains on a Ray cluster: that of --address or RAY_ADDRESS, once it has "
+        "cluster.n_nodes machines, else one that is started on this machine's loopback device.",
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="default: $RAY_ADDRESS")
+    _add_join_timeout(parser)
+    _finish(parser, launch_ray)
+
+
+def _add_slurm(places: Any) -> None:
+    parser = places.add_parser(
+        "slurm",
+        help="as a Slurm job",
+        description="Submits one sbatch script that starts Ray on every machine of the job and "
+        "trains on its first; prints the job's id. The script is kept in the run's logs.",
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="sets cluster.n_nodes")
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="sets cluster.n_gpus_per_node"
+    )
+    parser.add_argument(
+        "--cpus-per-node", type=int, metavar="N", help="default: whole machines (--exclusive)"
+    )
+    parser.add_argument("--time", metavar="LIMIT", help="as sbatch takes it: 8:00:00, 2-00")
+    parser.add_argument("--partition", metavar="NAME")
+    parser.add_argument("--account", metavar="NAME")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="any other option of sbatch, as often as needed: --sbatch=--qos=high",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+    _add_join_timeout(parser)
+    _finish(parser, launch_slurm)
+
+
+def _add_join_timeout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--join-timeout",
+        type=int,
+        default=600,
+        metavar="SECONDS",
+        help="how long to wait for the machines of the cluster",
+    )
+
+
+def _finish(parser: argparse.ArgumentParser, launch: Any) -> None:
+    parser.add_argument("config", help="YAML file, for example examples/math/arithmetic_grpo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")
+    parser.set_defaults(launch=launch)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.launch(args)
+
+
+def launch_local(args: argparse.Namespace) -> int:
+    from areal.cli.train import checked_config, train
+
+    return train(checked_config([args.config, *args.overrides, "scheduler.type=local"]))
+
+
+def launch_ray(args: argparse.Namespace) -> int:
+    from areal.cli.train import checked_config, train
+
+    config = checked_config([args.config, *args.overrides, "scheduler.type=ray"])
+    if args.address is not None:
+        os.environ["RAY_ADDRESS"] = args.address
+
+    def join() -> None:
+        from areal.infra.launcher.ray import open_cluster
+
+        open_cluster(config, timeout_s=args.join_timeout)
+
+    return train(config, prepare=join)
+
+
+def launch_slurm(args: argparse.Namespace) -> int:
+    from areal.cli.train import checked_config
+    from areal.infra.launcher.slurm import submit, write_script
+    from areal.utils.fs import atomic_write_text
+
+    overrides = [*args.overrides, *_machine_overrides(args)]
+    config = checked_config([args.config, *overrides, "scheduler.type=ray"])
+    job = _slurm_job(args, config, overrides)
+    text = write_script(job)
+    if args.dry_run:
+        print(text, end="")
+        return 0
+    job.logs.mkdir(parents=True, exist_ok=True)  # Slurm writes there, and makes no folder
+    script = job.logs / "slurm.sh"
+    atomic_write_text(script, text)
+    print(f"submitted job {submit(script)}; its logs: {job.logs}")
+    return 0
+
+
+def _machine_overrides(args: argparse.Namespace) -> list[str]:
+    given = {"cluster.n_nodes": args.nodes, "cluster.n_gpus_per_node": args.gpus_per_node}
+    return [f"{key}={value}" for key, value in given.items() if value is not None]
+
+
+def _slurm_job(args: argparse.Namespace, config: Any, overrides: list[str]) -> Any:
+    from areal.infra.launcher.slurm import SlurmJob
+    from areal.utils.run_paths import RunPaths
+
+    return SlurmJob(
+        name=f"{config.experiment_name}-{config.trial_name}",
+        folder=Path.cwd(),
+        logs=RunPaths.of(config).logs.absolute(),
+        arguments=(args.config, *overrides),
+        num_nodes=config.cluster.n_nodes,
+        gpus_per_node=config.cluster.n_gpus_per_node,
+        server_gpus=_server_gpus(config),
+        cpus_per_node=args.cpus_per_node,
+        time=args.time,
+        partition=args.partition,
+        account=args.account,
+        options=tuple(args.sbatch),
+        join_timeout_s=args.join_timeout,
+    )
+
+
+def _server_gpus(config: Any) -> int:
+    has_server = config.trainer == "ppo" and config.cluster.n_gpus_per_node > 0
+    return config.rollout.tensor_parallel if has_server else 0

@@ -1,0 +1,1 @@
+"""How a run gets its machines: a Ray cluster that is there, or one made inside a Slurm job."""

@@ -1,0 +1,127 @@
+"""`areal launch`: which run it starts, what it refuses, and the script it prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import query
+
+from areal.cli.demo import make_model
+from areal.cli.main import main
+
+RECIPE = str(Path(__file__).parents[2] / "examples" / "sft" / "arithmetic_sft.yaml")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("launch here")
+    make_model(root / "tiny_model")
+    return root
+
+
+def argv(root: Path, *more: str) -> list[str]:
+    small = ["train_dataset.batch_size=4", "train_dataset.dataset_kwargs={num_rows: 16}"]
+    small += ["valid_dataset=null", "evaluator={}", "total_train_steps=2"]
+    return [RECIPE, f"cluster.fileroot={root}", f"actor.path={root / 'tiny_model'}", *small, *more]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, str]:
+    try:
+        code = main(["launch", *command])
+    except SystemExit as stop:  # argparse leaves this way
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return code, err
+
+
+def test_local_trains_here_whatever_the_file_says(root):
+    command = argv(root, "trial_name=local", "scheduler.type=ray")
+    assert main(["launch", "local", *command]) == 0
+    assert len(query(root / "arithmetic" / "local", "SELECT step FROM steps WHERE step >= 0")) == 2
+
+
+def test_dry_run_prints_the_script_and_does_nothing(root, capsys):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("the config of a Ray run is refused without the extra `ray`")
+    options = ["--dry-run", "--nodes", "2", "--gpus-per-node", "4", "--time", "1:00:00"]
+    options += ["--sbatch=--qos=high", "--sbatch=--mem=0"]
+    command = argv(root, "trial_name=dry", "actor.backend=archon:d8")
+    assert main(["launch", "slurm", *options, *command]) == 0
+    script = capsys.readouterr().out
+    for line in ("--nodes=2", "--gpus-per-node=4", "--time=1:00:00", "--qos=high", "--mem=0"):
+        assert f"#SBATCH {line}\n" in script
+    assert f'#SBATCH --output="{root}/arithmetic/dry/logs/slurm-%j.log"\n' in script
+    assert f"'cluster.fileroot={root}'" in script and "cluster.n_nodes=2" in script
+    assert f"python={sys.executable}\n" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert not (root / "arithmetic" / "dry").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["slurm", "--nodes", "0"], "cluster.n_nodes must be at least 1, got 0"),
+        (["slurm", "--gpus-per-node", "-1"], "n_gpus_per_node must be at least 0, got -1"),
+        (["local", "cluster.n_nodes=2"], "scheduler.type must be ray when cluster.n_nodes is 2"),
+    ],
+)
+def test_numbers_of_machines_are_checked(root, capsys, command, says):
+    place, *rest = command
+    options = [word for word in rest if "=" not in word]
+    overrides = [word for word in rest if "=" in word]
+    code, err = fails(capsys, place, *options, *argv(root, *overrides))
+    assert code == 2 and says in err
+
+
+def test_no_place(capsys):
+    code, err = fails(capsys)
+    assert code == 2 and "WHERE" in err
+
+
+def test_an_option_after_the_file_is_told(root, capsys):
+    code, err = fails(capsys, "slurm", RECIPE, "--dry-run", "seed=2")
+    assert code == 2 and "options come before the config file" in err
+
+
+def test_the_servers_of_a_run_keep_gpus_of_the_first_machine(root, capsys):
+    pytest.importorskip("ray", reason="`areal launch slurm` needs the extra `ray`")
+    grpo = str(Path(RECIPE).parents[1] / "math" / "arithmetic_grpo.yaml")
+    overrides = [f"actor.path={root / 'tiny_model'}", "rollout.backend=native:d1t2"]
+    options = ["--dry-run", "--gpus-per-node", "8"]
+    assert main(["launch", "slurm", *options, grpo, *overrides]) == 0
+    script = capsys.readouterr().out
+    assert "\nnum_gpus=8\nserver_gpus=2\n" in script
+
+
+def test_weights_between_machines_go_by_disk(root, capsys):
+    grpo = str(Path(RECIPE).parents[1] / "math" / "arithmetic_grpo.yaml")
+    overrides = [f"actor.path={root / 'tiny_model'}", "actor.weight_update_mode=shm"]
+    code, err = fails(capsys, "slurm", "--nodes", "2", grpo, *overrides)
+    assert code == 2 and "actor.weight_update_mode must be disk when cluster.n_nodes is 2" in err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+@pytest.mark.parametrize("place", ["ray", "slurm"])
+def test_ray_is_an_extra(root, capsys, place):
+    code, err = fails(capsys, place, *argv(root))
+    assert code == 2 and "pip install 'areal[ray]'" in err
+
+
+def test_machines_without_a_cluster(root, capsys, monkeypatch):
+    pytest.importorskip("ray", reason="`areal launch ray` needs the extra `ray`")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    code, err = fails(capsys, "ray", *argv(root, "cluster.n_nodes=2"))
+    assert code == 2 and "cluster.n_nodes: 2 machines need a Ray cluster" in err
+
+
+def test_a_head_that_is_not_there(root, capsys, monkeypatch):
+    pytest.importorskip("ray", reason="`areal launch ray` needs the extra `ray`")
+    monkeypatch.setenv("RAY_ADDRESS", "")  # put back afterwards: the command sets it
+    options = ["--address", "127.0.0.1:1", "--join-timeout", "1"]
+    code, err = fails(capsys, "ray", *options, *argv(root))
+    assert code == 1 and "no Ray head answers at 127.0.0.1:1" in err

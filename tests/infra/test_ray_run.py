@@ -1,0 +1,79 @@
+"""`areal launch ray` joins, checks and trains on a real Ray cluster of two machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_run import query
+
+from areal.cli.demo import make_model
+from areal.cli.main import main
+
+pytestmark = pytest.mark.slow
+
+RECIPE = str(Path(__file__).parents[2] / "examples" / "sft" / "arithmetic_sft.yaml")
+
+
+@pytest.fixture(scope="module")
+def address():
+    pytest.importorskip("ray", reason="`areal launch ray` needs the extra `ray`")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+        patch.setenv("RAY_ADDRESS", "")  # put back afterwards: the command sets it
+        cluster = Cluster()
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=1, num_gpus=0)
+            yield cluster.address
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("ray")
+    make_model(root / "tiny_model")
+    return root
+
+
+def launch(root: Path, address: str, trial: str, *overrides: str, join_timeout: int = 100) -> int:
+    import ray
+
+    argv = [
+        "--address",
+        address,
+        "--join-timeout",
+        str(join_timeout),
+        RECIPE,
+        f"trial_name={trial}",
+    ]
+    argv += [f"cluster.fileroot={root}", f"actor.path={root / 'tiny_model'}"]
+    argv += ["train_dataset.batch_size=8", "train_dataset.dataset_kwargs={num_rows: 64}"]
+    argv += ["valid_dataset=null", "evaluator={}", "total_train_steps=2"]
+    try:
+        return main(["launch", "ray", *argv, *overrides])
+    finally:
+        ray.shutdown()
+
+
+def test_machines_that_do_not_come(root, address, capsys):
+    assert launch(root, address, "few", "cluster.n_nodes=3", join_timeout=2) == 1
+    assert "2 of cluster.n_nodes=3 machines joined" in capsys.readouterr().err
+
+
+def test_machines_that_are_too_small(root, address, capsys):
+    assert launch(root, address, "big", "cluster.n_nodes=2", "actor.backend=archon:d4") == 1
+    error = capsys.readouterr().err
+    assert "actor" in error and "4 workers need 4 CPUs and the Ray cluster has 2" in error
+    assert not (root / "arithmetic" / "big").exists()
+
+
+def test_two_machines_train_one_model(root, address):
+    """One CPU each: the two ranks cannot be on the same one."""
+    assert launch(root, address, "two", "cluster.n_nodes=2", "actor.backend=archon:d2") == 0
+    run = root / "arithmetic" / "two"
+    assert len(query(run, "SELECT step FROM steps WHERE step >= 0")) == 2
+    assert (run / "model" / "model.safetensors").is_file()
