@@ -132,7 +132,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def is_data_parallel_head(self) -> bool:
-        """Whether this is the first of the ranks that compute the same rows together."""
+        """Whether this rank answers for all that compute the same rows together: it is one on which
+        loss functions run, so it has the statistics they record."""
 
     @broadcast
     @abstractmethod

@@ -59,6 +59,7 @@ from areal.models.hf_io import (
 from areal.models.lora import Adapters, check_lora_layout
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.models.parallelize import check_layout, parallelize
+from areal.models.pipeline import rank_of_last_stage
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 from areal.weight_sync.transports import send_weights
@@ -86,14 +87,9 @@ class ArchonEngine(TrainEngine):
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
 
-    def create_process_group(
-        self, parallel_strategy: ParallelStrategy, *, num_replicas: int = 1
-    ) -> None:
-        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody.
-
-        num_replicas: data-parallel ranks shard the weights within as many groups, each of which
-        holds all of them; groups exchange gradients alone.
-        """
+    def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
+        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody."""
+        num_replicas = self.config.archon.num_replicas
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
             return
@@ -132,10 +128,11 @@ class ArchonEngine(TrainEngine):
         return self._dims.dp
 
     def is_data_parallel_head(self) -> bool:
-        """Whether this is the first of the ranks that compute the same rows together."""
-        return self._mesh is None or all(
-            self._mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp_tp")
-        )
+        if self._mesh is None:
+            return True
+        computes_losses = rank_of_last_stage(self.config.archon.pp_schedule, self._dims.pp)
+        place = {axis: self._mesh[axis].get_local_rank() for axis in ("pp", "cp_tp")}
+        return place == {"pp": computes_losses, "cp_tp": 0}
 
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
@@ -202,6 +199,11 @@ class ArchonEngine(TrainEngine):
                 alpha=self.config.lora_alpha,
                 target_modules=self.config.target_modules,
             )
+
+    @property
+    def _parts(self) -> list[Decoder]:
+        """The model, or the stages of it that this rank holds."""
+        return [self.model] if self._pipeline is None else self._pipeline.parts
 
     @property
     def _ranks(self) -> dist.ProcessGroup | None:
@@ -287,7 +289,7 @@ class ArchonEngine(TrainEngine):
         stats = self.optimizer.step()
         self._weights_changed()
         group = self._mesh and self._mesh.get_group("stage")
-        for part in [self.model] if self._pipeline is None else self._pipeline.parts:
+        for part in self._parts:
             balance_experts(part, group=group)
         return stats
 
@@ -386,7 +388,8 @@ class ArchonEngine(TrainEngine):
         self._move(self.device)
 
     def _move(self, device: torch.device | str) -> None:
-        self.model.to(device)
+        for part in self._parts:
+            part.to(device)
         if self._optimizer is not None:
             self._optimizer.follow_model(device)
 

@@ -73,14 +73,9 @@ class FSDPEngine(TrainEngine):
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
 
-    def create_process_group(
-        self, parallel_strategy: ParallelStrategy, *, num_replicas: int = 1
-    ) -> None:
-        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody.
-
-        num_replicas: data-parallel ranks shard the weights within as many groups, each of which
-        holds all of them; groups exchange gradients alone.
-        """
+    def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
+        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody."""
+        num_replicas = self.config.fsdp.num_replicas
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
             return
@@ -99,7 +94,6 @@ class FSDPEngine(TrainEngine):
         return self._dims.dp
 
     def is_data_parallel_head(self) -> bool:
-        """Whether this is the first of the ranks that compute the same rows together."""
         return self._mesh is None or self._mesh["cp_tp"].get_local_rank() == 0
 
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:

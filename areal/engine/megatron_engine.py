@@ -83,7 +83,6 @@ class MegatronEngine(TrainEngine):
         return self._strategy.data_parallel_size
 
     def is_data_parallel_head(self) -> bool:
-        """Whether this is the first of the ranks that compute the same rows together."""
         return self.layout.is_head
 
     @property

@@ -60,11 +60,17 @@ class TrainController:
         parallel_strategy: ParallelStrategy,
         *args: Any,
         contract: type = TrainEngine,
+        shares_prefixes: bool = False,
         setup_timeout_s: float = 3600.0,
         request_timeout_s: float = 3600.0,
         **kwargs: Any,
     ) -> None:
-        """`engine` is an import path; `args` and `kwargs` are its constructor's."""
+        """`engine` is an import path; `args` and `kwargs` are its constructor's.
+
+        shares_prefixes: the engine computes once what its rows begin with alike, so such rows go
+        to one place.
+        """
+        self._shares_prefixes = shares_prefixes
         self._marks = marks_of(contract)
         self._scheduler = scheduler
         self._role = job.role
@@ -138,7 +144,12 @@ class TrainController:
     def _split(self, method: str, mark: Mark, args: Args, kwargs: KwArgs) -> Any:
         batch, *rest = args
         units = {key: kwargs[key] for key in ("rows_per_unit",) if key in kwargs}
-        rows = divide_rows(batch, num_places=max(self._places) + 1, **units)
+        rows = divide_rows(
+            batch,
+            num_places=max(self._places) + 1,
+            shares_prefixes=self._shares_prefixes,
+            **units,
+        )
         parts = [select_rows(batch, own) for own in rows]
         outcomes = self._run(method, [((parts[place], *rest), kwargs) for place in self._places])
         if not mark.merges_rows:

@@ -30,6 +30,12 @@ _STAGES_PER_RANK = {
     "ZBVZeroBubble": 2,
 }
 _MORE_STAGES_ALLOWED = ("Interleaved1F1B", "InterleavedZeroBubble")
+_V_SCHEDULES = ("ZBVZeroBubble",)
+
+
+def rank_of_last_stage(schedule: str, num_ranks: int) -> int:
+    """The rank that computes the heads and the losses, whatever the model."""
+    return 0 if schedule in _V_SCHEDULES else num_ranks - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class StageLayout:
             )
         starts = [sum(sizes[:stage]) for stage in range(num_stages)]
         layers = tuple(range(a, a + size) for a, size in zip(starts, sizes, strict=True))
-        return cls(num_ranks, layers, is_v=schedule == "ZBVZeroBubble")
+        return cls(num_ranks, layers, is_v=schedule in _V_SCHEDULES)
 
     @property
     def num_stages(self) -> int:

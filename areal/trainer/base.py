@@ -109,6 +109,7 @@ class Trainer(ABC):
             layout,
             config,
             seed=self.config.seed,
+            shares_prefixes=config.enable_tree_training,
             setup_timeout_s=config.setup_timeout,
             request_timeout_s=config.request_timeout,
         )

@@ -19,8 +19,17 @@ def test_processes_of_each_role(tmp_path: Path) -> None:
     assert count("scheduler.type=ray") == {"actor": 1}
     assert count("actor.backend=fsdp:d2c2t2") == {"actor": 8}
     assert count("actor.backend=archon:d4e2") == {"actor": 4}
+    assert count("actor.backend=archon:d2p2e2") == {"actor": 4}
     assert count(*REF, "actor.backend=archon:d2") == {"actor": 2, "ref": 2}
     assert count(*REF, "actor.backend=archon:d2", SHARED) == {"actor": 2, "ref": 0}
+
+
+def test_replicas_are_a_part_of_the_layout(tmp_path: Path) -> None:
+    actor = ("actor.backend=archon:d4", "actor.archon.num_replicas=2")
+    config = load(tmp_path, "ppo", *REF, *actor)
+    assert config.ref.engine_config(config.actor).archon.num_replicas == 2
+    config = load(tmp_path, "ppo", *REF, *actor, "ref.backend=archon:d1")
+    assert config.ref.engine_config(config.actor).archon.num_replicas == 1
 
 
 @pytest.mark.parametrize(("backend", "num_ranks"), [("native:d1", 1), ("native:t4", 4)])
@@ -36,9 +45,26 @@ def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> N
         (["rollout.backend=native:d1t2p2"], "rollout.backend 'native:d1t2p2' cannot run in this"),
         (["rollout.backend=vllm:d2t2"], "rollout.backend 'vllm:d2t2' cannot run in this version"),
         (
-            ["actor.backend=archon:d2p2"],
-            "actor.backend 'archon:d2p2' cannot run in this version: p2 must",
+            ["actor.backend=fsdp:d2p2"],
+            "actor.backend: fsdp has no pipeline parallelism ('fsdp:d2p2'): remove p, or use",
         ),
+        (
+            ["actor.backend=archon:d2p2", "actor.use_lora=true"],
+            "actor.use_lora cannot be cut by t or p: use d or c instead",
+        ),
+        (
+            ["actor.backend=archon:d2p2", "actor.enable_tree_training=true"],
+            "actor.enable_tree_training computes a tree on one rank: use d alone",
+        ),
+        (
+            ["actor.backend=archon:d3", "actor.archon.num_replicas=2"],
+            "actor.archon.num_replicas must divide the d3 of backend 'archon:d3'",
+        ),
+        (
+            ["actor.backend=archon:d2", "actor.fsdp.num_replicas=2"],
+            "actor.fsdp.num_replicas needs backend fsdp (backend is 'archon:d2')",
+        ),
+        (["actor.archon.num_replicas=0"], "actor.archon.num_replicas must be at least 1"),
         (["actor.backend=archon:(attn:d4t2|ffn:t4e2)"], "ffn takes t1 or t2"),
         (
             ["actor.backend=archon:d2t2", "actor.enable_tree_training=true"],

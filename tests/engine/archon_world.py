@@ -42,12 +42,10 @@ def open_engine(
     pp_schedule: str = "Interleaved1F1B",
     **changes: Any,
 ) -> ArchonEngine:
-    archon = ArchonEngineConfig(pp_schedule=pp_schedule)
-    engine = ArchonEngine(
-        TrainEngineConfig(path=str(folder), optimizer=optimizer, archon=archon, **changes)
-    )
-    layout = ModelAllocation.from_str(backend).parallel
-    engine.create_process_group(layout, num_replicas=num_replicas)
+    archon = ArchonEngineConfig(pp_schedule=pp_schedule, num_replicas=num_replicas)
+    options = {"backend": backend, "optimizer": optimizer, "archon": archon, **changes}
+    engine = ArchonEngine(TrainEngineConfig(path=str(folder), **options))
+    engine.create_process_group(ModelAllocation.from_str(backend).parallel)
     engine.initialize(FT_SPEC)
     return engine
 

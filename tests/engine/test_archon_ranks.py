@@ -26,7 +26,7 @@ from tiny import write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import TrainEngineConfig
+from areal.api.config.train_engine import ArchonEngineConfig, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from areal.engine.archon_engine import ArchonEngine
 from areal.engine.weight_stream import stream_weights
@@ -184,12 +184,14 @@ def bfloat16_body(folder: str, out: str) -> None:
         torch.save({"stats": stats, "weights": weights, "masters": masters}, out)
 
 
+TWO_REPLICAS = {"backend": "archon:d4e4", "archon": ArchonEngineConfig(num_replicas=2)}
+
+
 @pytest.mark.parametrize(
     ("backend", "changes", "fault"),
     [
         ("archon:d2", {}, "RANK, WORLD_SIZE"),
-        ("archon:d4e4", {"num_replicas": 2}, "do not divide the 2 that hold .* replicas, 2"),
-        ("archon:d3", {"num_replicas": 2}, "2 replicas do not divide"),
+        ("archon:d4e4", TWO_REPLICAS, "do not divide the 2 that hold .* replicas, 2"),
         ("archon:t2", {"batch_invariant": True}, "batch_invariant computes on one rank"),
         ("archon:p2", {"use_lora": True}, "use_lora cannot be cut by p2"),
         ("archon:d2c2", {"enable_tree_training": True}, "use data parallelism alone"),
@@ -198,9 +200,6 @@ def bfloat16_body(folder: str, out: str) -> None:
 def test_a_layout_that_cannot_be_is_refused(folder, monkeypatch, backend, changes, fault):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    num_replicas = changes.pop("num_replicas", 1)
     engine = ArchonEngine(TrainEngineConfig(path=folder, **changes))
     with pytest.raises((ValueError, RuntimeError), match=fault):
-        engine.create_process_group(
-            ModelAllocation.from_str(backend).parallel, num_replicas=num_replicas
-        )
+        engine.create_process_group(ModelAllocation.from_str(backend).parallel)

@@ -10,7 +10,7 @@ from engine.archon_world import make_batch, num_loss_tokens
 
 from areal.algorithm.sft import sft_loss
 from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import ArchonEngineConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.utils import stats_tracker
@@ -18,10 +18,14 @@ from areal.utils import stats_tracker
 FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
 
 
-def config_of(folder: Path) -> TrainEngineConfig:
+def config_of(folder: Path, backend: str = "archon:d1", **archon: Any) -> TrainEngineConfig:
     optimizer = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", warmup_steps=1)
     return TrainEngineConfig(
-        path=str(folder), optimizer=optimizer, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)
+        path=str(folder),
+        backend=backend,
+        optimizer=optimizer,
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=20),
+        archon=ArchonEngineConfig(**archon),
     )
 
 

@@ -22,7 +22,7 @@ ARCHON = "areal.engine.archon_engine.ArchonEngine"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
+    return write_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,14 @@ def expected(model, tmp_path_factory):
     return work(engine, folder), load_file(next((folder / "hf").glob("*.safetensors")))
 
 
-def check(scheduler, model: Path, folder: Path, backend: str, expected) -> None:
+def check(scheduler, model: Path, folder: Path, backend: str, expected, **archon) -> None:
+    config = config_of(model, backend, **archon)
     layout = ModelAllocation.from_str(backend).parallel
     job = Job(role="actor", replicas=layout.world_size)
-    actor = TrainController(scheduler, job, ARCHON, layout, config_of(model))
+    actor = TrainController(scheduler, job, ARCHON, layout, config)
     shared = SchedulingStrategy("colocation", "actor")
     job = Job(role="ref", replicas=layout.world_size, scheduling_strategy=shared)
-    ref = TrainController(scheduler, job, ARCHON, layout, config_of(model))
+    ref = TrainController(scheduler, job, ARCHON, layout, config)
     try:
         actor.initialize(FT_SPEC)
         ref.initialize()
@@ -62,6 +63,19 @@ def check(scheduler, model: Path, folder: Path, backend: str, expected) -> None:
 def test_two_ranks_as_one(model, expected, tmp_path):
     scheduler = LocalScheduler(tmp_path / "logs", gpus=[])
     check(scheduler, model, tmp_path, "archon:d2", expected)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_two_stages_as_one(model, expected, tmp_path, schedule):
+    """The last stage has the statistics of losses: it is on the last rank, or on the first."""
+    scheduler = LocalScheduler(tmp_path / "logs", gpus=[])
+    check(scheduler, model, tmp_path, "archon:p2", expected, pp_schedule=schedule)
+
+
+@pytest.mark.slow
+def test_four_ranks_two_stages(model, expected, tmp_path):
+    scheduler = LocalScheduler(tmp_path / "logs", gpus=[])
+    check(scheduler, model, tmp_path, "archon:d2p2", expected, num_replicas=2)
 
 
 @pytest.mark.slow

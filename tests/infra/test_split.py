@@ -53,3 +53,20 @@ def test_what_was_divided_comes_back_in_order(lengths, num_places, rows_per_unit
     assert max(loads) - min(loads) <= largest_unit
     values = torch.arange(len(lengths) * 2).view(-1, 2)
     assert torch.equal(merge_rows([values[own] for own in rows], rows), values)
+
+
+def test_rows_that_begin_alike_stay_on_one_place():
+    prompts = [[1] * 8, [2] * 8]
+    ids = torch.tensor([[*prompts[row % 2], row, row] for row in range(6)])
+    batch = {"input_ids": ids, "attention_mask": torch.ones(6, 10, dtype=torch.bool)}
+    rows = divide_rows(batch, num_places=2, shares_prefixes=True)
+    assert sorted(rows) == [[0, 2, 4], [1, 3, 5]]
+    # One group alone is parted: a place without rows would only wait.
+    alone = {key: value[::2] for key, value in batch.items()}
+    rows = divide_rows(alone, num_places=2, shares_prefixes=True)
+    assert sorted(sum(rows, [])) == [0, 1, 2] and all(rows)
+    # Padding is no common beginning.
+    short = {**batch, "attention_mask": torch.arange(10) < torch.tensor([[1]] * 6)}
+    assert sorted(sum(divide_rows(short, num_places=2, shares_prefixes=True), [])) == list(range(6))
+    none = {key: value[:0] for key, value in batch.items()}
+    assert divide_rows(none, num_places=2, shares_prefixes=True) == [[], []]

@@ -29,13 +29,14 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def losses(root: Path, trial: str, *more: str) -> list[dict[str, float]]:
+def losses(root: Path, trial: str, *more: str, ratio: bool = False) -> list[dict[str, float]]:
     config = grpo_config(root, f"trial_name={trial}", *ON_POLICY, *more)
     run_experiment(config)
     model = RunPaths.of(config).model
     assert (model / "model.safetensors").is_file() and (model / "tokenizer.json").is_file()
     rows = query(RunPaths.of(config).root, "SELECT stats FROM steps ORDER BY step")
     keys = ("loss", "grad_norm", "entropy/avg", "advantages/max", "n_tokens", "lr")
+    keys += ("tree_token_ratio",) if ratio else ()
     return [{key: json.loads(row)[f"actor/{key}"] for key in keys} for (row,) in rows]
 
 
@@ -54,6 +55,26 @@ def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) 
 def test_two_ranks_train_as_one(root, alone):
     by_broadcast = "actor.weight_update_mode=xccl"
     check_same(losses(root, "two", "actor.backend=archon:d2", by_broadcast), alone)
+
+
+def test_two_stages_train_as_one(root, alone):
+    """The embedding of this model is its head too, so the first stage and the last share it."""
+    stages = ("actor.backend=archon:p2", "actor.archon.pp_schedule=1F1B")
+    check_same(losses(root, "stages", *stages), alone)
+
+
+def test_trees_on_two_ranks_train_as_one(root, alone):
+    """Samples of one prompt are on one rank, which computes the prompt once."""
+    trees = ("actor.enable_tree_training=true", "actor.mb_spec.n_mbs=1")
+    found = [
+        losses(root, f"trees{backend[-2:]}", f"actor.backend={backend}", *trees, ratio=True)
+        for backend in ("archon:d1", "archon:d2")
+    ]
+    for step, other in zip(*found, strict=True):
+        ratio, ratio_alone = step.pop("tree_token_ratio"), other.pop("tree_token_ratio")
+        assert ratio < 0.9 and ratio == pytest.approx(ratio_alone, abs=0.05)
+    for steps in found:
+        check_same(steps, alone)
 
 
 def test_two_ranks_by_ray_train_as_one(root, alone):

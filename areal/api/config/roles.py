@@ -6,7 +6,7 @@ What they leave out is the actor's: `ref: {}` is the model that training starts 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from areal.api.alloc_mode import ModelAllocation
@@ -56,6 +56,9 @@ class FrozenModelConfig:
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
         engine = ModelAllocation.from_str(self.backend).backend
+        # The number of replicas is a part of the actor's layout, which this one need not have.
+        replicas = {} if self.backend == actor.backend else {"num_replicas": 1}
+        fsdp, archon = replace(actor.fsdp, **replicas), replace(actor.archon, **replicas)
         return TrainEngineConfig(
             path=self.path,
             backend=self.backend,
@@ -63,8 +66,8 @@ class FrozenModelConfig:
             mb_spec=self.mb_spec,
             temperature=actor.temperature,
             logprobs_chunk_size=actor.logprobs_chunk_size,
-            fsdp=actor.fsdp if engine == "fsdp" else FSDPEngineConfig(),
-            archon=actor.archon if engine == "archon" else ArchonEngineConfig(),
+            fsdp=fsdp if engine == "fsdp" else FSDPEngineConfig(),
+            archon=archon if engine == "archon" else ArchonEngineConfig(),
             enable_tree_training=actor.enable_tree_training and engine == "archon",
             scheduling_spec=self.scheduling_spec,
             scheduling_strategy=self.scheduling_strategy,

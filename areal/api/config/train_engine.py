@@ -77,6 +77,12 @@ class FSDPEngineConfig:
 
     offload_params: bool = False
     """Weights, gradients and optimizer stay in the memory of the CPU; blocks visit the GPU."""
+    num_replicas: int = 1
+    """Groups of data-parallel ranks (they divide d) that hold all the weights each, in shards. More
+    of them gather weights among fewer ranks, take more memory and exchange gradients at the end."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, num_replicas=self.num_replicas)
 
 
 @dataclass(kw_only=True)
@@ -108,6 +114,9 @@ class ArchonEngineConfig:
     pp_last_stage_less_layers: int = 1
     """How many layers' work the final norm and head count for. A large vocabulary on a small model
     is worth several."""
+    num_replicas: int = 1
+    """Groups of data-parallel ranks (they divide d) that hold all the weights each, in shards. More
+    of them gather weights among fewer ranks, take more memory and exchange gradients at the end."""
 
     @property
     def splits_backward(self) -> bool:
@@ -133,7 +142,9 @@ class ArchonEngineConfig:
             "ac_mode memory_budget is done by the compiler: set enable_compile to true",
             self.ac_mode,
         )
-        require_at_least(1, pp_layers_per_stage=self.pp_layers_per_stage)
+        require_at_least(
+            1, pp_layers_per_stage=self.pp_layers_per_stage, num_replicas=self.num_replicas
+        )
         require_at_least(
             0,
             pp_first_stage_less_layers=self.pp_first_stage_less_layers,
@@ -265,6 +276,7 @@ class TrainEngineConfig:
         if engine != "fsdp":
             for name, value in {
                 "fsdp.offload_params": self.fsdp.offload_params,
+                "fsdp.num_replicas": self.fsdp.num_replicas > 1,
             }.items():
                 require(
                     not value, f"{name} needs backend fsdp (backend is {self.backend!r})", value
@@ -277,6 +289,16 @@ class TrainEngineConfig:
         )
 
     def _check_several_ranks(self, layout: ParallelStrategy) -> None:
+        for section, num_replicas in {
+            "archon": self.archon.num_replicas,
+            "fsdp": self.fsdp.num_replicas,
+        }.items():
+            require(
+                layout.data_parallel_size % num_replicas == 0,
+                f"{section}.num_replicas must divide the d{layout.data_parallel_size} of backend "
+                f"{self.backend!r}",
+                num_replicas,
+            )
         if layout.world_size == 1:
             return
         several = f"(backend {self.backend!r} has {layout.world_size} ranks)"
@@ -287,8 +309,9 @@ class TrainEngineConfig:
             self.weight_update_mode,
         )
         require(
-            not self.use_lora or layout.tensor_parallel_size == 1,
-            f"use_lora cannot be cut by t: use d or c instead {several}",
+            not self.use_lora
+            or layout.tensor_parallel_size == layout.pipeline_parallel_size == 1,
+            f"use_lora cannot be cut by t or p: use d or c instead {several}",
             True,
         )
         require(
@@ -307,16 +330,10 @@ def check_training_backend(backend: str) -> None:
     if allocation.backend not in _TRAINING_ENGINES:
         known = " or ".join(f"'{engine}:d1'" for engine in _TRAINING_ENGINES)
         raise ValueError(f"backend {backend!r} cannot run in this version: use {known}")
-    layout = allocation.parallel
     if allocation.backend == "megatron":
         return  # megatron-core takes every letter
-    if layout.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"backend {backend!r} cannot run in this version: p{layout.pipeline_parallel_size} "
-            "must be p1; use more d, t or c instead"
-        )
     try:
-        check_expert_tensor_parallel(layout)
+        check_expert_tensor_parallel(allocation.parallel)
     except ValueError as error:
         raise ValueError(f"backend: {error}") from None
 

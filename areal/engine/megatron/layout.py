@@ -42,8 +42,8 @@ class Layout:
 
     @property
     def is_head(self) -> bool:
-        """Whether this is the first of the ranks that compute the same rows together."""
-        return self.tp.rank() == self.cp.rank() == self.pp.rank() == 0
+        """Whether this is the first of those ranks of the last stage that have the same rows."""
+        return self.is_last_stage and self.tp.rank() == self.cp.rank() == 0
 
 
 def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:

@@ -52,13 +52,12 @@ def open_on_ranks(
     options = {"optimizer": PLAIN_SGD, "mb_spec": MicroBatchSpec(max_tokens_per_mb=15), **changes}
     config = TrainEngineConfig(
         path=path,
-        backend="fsdp:d1",
-        fsdp=FSDPEngineConfig(offload_params=offload),
+        backend=backend,
+        fsdp=FSDPEngineConfig(offload_params=offload, num_replicas=num_replicas),
         **options,
     )
     engine = FSDPEngine(config)
-    parallel = ModelAllocation.from_str(backend).parallel
-    engine.create_process_group(parallel, num_replicas=num_replicas)
+    engine.create_process_group(ModelAllocation.from_str(backend).parallel)
     engine.initialize(FT_SPEC)
     return engine
 
