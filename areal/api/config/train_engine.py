@@ -309,8 +309,7 @@ class TrainEngineConfig:
             self.weight_update_mode,
         )
         require(
-            not self.use_lora
-            or layout.tensor_parallel_size == layout.pipeline_parallel_size == 1,
+            not self.use_lora or layout.tensor_parallel_size == layout.pipeline_parallel_size == 1,
             f"use_lora cannot be cut by t or p: use d or c instead {several}",
             True,
         )
