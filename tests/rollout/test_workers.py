@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
             time.sleep(0.05)
         stats = ex.stats()
         assert len(pool.pids) == 2 and stats["workers_replaced"] == 1
-        assert stats["failed"] == 0 and stats["episode_errors/WorkerLostError"] >= 1
+        assert stats["failed"] == 0 and stats["retried/WorkerLostError"] >= 1
         assert sorted(trained) == list(range(12 * 8)), "each prompt once, in order of issue"
         ex.close()
         books = world.ledger.balance()
@@ -100,7 +100,7 @@ def test_what_always_kills_its_worker_fails_within_the_bound(tmp_path):
         assert ex.prepare_batch().task_ids == [2, 3, 4, 5]
         stats = ex.stats()
         assert stats["failed/WorkerLostError"] == 1 and pool.num_replaced == 2
-        assert stats["failed/KeyError"] == 1 and stats["episode_errors/KeyError"] == 2
+        assert stats["failed/KeyError"] == 1 and stats["retried/KeyError"] == 1
         whys = world.db.query("SELECT why FROM tasks WHERE state = 'failed' ORDER BY task_id")
         assert [row["why"] for row in whys] == [
             "WorkerLostError: rollout worker 0 has ended",
