@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
 def launch_local(args: argparse.Namespace) -> int:
     from areal.cli.train import checked_config, train
 
-    return train(checked_config([args.config, *args.overrides, "scheduler.type=local"]))
+    config = checked_config([args.config, *args.overrides, "scheduler.type=local"])
+    return train(config, supervised=args.as_program)
 
 
 def launch_ray(args: argparse.Namespace) -> int:
@@ -114,7 +115,7 @@ def launch_ray(args: argparse.Namespace) -> int:
 
         open_cluster(config, timeout_s=args.join_timeout)
 
-    return train(config, prepare=join)
+    return train(config, supervised=args.as_program, prepare=join)
 
 
 def launch_slurm(args: argparse.Namespace) -> int:

@@ -41,13 +41,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    as_program = argv is None  # else a caller goes on after it: this process is not ours to fork
+    argv = sys.argv[1:] if as_program else argv
     sys.excepthook = _show_traceback
     # Import paths of a config may name modules beside it; last, so that they hide no package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         args = _parse(argv)
+        args.as_program = as_program
         return args.run(args)
     except KeyboardInterrupt:
         return 130

@@ -28,15 +28,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return train(checked_config([args.config, *args.overrides]))
+    config = checked_config([args.config, *args.overrides])
+    return train(config, supervised=args.as_program)
 
 
-def train(config: Any, prepare: Callable[[], None] = lambda: None) -> int:
-    """Run the experiment, in a child process that is started again when it dies.
+def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda: None) -> int:
+    """Run the experiment; `supervised` in a child process that is started again when it dies.
 
     `prepare` is called in the process that trains, before torch is loaded.
     """
-    code = _supervise(config)
+    code = _supervise(config) if supervised else None
     if code is not None:
         return code
     prepare()
