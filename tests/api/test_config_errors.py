@@ -114,7 +114,6 @@ def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, sa
         ("recover.mode=on", "recover.freq_steps (or freq_epochs, freq_secs) must be set"),
         ("actor.rejection_sampling.upper=2", "actor.use_decoupled_loss must be true"),
         ("actor.overlong_reward_penalty=true", "actor.overlong_tokens must be set"),
-        ("actor.backend=archon:p4", "actor.backend 'archon:p4' cannot run in this version"),
         ("actor.backend=native:d1", "actor.backend 'native:d1' is for inference"),
         ("actor.backend=archn:d1", "actor.backend: unknown backend 'archn'"),
         ("allocation_mode=sglang:d4+fsdp:d4", "allocation_mode must hold 'native:d1'"),
