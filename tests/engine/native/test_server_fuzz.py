@@ -39,7 +39,17 @@ EXAMPLES = {
     "/generate": {"requests": [{"rid": "a", "input_ids": [2, 3], "gconfig": OPTIONS}]},
     "/pause": {},
     "/continue": {},
-    "/update_weights": {"path": "/tmp", "version": 1, "recompute_kv": True},
+    "/update_weights": {"kind": "folder", "path": "/tmp", "version": 1, "recompute_kv": True},
+    # Of a kind that is refused: a group that nobody opens would be waited for.
+    "/init_weights_group": {
+        "name": "g",
+        "host": "127.0.0.1",
+        "port": 1,
+        "rank": 1,
+        "world_size": 2,
+        "backend": "mpi",
+        "timeout_s": 0.1,
+    },
     "/score": {"sequences": [[1, 2, 3], [4, 5]]},
     "/offload": {"tags": ["kv_cache"]},
     "/onload": {"tags": ["kv_cache"]},
