@@ -50,6 +50,8 @@ FORBIDDEN = {
 ALLOWED = {
     ("areal/api/reward_worker.py", "pickle.loads"): "from the run, over a socket pair it inherited",
     ("areal/api/reward_worker.py", "runpy.run_path"): "a file of ours beside it",
+    ("areal/rollout/worker_process.py", "pickle.loads"): "from the run, over a socket pair",
+    ("areal/rollout/workers.py", "pickle.loads"): "what it has pickled itself",
     ("areal/infra/channel.py", "pickle.loads"): "between a run and its ranks, over a socket pair",
     ("areal/infra/engine_host.py", "pickle.loads"): "what it has just pickled, to see if it can",
     # Ranks of one process group are one program: torch's own transport knows no keys either.

@@ -56,7 +56,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--requirement", metavar="SPEC", help="install this instead, like vllm==0.32.1 or a wheel"
     )
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the environment")
+    parser.add_argument(
+        "--python", help="interpreter of the environment; default: the one of areal"
+    )
     parser.set_defaults(run=run)
 
 
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     default = default_folder(args.kind)
     folder = Path(args.path).absolute() if args.path else default
-    create(args.kind, folder, python=args.python, requirement=args.requirement)
+    create(args.kind, folder, python=args.python or sys.executable, requirement=args.requirement)
     print(f"{args.kind} is ready in {folder}. In the config:")
     print(f"rollout:\n  backend: {args.kind}:d1")
     if folder != default:
