@@ -52,7 +52,8 @@ def check(scheduler, model: Path, folder: Path, backend: str, expected, **archon
             assert found[key] == pytest.approx(numbers[key], rel=1e-4, abs=1e-5), key
         assert found["again"] == found["pairs"]  # the checkpoint brought the same state back
         saved = load_file(next((folder / "hf").glob("*.safetensors")))
-        torch.testing.assert_close(saved, weights, **close)
+        # Adam divides by the root of a squared gradient: where that is tiny, its rounding shows.
+        torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-4)
         # The reference model was not trained, though it lives in the same processes.
         torch.testing.assert_close(ref.forward_batch(make_batch()), numbers["forward"], **close)
     finally:
