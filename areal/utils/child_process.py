@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -234,7 +236,24 @@ class _Spawner:
                 reply.put(err)
 
 
+# Between fork and exec a child of a process with threads can hang or crash in the handlers of its
+# libraries. So nothing is run there: a small interpreter sets the death signal, which outlives the
+# exec of the program itself.
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({option}, {signal})
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
 def _popen(argv: list[str], env: dict[str, str], pass_fds: Sequence[int]) -> subprocess.Popen:
+    if shutil.which(argv[0], path=env.get("PATH")) is None:
+        raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
+    if sys.platform.startswith("linux"):
+        code = _DIE_WITH_PARENT.format(option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL))
+        argv = [sys.executable, "-I", "-S", "-c", code, str(os.getpid()), *argv]
     return subprocess.Popen(
         argv,
         env=env,
@@ -245,7 +264,6 @@ def _popen(argv: list[str], env: dict[str, str], pass_fds: Sequence[int]) -> sub
         errors="replace",
         start_new_session=True,
         pass_fds=pass_fds,
-        preexec_fn=die_with(os.getpid()),
     )
 
 
