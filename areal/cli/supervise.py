@@ -21,15 +21,15 @@ The fork is taken before torch is loaded: the parent is small, has one thread an
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 from collections.abc import Callable
 
-from areal.utils.child_process import die_with
-
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED = 130
+_PR_SET_PDEATHSIG = 1
 
 
 _to_parent: int | None = None  # in a child: the end of a pipe
@@ -86,7 +86,7 @@ class _Child:
             os.close(self._reader)
             _to_parent = writer
             os.setsid()
-            die_with(parent_pid)()
+            _die_with(parent_pid)
         else:
             os.close(writer)
             self._previous = {signum: signal.signal(signum, self._hand_on) for signum in _FORWARDED}
@@ -106,6 +106,15 @@ class _Child:
     def _hand_on(self, signum: int, frame: object) -> None:
         self.was_told_to_end = True
         os.kill(self._pid, signum)
+
+
+def _die_with(parent_pid: int) -> None:
+    """End when that parent does (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
 
 
 def _how_it_ended(code: int) -> str:

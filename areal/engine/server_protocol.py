@@ -9,11 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from areal.api.config.generation import GenerationHyperparameters
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
     from areal.engine.server_control import ControlClient
+
+
+NO_TOP_K = GenerationHyperparameters().top_k  # the default: as good as none
 
 
 class ServerProtocol(ABC):

@@ -15,10 +15,9 @@ from typing import Any
 from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
 from areal.engine.server_control import ControlClient, ServerError
 from areal.engine.server_launch import launch_server
-from areal.engine.server_protocol import ServerProtocol, read_metrics, refuse_images
+from areal.engine.server_protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
 from areal.utils.child_process import ChildProcess
 
-_NO_TOP_K = 100_000_000  # the default of gconfig: as good as none
 _STATS = {
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "waiting",
@@ -39,7 +38,7 @@ class SGLangProtocol(ServerProtocol):
             "min_new_tokens": gconfig.min_new_tokens,
             "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
             "top_p": gconfig.top_p,
-            "top_k": -1 if gconfig.top_k >= _NO_TOP_K else gconfig.top_k,
+            "top_k": -1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
             "frequency_penalty": gconfig.frequency_penalty,
             # What a model's generation_config.json would set behind our back.
             "presence_penalty": 0.0,

@@ -19,14 +19,13 @@ from typing import Any
 from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
 from areal.engine.server_control import ControlClient, ServerError
 from areal.engine.server_launch import launch_server
-from areal.engine.server_protocol import ServerProtocol, read_metrics, refuse_images
+from areal.engine.server_protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
 from areal.models.hf_io import read_hf_config
 from areal.utils.child_process import ChildProcess
 from areal.weight_sync.hf_folder import folder_with_lm_head
 
 MODEL_NAME = "areal"  # what the server calls the model, whatever its folder
 _FIRST_VERSION = "default"  # its note before any update
-_NO_TOP_K = 100_000_000  # the default of gconfig: as good as none
 _MAX_STOPS = 4
 _STATS = {
     "vllm:num_requests_running": "running",
@@ -56,7 +55,7 @@ class VLLMProtocol(ServerProtocol):
             "min_tokens": gconfig.min_new_tokens,
             "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
             "top_p": gconfig.top_p,
-            "top_k": 0 if gconfig.top_k >= _NO_TOP_K else gconfig.top_k,
+            "top_k": 0 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
             "frequency_penalty": gconfig.frequency_penalty,
             # What a model's generation_config.json would set behind our back.
             "presence_penalty": 0.0,

@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from areal.infra.in_thread import in_thread
 from areal.utils import stats_tracker
 from areal.utils.import_path import load
+from areal.utils.in_thread import in_thread
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,11 @@ from areal.api.scheduler_api import (
     WorkerNotFoundError,
     WorkerTimeoutError,
 )
-from areal.infra.in_thread import in_thread
 from areal.infra.rank import Held, Outcome
 from areal.infra.split import divide_rows, merge_rows
 from areal.utils import logging, stats_tracker
 from areal.utils.data import select_rows
+from areal.utils.in_thread import in_thread
 from areal.utils.waits import progress, waiting
 
 logger = logging.getLogger("TrainController")

@@ -14,7 +14,6 @@ shown in every error. On Linux the kernel kills the child when the parent dies, 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import queue
@@ -265,20 +264,6 @@ def _popen(argv: list[str], env: dict[str, str], pass_fds: Sequence[int]) -> sub
         start_new_session=True,
         pass_fds=pass_fds,
     )
-
-
-def die_with(parent_pid: int) -> Callable[[], None]:
-    """What a child calls right after the fork, to end when that parent does (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return lambda: None
-    prctl = ctypes.CDLL(None).prctl  # resolved here: after the fork only the call itself may run
-
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # the parent died before the line above
-            os._exit(1)
-
-    return in_child
 
 
 def _open_log(path: str | Path | None) -> IO[str] | None:

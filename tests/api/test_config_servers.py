@@ -51,3 +51,11 @@ def test_sglang_must_not_cut_what_is_trained_on(tmp_path: Path, option: str) -> 
 )
 def test_values_out_of_range(tmp_path: Path, override: str, says: str) -> None:
     assert says in complaint(tmp_path, "ppo", override)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_stock_server_needs_the_actor_in_the_controller(tmp_path, kind):
+    ranks = ("actor.backend=archon:d2", "actor.weight_update_mode=disk")
+    said = complaint(tmp_path, "ppo", f"rollout.backend={kind}:d1", *ranks)
+    assert "actor.backend must be one rank in the controller" in said
+    assert "rollout.backend=native:d1" in said

@@ -372,6 +372,13 @@ class PPOConfig(BaseExperimentConfig):
             f"native.batch_invariant must be false {chosen}: the native server does not run",
             True,
         )
+        # The controller alone knows which requests an update interrupts; ranks would send past it.
+        require(
+            self.num_processes()["actor"] == 0,
+            f"actor.backend must be one rank in the controller {chosen}: use archon:d1 or fsdp:d1 "
+            "with scheduler.type=local, or rollout.backend=native:d1",
+            self.actor.backend,
+        )
         if engine == "sglang":
             default = GenerationHyperparameters()
             for name in ("top_p", "top_k"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ import torch
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.server_control import ControlClient, ServerRefusedError
 from areal.utils.device import best_device, device_identity
+from areal.utils.in_thread import in_thread
 from areal.weight_sync.collective import GroupError, GroupPlace, WeightGroup
 from areal.weight_sync.delta import DeltaPublisher
 from areal.weight_sync.transports import remove_old_versions
@@ -33,6 +33,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 T = TypeVar("T")
 
+_THREAD = "native-weights"
 _POLL_S = 0.005
 _NAMING_S = 2.0  # how long a server may take to show that it was not the one who is gone
 
@@ -92,7 +93,7 @@ class CollectiveSender:
         calls = _Calls()
         for rank, control in enumerate(self._controls, start=1):
             calls.post(control, "/init_weights_group", **(asdict(place) | {"rank": rank}))
-        opening = _in_thread(lambda: WeightGroup.open(place, device, listener=listener))
+        opening = in_thread(_THREAD, lambda: WeightGroup.open(place, device, listener=listener))
         return calls.while_answering(lambda: _result(opening, check=calls.check))
 
     def _broadcast(self, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
@@ -147,7 +148,7 @@ class _Calls:
         self._futures: dict[ControlClient, Future[dict[str, Any]]] = {}
 
     def post(self, control: ControlClient, route: str, **order: Any) -> None:
-        self._futures[control] = _in_thread(lambda: control.post(route, **order))
+        self._futures[control] = in_thread(_THREAD, lambda: control.post(route, **order))
 
     def check(self) -> None:
         """Raises what a server has answered, if it is an error."""
@@ -187,20 +188,6 @@ class _Calls:
                 said.append(str(fault))
         found = f"; no answer from native server {', '.join(silent)}" if silent else ""
         return RuntimeError("; ".join([f"{err}{found}", *said]))
-
-
-def _in_thread(act: Callable[[], T]) -> Future[T]:
-    """A daemon: a server that hangs must keep neither the caller nor the end of the process."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(act())
-        except (RuntimeError, ValueError) as err:
-            future.set_exception(err)
-
-    threading.Thread(target=run, name="native-weights", daemon=True).start()
-    return future
 
 
 def _result(future: Future[T], *, check: Callable[[], None]) -> T:
