@@ -142,7 +142,7 @@ def main() -> int:
     if args.plot:
         _plot_final(results.curves, args.plot)
     if args.curves:
-        _plot_curves(results.curves, Path(args.curves))
+        _plot_each(results.curves, Path(args.curves))
     return 1 if missing else 0
 
 
@@ -254,14 +254,15 @@ def _train(run: Run, budget: Budget, folder: Path) -> Curve:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RuntimeError(lines[-1])
-    return _read_curve(folder / "algorithms" / run.name / "run.db")
+    return read_curve(folder / "algorithms" / run.name / "run.db", "eval/reward")
 
 
-def _read_curve(database: Path) -> Curve:
+def read_curve(database: Path, stat: str) -> Curve:
+    """The held-out figure `stat` wherever a run has evaluated it."""
     with closing(open_read_only(database)) as connection:
         rows = connection.execute("SELECT step, time, stats FROM steps ORDER BY step").fetchall()
     start = rows[0]["time"]
-    evaluated = ((row, json.loads(row["stats"]).get("eval/reward")) for row in rows)
+    evaluated = ((row, json.loads(row["stats"]).get(stat)) for row in rows)
     return Curve(
         [
             (row["step"] + 1, row["time"] - start, value)
@@ -301,23 +302,29 @@ def _plot_final(curves: dict[Run, Curve], path: str) -> None:
     pyplot.close(figure)
 
 
-def _plot_curves(curves: dict[Run, Curve], folder: Path) -> None:
+def _plot_each(curves: dict[Run, Curve], folder: Path) -> None:
+    for name in sorted({run.algorithm for run in curves}):
+        runs = [Run(name, eta) for eta in STALENESS if Run(name, eta) in curves]
+        named = {f"staleness {run.staleness}": curves[run] for run in runs}
+        plot_curves(folder / f"{name}.png", named, title=name, label="held-out accuracy")
+
+
+def plot_curves(picture: Path, curves: dict[str, Curve], *, title: str, label: str) -> None:
+    """Curves by their names in a legend; one without a name needs none."""
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for algorithm in sorted({run.algorithm for run in curves}):
-        figure, axes = pyplot.subplots(figsize=(6, 3))
-        for eta in STALENESS:
-            if Run(algorithm, eta) not in curves:
-                continue
-            points = curves[Run(algorithm, eta)].points
-            axes.plot([p[0] for p in points], [p[2] for p in points], label=f"staleness {eta}")
-        axes.set(xlabel="step", ylabel="held-out accuracy", title=algorithm, ylim=(0, 1))
-        axes.grid(alpha=0.3)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure, axes = pyplot.subplots(figsize=(6, 3))
+    for name, curve in curves.items():
+        axes.plot([p[0] for p in curve.points], [p[2] for p in curve.points], label=name)
+    top = max(1.0, *(point[2] for curve in curves.values() for point in curve.points))
+    axes.set(xlabel="step", ylabel=label, title=title, ylim=(0, top))
+    axes.grid(alpha=0.3)
+    if any(curves):
         axes.legend(loc="lower right")
-        figure.tight_layout()
-        figure.savefig(folder / f"{algorithm}.png", dpi=100)
-        pyplot.close(figure)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=100)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

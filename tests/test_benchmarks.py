@@ -80,6 +80,18 @@ def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
 
 
 @pytest.mark.slow
+def test_recipe_curves_draws_what_a_recipe_follows(tmp_path):
+    make_model(tmp_path / "demo" / "arithmetic" / "sft" / "model")
+    report, curves = tmp_path / "report.json", tmp_path / "curves"
+    small = ("total_train_steps=2", "train_dataset.batch_size=4", "evaluator.freq_steps=1")
+    options = ("--demo", tmp_path / "demo", "--curves", curves, "--json", report)
+    run("recipe_curves.py", *options, "--only=dpo", *small)
+    rows = {row["name"]: row["value"] for row in json.loads(report.read_text())["rows"]}
+    assert rows.keys() == {"dpo_before", "dpo_after"} and 0 <= rows["dpo_after"] <= 1
+    assert (curves / "dpo.png").stat().st_size
+
+
+@pytest.mark.slow
 def test_tree_training_computes_less_and_learns_the_same(tmp_path):
     report = tmp_path / "report.json"
     run("tree_training.py", "--tiny", "--steps", "1", "--json", report)
