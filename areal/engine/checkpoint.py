@@ -9,6 +9,7 @@ loaded.
     save(path, model, optimizer, version, ranks)                 # training waits
     snapshot = capture(model, optimizer, version, ranks)         # training waits for a copy in
     snapshot.write(path)                                         # memory; this may be in a thread
+    digests(path)                                                # to compare it with another
 
 `ranks` is None for one process that knows no others; else every one of them calls, on a file system
 all of them see. A group that writes in a thread is used for nothing else, and for one write at a
@@ -17,6 +18,7 @@ time: see `process_group.side_group`.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -43,6 +45,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 State = dict[str, torch.Tensor]
 
 _MOMENTS = "moments."
+_DIGEST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,32 @@ def load(
         optimizer.set_lr_step(lr_step)
         optimizer.num_skipped_steps = num_skipped_steps
     return version
+
+
+def digests(path: str | Path) -> dict[str, str]:
+    """By name, in order, a checksum of each tensor: of its type, shape and bits.
+
+    Needs no model and no other ranks, whatever layout wrote it.
+    """
+    path = Path(path)
+    _verify(path, None)
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found, part = {}, {}
+    for place, (name, entry) in enumerate(sorted(stored.items()), start=1):
+        part[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        # One call for many tensors, since each reads the list of all; not more than fit in memory.
+        is_full = sum(tensor.nbytes for tensor in part.values()) >= _DIGEST_BYTES
+        if is_full or place == len(stored):
+            dcp.load(part, checkpoint_id=path, no_dist=True)
+            found |= {name: _digest(tensor) for name, tensor in part.items()}
+            part = {}
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _write_folder(path: str | Path, state: State, ranks: dist.ProcessGroup | None) -> None:

@@ -61,3 +61,24 @@ def task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | No
         (task_id,),
     ).fetchone()
     return None if found is None else dict(found)
+
+
+def trained(connection: sqlite3.Connection, step: int) -> list[tuple[int, bytes | None]]:
+    """(task id, stored trajectory) of the batch of `step` in its order; None: forgotten since."""
+    # A batch is in prompt order (selection.py), so the order need not be stored.
+    rows = connection.execute(
+        """SELECT task_id, data FROM tasks LEFT JOIN trajectories USING (task_id)
+           WHERE state = 'trained' AND step = ? ORDER BY task_id""",
+        (step,),
+    )
+    return [tuple(row) for row in rows]
+
+
+def steps_with_trajectories(connection: sqlite3.Connection) -> set[int]:
+    """The steps whose whole batch is still stored."""
+    # From the trajectories, which are few; a trained task without one was forgotten with its step.
+    rows = connection.execute(
+        """SELECT DISTINCT step FROM trajectories CROSS JOIN tasks USING (task_id)
+           WHERE state = 'trained'"""
+    )
+    return {step for (step,) in rows}

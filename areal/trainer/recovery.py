@@ -1,7 +1,7 @@
 """Recover points of a run: copied at the end of a step, written beside the steps that follow.
 
     with Recovery(paths.recover, config.recover, identity) as recovery:
-        found = recovery.read(roles.read)                       # (point, state); None: a fresh run
+        point = recovery.read(run.load)                         # None: a fresh run
         recovery.wait()                                         # for the point before
         recovery.start(step, roles.capture(), state, before=database.flush)
         recovery.poll()                                         # once per step
@@ -38,17 +38,9 @@ class Recovery:
         if self._reads:
             self._store.read_newest(RecoverPoint.check_identity)
 
-    def read(
-        self, read_roles: Callable[[Path], None]
-    ) -> tuple[RecoverPoint, dict[str, Any]] | None:
-        """The newest point, loaded into every role, and the run's state in it."""
-
-        def read_point(point: RecoverPoint) -> tuple[RecoverPoint, dict[str, Any]]:
-            state = point.load()
-            read_roles(point.path)
-            return point, state
-
-        return self._store.read_newest(read_point) if self._reads else None
+    def read(self, load: Callable[[RecoverPoint], RecoverPoint]) -> RecoverPoint | None:
+        """The newest point, which `load` has taken over."""
+        return self._store.read_newest(load) if self._reads else None
 
     def start(
         self,

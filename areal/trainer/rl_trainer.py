@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,7 @@ from areal.rollout.workers import RolloutWorkers
 from areal.trainer.base import Trainer
 from areal.trainer.episodes import build_filter, build_workflow, describe_batch, mean_reward
 from areal.trainer.inference import ServerTrace, open_inference
-from areal.trainer.ppo.actor import PPOActor
-from areal.trainer.ppo.batch import collect, token_outputs
-from areal.trainer.ppo.critic import PPOCritic
+from areal.trainer.ppo.learner import Learner
 from areal.trainer.run import StepObserver
 from areal.utils.device import num_cores
 from areal.utils.garbage import settle_garbage_collector
@@ -39,7 +38,6 @@ from areal.utils.perf_tracer import phase
 from areal.utils.trajectory_dump import TrajectoryDump
 
 if TYPE_CHECKING:
-    from areal.api.engine_api import TrainEngine
     from areal.api.io_struct import StepInfo
     from areal.rollout.executor import Batch
 
@@ -53,7 +51,9 @@ class PPOTrainer(Trainer):
 
     def _open(self, stack: ExitStack) -> None:
         self._share_cores()
-        self._open_models(stack)
+        self.learner = Learner(self.config, partial(self._open_engine, stack=stack))
+        self.engine = self.learner.engine
+        self.run.remember(**self.learner.states())
         runner = self._start_runner(stack)
         self.inference, self.weights = open_inference(
             self.config, self.run.paths, stack, gpus=self._server_gpus()
@@ -87,14 +87,7 @@ class PPOTrainer(Trainer):
         for step in self.run.steps(first):
             with phase("rollout", "sync"):
                 batch = self.rollout.prepare_batch()
-            with phase("forward"):
-                data = self._ask_models(batch)
-            with phase("advantages"):
-                data |= self.actor.compute_advantages(data)
-            with phase("train"):
-                self.actor.ppo_update(data)
-                if self.critic is not None:
-                    self.critic.ppo_update(data)
+            data = self.learner.train(batch.trajectories)
             with phase("update_weights", "comm"):
                 self._publish(step.global_step + 1)
             stats = self._close_batch(batch, data, step)
@@ -125,35 +118,6 @@ class PPOTrainer(Trainer):
         if not isinstance(self.scheduler, LocalScheduler):
             return None
         return self.scheduler.take_free_gpus(self.config.rollout.tensor_parallel)
-
-    def _open_models(self, stack: ExitStack) -> None:
-        """The actor, and those of critic, reference model and teacher that the config has."""
-        config = self.config
-        self.engine = self._open_engine("actor", config.actor, stack)
-        self.actor = PPOActor(config.actor, self.engine, config.teacher)
-        if self.actor.kl_control is not None:
-            self.run.remember("kl_control", self.actor.kl_control)
-        self.critic: PPOCritic | None = None
-        if config.critic is not None:
-            engine = self._open_engine("critic", config.critic, stack)
-            self.critic = PPOCritic(config.critic, engine)
-        # What a model that is only asked says of each token, by the name it has in the batch.
-        self.advisers: dict[str, TrainEngine] = {}
-        for role, section in (("ref", config.ref), ("teacher", config.teacher)):
-            if section is not None:
-                frozen = section.engine_config(config.actor)
-                engine = self._open_engine(role, frozen, stack, trained=False)
-                self.advisers[f"{role}_logp"] = engine
-
-    def _ask_models(self, batch: Batch) -> dict[str, Any]:
-        """All samples as one batch, with what each model says of their tokens."""
-        data = collect(batch.trajectories)
-        data |= self.actor.compute_policies(data)
-        for key, engine in self.advisers.items():
-            data[key] = token_outputs(engine, data)
-        if self.critic is not None:
-            data["values"] = self.critic.compute_values(data)
-        return data
 
     def _start_runner(self, stack: ExitStack) -> TaskRunner:
         """The event loop; started before the engine, which has connections on it to close."""

@@ -10,7 +10,7 @@ one needs is kept. A write that fails stops the run at the end of the next step.
 
     with Run(config, dataset_size=len(rows)) as run:
         run.roles.add("actor", engine)           # every model that is trained
-        run.remember("kl_controller", control)   # other state that training on depends on
+        run.remember(kl_control=control)         # other state that training on depends on
         first = run.resume()                     # 0 for a fresh run
         for step in run.steps(first):
             ...                                  # train
@@ -36,10 +36,11 @@ from areal.trainer.identity import run_identity
 from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
+from areal.trainer.world import numeric_world
 from areal.utils import logging, perf_tracer, stacks, stats_tracker
 from areal.utils.fs import atomic_write_text
 from areal.utils.perf_tracer import phase
-from areal.utils.run_db import RunDatabase
+from areal.utils.run_db import RunDatabase, Start
 from areal.utils.run_paths import RunPaths
 from areal.utils.saver import save_checkpoint
 from areal.utils.stats_logger import StatsLogger
@@ -49,6 +50,7 @@ from areal.utils.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
+    from areal.utils.recover import RecoverPoint
 
 logger = logging.getLogger("Run")
 
@@ -113,10 +115,11 @@ class Run:
     def total_steps(self) -> int:
         return self.ft_spec.total_train_steps
 
-    def remember(self, name: str, holder: Stateful) -> None:
-        """Keep `holder`'s state in recover points, beside the roles and the timers."""
-        assert name not in self._remembered, f"{name} is remembered already"
-        self._remembered[name] = holder
+    def remember(self, **holders: Stateful) -> None:
+        """Keep their states in recover points, beside the roles and the timers."""
+        taken = holders.keys() & self._remembered.keys()
+        assert not taken, f"{taken} are remembered already"
+        self._remembered |= holders
 
     def resume(self) -> int:
         """Load the newest recover point into every role; the first step still to do, 0 if none.
@@ -124,21 +127,29 @@ class Run:
         From here on the folder is that of a run: it gets its config.yaml. And from here on
         something must move: the watchdog starts.
         """
-        found = self._recovery.read(self.roles.read)
+        point = self._recovery.read(self.load)
+        first = 0 if point is None else point.global_step + 1
         self.watchdog.start()
         atomic_write_text(self.paths.config, self._config_text)
         self._has_begun = True
-        if found is None:
+        self.database.record_start(
+            Start(first, self._config_text, self.ft_spec.dataset_size, numeric_world())
+        )
+        if point is None:
             self.database.record_event("started", "step 0")
             return 0
-        point, state = found
-        for name, holder in self._states().items():
-            if name in state:  # what the killed run did not have starts afresh
-                holder.load_state_dict(state[name])
-        first = point.global_step + 1
         self.database.record_event("resumed", f"step {first}")
         logger.info("resumed after step %d of %d, from %s", first, self.total_steps, point.path)
         return first
+
+    def load(self, point: RecoverPoint) -> RecoverPoint:
+        """Make everything what it was when `point` was written; a damaged one changes nothing."""
+        state = point.load()
+        self.roles.read(point.path)
+        for name, holder in self._states().items():
+            if name in state:  # what the killed run did not have starts afresh
+                holder.load_state_dict(state[name])
+        return point
 
     def steps(self, first: int) -> Iterator[StepInfo]:
         """The steps from number `first` (counted from 0) to the last."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +57,14 @@ CREATE TABLE IF NOT EXISTS steps (
     time  REAL NOT NULL,
     stats TEXT NOT NULL                  -- JSON object
 );
+CREATE TABLE IF NOT EXISTS starts (
+    id           INTEGER PRIMARY KEY,
+    time         REAL NOT NULL,
+    step         INTEGER NOT NULL,       -- first step of this process; later ones were undone
+    config       TEXT NOT NULL,          -- YAML, all values filled in
+    dataset_size INTEGER NOT NULL,
+    world        TEXT NOT NULL           -- JSON object: what else the bits of a step depend on
+);
 CREATE TABLE IF NOT EXISTS events (
     id   INTEGER PRIMARY KEY,
     time REAL NOT NULL,
@@ -67,6 +76,16 @@ CREATE TABLE IF NOT EXISTS events (
 
 class RunDatabaseError(RuntimeError):
     """The database cannot be opened or written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What one process of the run began with."""
+
+    step: int  # its first
+    config: str  # YAML
+    dataset_size: int
+    world: dict[str, Any]
 
 
 class RunDatabase:
@@ -132,6 +151,20 @@ class RunDatabase:
                 (step, time.time(), json.dumps(dict(stats))),
             )
 
+    def record_start(self, start: Start) -> None:
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT INTO starts (time, step, config, dataset_size, world)"
+                " VALUES (?, ?, ?, ?, ?)",
+                (
+                    time.time(),
+                    start.step,
+                    start.config,
+                    start.dataset_size,
+                    json.dumps(start.world),
+                ),
+            )
+
     def record_event(self, kind: str, text: str) -> None:
         """Something a reader of the run's story wants to know: started, resumed, stopped, ..."""
         with self.transaction() as connection:
@@ -163,10 +196,18 @@ class RunDatabase:
 
 
 def open_read_only(path: str | Path) -> sqlite3.Connection:
-    """A reader's connection: sees every committed transaction, also of a run that is going on."""
-    if not Path(path).is_file():
+    """A reader's connection: sees every committed transaction, also of a run that is going on.
+
+    Of a run that is not, it leaves no file behind and may lie on a disk that cannot be written;
+    should it go on meanwhile, open it again.
+    """
+    path = Path(path)
+    if not path.is_file():
         raise FileNotFoundError(f"no run database at {path}: give the folder of a started run")
-    connection = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)
+    # A log of writes is there as long as somebody has the database open, and after a kill.
+    is_at_rest = not path.with_name(path.name + "-wal").exists()
+    options = "mode=ro&immutable=1" if is_at_rest else "mode=ro"
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True)
     connection.row_factory = sqlite3.Row
     return connection
 
@@ -175,6 +216,16 @@ def read_steps(connection: sqlite3.Connection) -> list[tuple[int, dict[str, floa
     """(step, statistics) in order; step -1 is the time before the first."""
     rows = connection.execute("SELECT step, stats FROM steps ORDER BY step")
     return [(row["step"], json.loads(row["stats"])) for row in rows]
+
+
+def read_start(connection: sqlite3.Connection, step: int) -> Start | None:
+    """How the process that trained `step` was started; None when that was not recorded."""
+    row = connection.execute(
+        "SELECT * FROM starts WHERE step <= ? ORDER BY id DESC LIMIT 1", (step,)
+    ).fetchone()
+    if row is None:
+        return None
+    return Start(row["step"], row["config"], row["dataset_size"], json.loads(row["world"]))
 
 
 def _advice(error: sqlite3.Error) -> str:

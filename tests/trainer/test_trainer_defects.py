@@ -131,13 +131,13 @@ def test_defect_06_the_critic_is_recovered_and_looking_creates_nothing(tmp_path)
         assert trainer.run.resume() == 0
         assert not paths.recover.exists()
         trainer.train()
-        trained = {k: v.clone() for k, v in trainer.critic.engine.hf_weights()}
+        trained = {k: v.clone() for k, v in trainer.learner.critic.engine.hf_weights()}
     with PPOTrainer(config, *load_datasets(config)) as trainer:
-        fresh = dict(trainer.critic.engine.hf_weights())
+        fresh = dict(trainer.learner.critic.engine.hf_weights())
         assert not torch.equal(fresh["score.weight"], trained["score.weight"])
         assert trainer.run.resume() == 4
-        assert trainer.critic.engine.optimizer.lr_step == 4
-        for name, weight in trainer.critic.engine.hf_weights():
+        assert trainer.learner.critic.engine.optimizer.lr_step == 4
+        for name, weight in trainer.learner.critic.engine.hf_weights():
             assert torch.equal(weight, trained[name])
 
 

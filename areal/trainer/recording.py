@@ -1,0 +1,100 @@
+"""All that a run has kept of one step: enough to train it again.
+
+    recording = read_recording("runs/math/first", step=7)
+
+In: the run's folder, which is only read, also while the run goes on. Out: a Recording, or a
+ValueError or FileNotFoundError that says why there is none, and of which steps there is. Loads no
+torch, so that a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from areal.api.cli_args import PPOConfig, experiment_class, load_expr_config
+from areal.rollout import books
+from areal.trainer.identity import run_identity
+from areal.utils.recover import RecoverPoint, RecoverStore
+from areal.utils.run_db import Start, open_read_only, read_start, read_steps
+from areal.utils.run_paths import RunPaths
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    step: int  # counted from 0
+    start: Start  # of the process that trained it
+    config: PPOConfig
+    statistics: dict[str, float]
+    trajectories: list[bytes]  # as stored, in the order of the batch
+    point_before: RecoverPoint
+    point_after: RecoverPoint | None
+
+
+def read_recording(folder: str | Path, step: int) -> Recording:
+    paths = RunPaths(Path(folder))
+    with closing(open_read_only(paths.database)) as connection:
+        connection.execute("BEGIN")  # one moment of a run that goes on
+        statistics = dict(read_steps(connection))
+        _check_trained(step, list(statistics), paths)
+        start = _start(connection, step, paths)
+        config = _load_config(start, paths)
+        identity = run_identity(config, start.dataset_size)
+        points = {p.global_step: p for p in RecoverStore(paths.recover, identity=identity).points()}
+        batch = [data for _, data in books.trained(connection, step)]
+        if step - 1 not in points or None in batch:
+            stored = books.steps_with_trajectories(connection)
+            whole = sorted(n for n in stored if n - 1 in points and n in statistics)
+            raise ValueError(_why_not(step, whole, points, paths))
+    before, after = points[step - 1], points.get(step)
+    return Recording(step, start, config, statistics[step], batch, before, after)
+
+
+def _check_trained(step: int, recorded: list[int], paths: RunPaths) -> None:
+    steps = [number for number in recorded if number >= 0]  # -1 is the time before the first
+    if step not in steps:
+        there = f"its steps are {steps[0]} to {steps[-1]}" if steps else "it has none yet"
+        raise ValueError(f"--step {step}: {paths.root} has not trained this step; {there}")
+
+
+def _start(connection: sqlite3.Connection, step: int, paths: RunPaths) -> Start:
+    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'starts'").fetchone()
+    start = read_start(connection, step) if known else None
+    if start is None:
+        raise ValueError(
+            f"{paths.database} does not say with which config step {step} was trained: it was "
+            "written by an older areal"
+        )
+    return start
+
+
+def _load_config(start: Start, paths: RunPaths) -> PPOConfig:
+    with TemporaryDirectory(prefix="areal-replay-") as scratch:
+        file = Path(scratch) / "config.yaml"
+        file.write_text(start.config, encoding="utf-8")
+        config, _ = load_expr_config([str(file)], experiment_class([str(file)]))
+    if not isinstance(config, PPOConfig):
+        raise ValueError(
+            f"{paths.root} is a run of trainer: {config.trainer}; only trainer: ppo records "
+            "trajectories to train a step on again"
+        )
+    return config
+
+
+def _why_not(
+    step: int, whole: list[int], points: Mapping[int, RecoverPoint], paths: RunPaths
+) -> str:
+    lacking = f"trajectories of step {step} were forgotten"
+    if step == 0:
+        lacking = "no recover point is written before the first step"
+    elif step - 1 not in points:
+        lacking = f"there is no recover point {paths.recover / f'step_{step - 1}'}"
+    others = f"steps that can be: {', '.join(map(str, whole))}" if whole else "no step of it can be"
+    return (
+        f"--step {step}: it cannot be trained again, because {lacking}; {others}. A run keeps more "
+        "with recover.mode=on, recover.freq_steps=1 and a larger recover.keep"
+    )
