@@ -2,7 +2,7 @@
 
 {fileroot}/{experiment_name}/{trial_name}/
     config.yaml      the config the run was started with, all values filled in
-    run.db           ledger, trajectories, statistics, events (SQLite)
+    run.db           ledger, trajectories, statistics, events, configs (SQLite)
     recover/         points a killed run goes on from
     checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
     model/           the final weights, Hugging Face format

@@ -131,6 +131,15 @@ def test_critic_reference_model_and_kl_controller_are_part_of_it(ppo_run, capsys
     assert out.splitlines()[-1].startswith("equal bit for bit: step 3")
 
 
+@pytest.mark.slow
+def test_models_on_two_ranks_are_replayed_on_two(root, capsys):
+    options = ("actor.backend=archon:d2", "actor.weight_update_mode=shm", "trial_name=ranks")
+    config = grpo_config(root, *SMALL, *options)
+    run_experiment(config)
+    code, out = replay(capsys, RunPaths.of(config).root, 2)
+    assert code == 0 and "actor: weights [" in out, out
+
+
 def another_reward(trajectory: dict[str, torch.Tensor]) -> None:
     trajectory["rewards"][0] += 1
 

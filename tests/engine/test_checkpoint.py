@@ -16,6 +16,7 @@ from tiny import write_tiny_model
 
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.io_struct import SaveLoadMeta
+from areal.engine import checkpoint
 from areal.utils.background import BackgroundWriter
 from areal.utils.manifest import DamagedError
 
@@ -84,6 +85,24 @@ def test_capture_and_save_write_the_same_files(engine, whole, tmp_path):
     for name in files:
         same = (whole / name).read_bytes() == (tmp_path / "captured" / name).read_bytes()
         assert same or name in (".metadata", "manifest.json")  # these hold the folder's name
+
+
+def test_digests_are_of_the_bits_of_each_tensor(folder, whole, tmp_path, monkeypatch):
+    other = open_engine(folder, "archon:d1")
+    other.save(point(tmp_path / "same"))
+    expected = checkpoint.digests(whole)
+    monkeypatch.setattr(checkpoint, "_DIGEST_BYTES", 5_000)  # several parts
+    assert checkpoint.digests(tmp_path / "same") == expected
+    name, weight = next(iter(other.optimizer.masters().items()))
+    weight.view(-1)[0] = -weight.view(-1)[0]
+    other.save(point(tmp_path / "other"))
+    found = checkpoint.digests(tmp_path / "other")
+    assert list(found) == sorted(expected)
+    assert [key for key in found if found[key] != expected[key]] == [f"weights.{name}"]
+    shard = tmp_path / "other" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(DamagedError, match="__0_0.distcp"):
+        checkpoint.digests(tmp_path / "other")
 
 
 def test_every_damage_is_refused_by_the_name_of_the_file(engine, whole, tmp_path):

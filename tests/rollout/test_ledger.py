@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_world import trajectory
 
+from areal.rollout import books
 from areal.rollout.ledger import Ledger, Outcome, Resume
 from areal.rollout.source import Prompt
 from areal.utils.run_db import RunDatabase
@@ -152,6 +153,23 @@ def test_prune_keeps_what_a_recover_point_may_need():
         resume = ledger.rewind(-1, 0)
         assert resume.reissue == [0]
         assert [result.task_id for result in resume.finished] == [1, 2]
+
+
+def test_the_batch_of_a_step_can_be_read_again_in_its_order():
+    with open_ledger() as (ledger, db):
+        ledger.issue(prompts(0, 1, 2, 3, 4), version=0)
+        ledger.settle([finish(task_id) for task_id in (4, 2, 3, 0, 1)], version=0)
+        ledger.trained([1, 4], step=0, version=0)
+        ledger.trained([0, 2, 3], step=1, version=1)
+        stored = dict(db.query("SELECT task_id, data FROM trajectories"))
+        with db.transaction() as connection:
+            assert books.trained(connection, 1) == [(i, stored[i]) for i in (0, 2, 3)]
+            assert books.steps_with_trajectories(connection) == {0, 1}
+        ledger.prune(step=0)
+        with db.transaction() as connection:
+            assert books.trained(connection, 0) == [(1, None), (4, None)]
+            assert books.steps_with_trajectories(connection) == {1}
+            assert books.trained(connection, 2) == []
 
 
 def test_books_that_do_not_agree_are_found():

@@ -7,10 +7,18 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
-from areal.utils.run_db import RunDatabase, RunDatabaseError, open_read_only
+from areal.utils.run_db import (
+    RunDatabase,
+    RunDatabaseError,
+    Start,
+    open_read_only,
+    read_start,
+    read_steps,
+)
 
 
 def test_steps_and_events_survive_closing(tmp_path):
@@ -34,6 +42,31 @@ def test_reader_sees_commits_of_a_live_writer_and_cannot_write(tmp_path):
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             reader.execute("DELETE FROM steps")
         reader.close()
+
+
+def test_reading_a_run_that_is_over_leaves_nothing_behind(tmp_path):
+    with RunDatabase(tmp_path / "run.db") as db:
+        db.record_step(0, {"loss": 1.0})
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with closing(open_read_only(tmp_path / "run.db")) as reader:
+        assert read_steps(reader) == [(0, {"loss": 1.0})]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with RunDatabase(tmp_path / "run.db") as db:
+        db.record_step(1, {"loss": 0.5})
+        with closing(open_read_only(tmp_path / "run.db")) as reader:
+            assert len(read_steps(reader)) == 2
+
+
+def test_a_step_belongs_to_the_last_start_before_it(tmp_path):
+    """Started, killed after step 7, gone on from step 5, and that again from step 5."""
+    with RunDatabase(tmp_path / "run.db") as db:
+        for step, config in ((0, "a"), (5, "b"), (5, "c"), (9, "d")):
+            db.record_start(Start(step, config, 20, {"threads": 2}))
+        with closing(open_read_only(tmp_path / "run.db")) as reader:
+            found = {step: read_start(reader, step) for step in (-1, 4, 5, 8, 9)}
+    assert found.pop(-1) is None
+    assert {step: start.config for step, start in found.items()} == {4: "a", 5: "c", 8: "c", 9: "d"}
+    assert found[4] == Start(0, "a", 20, {"threads": 2})
 
 
 def test_reading_a_run_that_is_not_there(tmp_path):
