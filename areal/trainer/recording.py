@@ -36,7 +36,7 @@ class Recording:
 
 
 def read_recording(folder: str | Path, step: int) -> Recording:
-    paths = RunPaths(Path(folder))
+    paths = RunPaths(Path(folder).absolute())  # ranks may have another working directory
     with closing(open_read_only(paths.database)) as connection:
         connection.execute("BEGIN")  # one moment of a run that goes on
         statistics = dict(read_steps(connection))
