@@ -11,8 +11,6 @@ several FSDP2 shards the float32 weights over them and gathers block by block. W
 every token is a value. With `config.use_lora` only adapters are trained and saved, and what leaves
 for inference has them merged in. On several ranks each call is made by all of them; the ranks of
 one data-parallel place (those of tensor and context parallelism) give it the same rows.
-
-Shape legend: T tokens of a micro-batch, P padded to a multiple of the cp ranks, t a rank's part.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.alloc_mode import ParallelStrategy
@@ -39,9 +36,8 @@ from areal.engine.fsdp.weights import draw_weights, load_weights, whole_weights
 from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
-from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
+from areal.engine.token_layout import lay_out
 from areal.engine.weight_stream import Weights, hand_over
-from areal.models.common.attention_varlen import PackedAttention
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
 from areal.models.lora import check_lora_layout
 from areal.models.parallel_dims import ParallelDims
@@ -213,27 +209,17 @@ class FSDPEngine(TrainEngine):
 
         At a sequence's last token, log p and entropy are junk.
         """
-        tokens_T, cu_seqlens = mb["input_ids"].long(), mb["cu_seqlens"]
-        num_tokens = len(tokens_T)
-        tokens_P, cu_seqlens = _pad(tokens_T, cu_seqlens, self._dims.cp)
-        attend = PackedAttention(cu_seqlens, max(mb["max_seqlen"], len(tokens_P) - num_tokens))
-        labels_P = tokens_P.roll(-1)
-        # Junk that does not depend on which sequence happens to come next.
-        labels_P[cu_seqlens[1:].long() - 1] = 0
-        options = {
-            "temperature": self.config.temperature,
-            "chunk_size": self.config.logprobs_chunk_size,
-        }
-        if self._dims.cp == 1:
-            return self.model(tokens_P, attend.positions_T, attend, labels_P, **options)
-        cp = self._mesh.get_group("cp")
-        tokens_t, positions_t, labels_t = (
-            own_tokens(x_P, cp) for x_P in (tokens_P, attend.positions_T, labels_P)
-        )
+        cp = self._mesh.get_group("cp") if self._dims.cp > 1 else None
+        laid = lay_out(mb, multiple=self._dims.cp, cp=cp)
         outputs_t = self.model(
-            tokens_t, positions_t, UlyssesAttention(attend, cp), labels_t, **options
+            laid.tokens_t,
+            laid.positions_t,
+            laid.attend,
+            laid.labels_t,
+            temperature=self.config.temperature,
+            chunk_size=self.config.logprobs_chunk_size,
         )
-        return tuple(gather_over_ranks(x_t, cp)[:num_tokens] for x_t in outputs_t)
+        return laid.whole(outputs_t)
 
     def optimizer_step(self) -> dict[str, float]:
         return self.optimizer.step()
@@ -348,13 +334,3 @@ class FSDPEngine(TrainEngine):
 
     def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
         return self.optimizer if wanted else None
-
-
-def _pad(
-    tokens_T: torch.Tensor, cu_seqlens: torch.Tensor, multiple: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens up to a multiple, the added ones a sequence of their own."""
-    missing = -len(tokens_T) % multiple
-    if not missing:
-        return tokens_T, cu_seqlens
-    return F.pad(tokens_T, (0, missing)), torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])

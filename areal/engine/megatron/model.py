@@ -8,8 +8,8 @@ TransformerEngine takes none), and the numbers are those of Archon and of the na
     stage = build_stage(args, layout, config, device)          # this rank's layers, not filled
     outputs = stage(mb)      # hidden states for the next stage, or log-probabilities and entropy
 
-Shape legend: T tokens of a micro-batch, P padded to a multiple of cp * tp, t a rank's part of them
-over cp, s over cp and tp, D model dim, N query heads, K key-value heads, H head dim.
+Shape legend: T tokens of a micro-batch, t a rank's part of them (padded) over cp, s over cp and tp,
+D model dim, N query heads, K key-value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from torch import nn
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.logprobs import VocabPart, next_token_logprobs
 from areal.engine.megatron.layout import Layout
-from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
+from areal.engine.token_layout import lay_out
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import Attend
-from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.rope import RotaryEmbedding, rotate
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -243,30 +242,20 @@ class Stage(GPTModel):
     def forward(self, mb: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Of a packed micro-batch: hidden states `[s, 1, D]`; on the last stage log p of the next
         token and entropy, `[T]`, or a critic's values `[T]`."""
-        cp, num_tokens = self.layout.cp, len(mb["input_ids"])
-        tokens_P, cu_seqlens = _pad(
-            mb["input_ids"].long(), mb["cu_seqlens"], cp.size() * self.layout.tp.size()
-        )
-        attend = PackedAttention(cu_seqlens, max(mb["max_seqlen"], len(tokens_P) - num_tokens))
-        labels_P, positions_P = _next_tokens(tokens_P, cu_seqlens), attend.positions_T
-        tokens_t, positions_t, labels_t = (
-            own_tokens(x_P, cp) for x_P in (tokens_P, positions_P, labels_P)
-        )
+        layout = self.layout
+        laid = lay_out(mb, multiple=layout.cp.size() * layout.tp.size(), cp=layout.cp)
         packed = PackedTokens(
             qkv_format="thd",
-            attend=attend if cp.size() == 1 else UlyssesAttention(attend, cp),
-            rotation=self.rope(positions_t, self.config.params_dtype),
+            attend=laid.attend,
+            rotation=self.rope(laid.positions_t, self.config.params_dtype),
         )
-        embedded = self.embedding(tokens_t[None], None) if self.pre_process else None
+        embedded = self.embedding(laid.tokens_t[None], None) if self.pre_process else None
         hidden_s1D = self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=packed
         )
         if not self.post_process:
             return hidden_s1D
-        outputs_t = self._heads(hidden_s1D, labels_t)
-        if cp.size() > 1:
-            outputs_t = tuple(gather_over_ranks(x_t, cp) for x_t in outputs_t)
-        return tuple(x_P[:num_tokens] for x_P in outputs_t)
+        return laid.whole(self._heads(hidden_s1D, laid.labels_t))
 
     def _heads(self, hidden_s1D: torch.Tensor, labels_t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.args.is_critic:
@@ -312,20 +301,3 @@ def _block_spec(transformer: TransformerConfig) -> TransformerBlockSubmodules:
         if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
             layer.submodules.mlp.submodules.router = Router
     return block
-
-
-def _next_tokens(tokens_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    labels_T = tokens_T.roll(-1)
-    # Junk that does not depend on which sequence happens to come next.
-    labels_T[cu_seqlens[1:].long() - 1] = 0
-    return labels_T
-
-
-def _pad(
-    tokens_T: torch.Tensor, cu_seqlens: torch.Tensor, multiple: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens up to a multiple, the added ones a sequence of their own."""
-    missing = -len(tokens_T) % multiple
-    if not missing:
-        return tokens_T, cu_seqlens
-    return F.pad(tokens_T, (0, missing)), torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
