@@ -5,10 +5,10 @@
     engine.initialize(ft_spec)
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
 
-Tensor (with sequence), pipeline, context and expert parallelism and the distributed optimizer are
-megatron-core's; norm, rotation, attention and log-probabilities are areal's own, so that sequences
-stay packed and TransformerEngine is not needed. It computes on CUDA devices alone: on a CPU the
-model can be built, filled and read, no more.
+Tensor (with sequence), pipeline, virtual pipeline, context and expert parallelism and the
+distributed optimizer are megatron-core's; norm, rotation, attention and log-probabilities are
+areal's own, so that sequences stay packed and TransformerEngine is not needed. It computes on CUDA
+devices alone: on a CPU the model can be built, filled and read, no more.
 
 On several ranks each call is made by all of them. The ranks of one data-parallel place (tensor,
 context and pipeline ranks) give it the same rows; what is returned is the same on all of them.
@@ -34,7 +34,7 @@ from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
 from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.megatron.layout import Layout, check_layout, enter_layout
-from areal.engine.megatron.model import Stage, build_stage, check_family
+from areal.engine.megatron.model import Stage, build_stages, check_family
 from areal.engine.megatron.optim import ShardedOptimizer
 from areal.engine.megatron.schedule import run_micro_batches
 from areal.engine.megatron.source import drawn_weights, folder_weights
@@ -55,12 +55,11 @@ class MegatronEngine(TrainEngine):
         self.device = torch.device(best_device())
         self.dp_group: dist.ProcessGroup | None = None
         self.shares_prefixes = False
-        self.min_micro_batches = 1
         self._strategy = ParallelStrategy()
         self._layout: Layout | None = None
         self._seed = seed
         self._version = 0
-        self._stage: Stage | None = None
+        self._stages: list[Stage] | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
@@ -73,6 +72,11 @@ class MegatronEngine(TrainEngine):
         self._layout = enter_layout(parallel_strategy, self.device)
         self._writers = side_group(self._ranks)
         self.dp_group = self._layout.dp if self._layout.dp.size() > 1 else None
+
+    @property
+    def min_micro_batches(self) -> int:
+        """One for each rank of a pipeline to work on."""
+        return self._strategy.pipeline_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
@@ -99,46 +103,48 @@ class MegatronEngine(TrainEngine):
         if self._layout is None:
             self.create_process_group(self._strategy)
         self._hf_config = language_config(read_hf_config(self.config.path))
-        stage = self._build_stage()
-        mark_parts(stage)
-        self._fill(stage)
-        self._stage = stage
+        stages = self._build_stages()
+        mark_parts(stages)
+        self._fill(stages)
+        self._stages = stages
         if trains:
             self._optimizer = ShardedOptimizer(
-                stage, self.config.optimizer, ft_spec.total_train_steps
+                stages, self.config.optimizer, ft_spec.total_train_steps
             )
 
-    def _build_stage(self) -> Stage:
+    def _build_stages(self) -> list[Stage]:
         args_class = get_model_spec(self._hf_config["model_type"]).model_args_class
         args = args_class.from_hf_config(self._hf_config)
         args = dataclasses.replace(args, is_critic=self.config.is_critic)
         check_family(args)
-        check_layout(args, self._strategy)
-        return build_stage(args, self.layout, self.config, dtype=self._dtype(), device=self.device)
+        config = self.config
+        check_layout(args, self._strategy, config.megatron.virtual_pipeline_parallel_size)
+        return build_stages(args, self.layout, config, dtype=self._dtype(), device=self.device)
 
-    def _fill(self, stage: Stage) -> None:
+    def _fill(self, stages: list[Stage]) -> None:
         if self.config.init_from_scratch:
-            fill(stage, drawn_weights(self._hf_config, self._seed, self.config.is_critic))
+            fill(stages, drawn_weights(self._hf_config, self._seed, self.config.is_critic))
         else:
-            self._fill_from(stage, self.config.path, new_critic=self.config.is_critic)
+            self._fill_from(stages, self.config.path, new_critic=self.config.is_critic)
 
-    def _fill_from(self, stage: Stage, path: str, *, new_critic: bool) -> None:
+    def _fill_from(self, stages: list[Stage], path: str, *, new_critic: bool) -> None:
         with folder_weights(
             self._hf_config, path, is_critic=self.config.is_critic, new_critic=new_critic
         ) as read:
-            fill(stage, read)
+            fill(stages, read)
 
     def destroy(self) -> None:
         """The process groups stay: other engines of this process use them too."""
-        self._stage = self._optimizer = self._receiver = None
+        self._stages = self._optimizer = self._receiver = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
-    def stage(self) -> Stage:
-        if self._stage is None:
+    def stages(self) -> list[Stage]:
+        """This rank's, one or with a virtual pipeline several."""
+        if self._stages is None:
             raise RuntimeError("the engine has no model yet: call initialize() first")
-        return self._stage
+        return self._stages
 
     @property
     def optimizer(self) -> ShardedOptimizer:
@@ -163,8 +169,8 @@ class MegatronEngine(TrainEngine):
         self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
     ) -> list[torch.Tensor]:
         self._require_cuda()
-        model: nn.Module = self.stage if forward_only else self.optimizer.model
-        return run_micro_batches(model, mbs, output_fn, self.layout, forward_only=forward_only)
+        models = self.stages if forward_only else self.optimizer.models
+        return run_micro_batches(models, mbs, output_fn, self.layout, forward_only=forward_only)
 
     def optimizer_step(self) -> dict[str, float]:
         return self.optimizer.step()
@@ -177,13 +183,13 @@ class MegatronEngine(TrainEngine):
         that wrote it; for the same with `hf` give a scratch folder."""
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
-            checkpoint.save(meta.path, _Parts(self.stage), optimizer, self._version, self._writers)
+            checkpoint.save(meta.path, _Parts(self.stages), optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
         self._hand_over(lambda weights: self._save_hf(weights, meta))
 
     def capture(self) -> Callable[[str | Path], None]:
-        parts = _Parts(self.stage)
+        parts = _Parts(self.stages)
         return checkpoint.capture(parts, self.optimizer, self._version, self._writers).write
 
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
@@ -194,16 +200,17 @@ class MegatronEngine(TrainEngine):
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
             optimizer = self._optimizer_if(meta.with_optim)
-            self._version = checkpoint.load(meta.path, _Parts(self.stage), optimizer, self._writers)
+            parts = _Parts(self.stages)
+            self._version = checkpoint.load(meta.path, parts, optimizer, self._writers)
         else:
             refuse_optimizer(meta)
-            self._fill_from(self.stage, meta.path, new_critic=False)
+            self._fill_from(self.stages, meta.path, new_critic=False)
         if self._optimizer is not None and not meta.with_optim:
             self._optimizer.read_model()
 
     def hf_weights(self) -> Weights:
         """On several ranks all iterate, to the end: rank 0 is given the tensors, others none."""
-        return stream(self.stage)
+        return stream(self.stages)
 
     def _hand_over(self, consume: Callable[[Weights], None]) -> None:
         hand_over(self.hf_weights(), consume, self._ranks, self.device)
@@ -251,11 +258,11 @@ class MegatronEngine(TrainEngine):
 
 
 class _Parts(nn.Module):
-    """A stage as the checkpoint wants it: tensors by names that tell what a rank holds."""
+    """Stages as the checkpoint wants them: tensors by names that tell what a rank holds."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stages: list[Stage]) -> None:
         super().__init__()
-        self._tensors = part_names(stage)
+        self._tensors = part_names(stages)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
