@@ -37,19 +37,22 @@ from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_layout import lay_out
-from areal.engine.weight_stream import Weights, hand_over
+from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
 from areal.models.lora import check_lora_layout
 from areal.models.parallel_dims import ParallelDims
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
-from areal.weight_sync.transports import send_weights
 
 if TYPE_CHECKING:
     from areal.engine.fsdp.lora import Adapters
 
 
 class FSDPEngine(TrainEngine):
+    train_batch = base.train_batch
+    eval_batch = base.eval_batch
+    forward_batch = base.forward_batch
+
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws what `config.path` does not hold: adapters, or every weight with
         `config.init_from_scratch`."""
@@ -167,28 +170,11 @@ class FSDPEngine(TrainEngine):
 
     @property
     def model(self) -> PackedModel:
-        if self._model is None:
-            raise RuntimeError("the engine has no model yet: call initialize() first")
-        return self._model
+        return base.require_model(self._model)
 
     @property
     def optimizer(self) -> MasterOptimizer:
-        if self._optimizer is None:
-            raise RuntimeError(
-                "the engine cannot train: give its config an optimizer section and initialize() "
-                "a FinetuneSpec"
-            )
-        return self._optimizer
-
-    def train_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> dict[str, float]:
-        _ = self.optimizer  # refuse before the work, not after it
-        return base.train_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def eval_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> torch.Tensor:
-        return base.eval_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
-        return base.forward_batch(self, input_)
+        return base.require_optimizer(self._optimizer)
 
     def forward_backward_batch(
         self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
@@ -231,7 +217,7 @@ class FSDPEngine(TrainEngine):
         """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
         `hf` give a scratch folder. With LoRA it holds the adapter alone."""
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
+            optimizer = self.optimizer if meta.with_optim else None
             checkpoint.save(meta.path, self.model.hf, optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
@@ -257,7 +243,7 @@ class FSDPEngine(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
+            optimizer = self.optimizer if meta.with_optim else None
             self._version = checkpoint.load(meta.path, self.model.hf, optimizer, self._writers)
             return
         refuse_optimizer(meta)
@@ -281,17 +267,8 @@ class FSDPEngine(TrainEngine):
         self._receiver = (engine, meta)
 
     def update_weights(self, version: int) -> None:
-        self._hand_over(self.hf_weights(), lambda weights: self._send(weights, version))
-
-    def _send(self, weights: Weights, version: int) -> None:
-        if self._receiver is None:
-            raise RuntimeError("no inference engine is connected: call connect_engine() first")
-        engine, meta = self._receiver
-        if meta.type == "ipc":
-            # The receiver reads them where they lie: merged or gathered ones must still be there.
-            held = list(weights)
-            weights = iter(held)
-        send_weights(engine, meta.with_version(version), weights)
+        send = sender(self._receiver, version, are_copies=True)
+        self._hand_over(self.hf_weights(), send)
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -329,8 +306,4 @@ class FSDPEngine(TrainEngine):
             self.model.reshard()
 
     def _dtype(self) -> torch.dtype:
-        default = "bfloat16" if self.device.type == "cuda" else "float32"
-        return getattr(torch, self.config.dtype or default)
-
-    def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
-        return self.optimizer if wanted else None
+        return base.compute_dtype(self.config, self.device)

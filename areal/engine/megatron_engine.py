@@ -40,14 +40,17 @@ from areal.engine.megatron.schedule import run_micro_batches
 from areal.engine.megatron.source import drawn_weights, folder_weights
 from areal.engine.megatron.weights import fill, mark_parts, part_names, stream
 from areal.engine.process_group import join_ranks, side_group
-from areal.engine.weight_stream import Weights, hand_over
+from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models import get_model_spec
 from areal.models.hf_io import critic_config, language_config, read_hf_config, save_hf
 from areal.utils.device import best_device
-from areal.weight_sync.transports import send_weights
 
 
 class MegatronEngine(TrainEngine):
+    train_batch = base.train_batch
+    eval_batch = base.eval_batch
+    forward_batch = base.forward_batch
+
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config
@@ -142,28 +145,11 @@ class MegatronEngine(TrainEngine):
     @property
     def stages(self) -> list[Stage]:
         """This rank's, one or with a virtual pipeline several."""
-        if self._stages is None:
-            raise RuntimeError("the engine has no model yet: call initialize() first")
-        return self._stages
+        return base.require_model(self._stages)
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        if self._optimizer is None:
-            raise RuntimeError(
-                "the engine cannot train: give its config an optimizer section and initialize() "
-                "a FinetuneSpec"
-            )
-        return self._optimizer
-
-    def train_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> dict[str, float]:
-        _ = self.optimizer  # refuse before the work, not after it
-        return base.train_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def eval_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> torch.Tensor:
-        return base.eval_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
-        return base.forward_batch(self, input_)
+        return base.require_optimizer(self._optimizer)
 
     def forward_backward_batch(
         self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
@@ -182,7 +168,7 @@ class MegatronEngine(TrainEngine):
         """Write the folder `meta.path`. As `dcp` it appears whole or not at all, for the layout
         that wrote it; for the same with `hf` give a scratch folder."""
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
+            optimizer = self.optimizer if meta.with_optim else None
             checkpoint.save(meta.path, _Parts(self.stages), optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
@@ -199,7 +185,7 @@ class MegatronEngine(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
+            optimizer = self.optimizer if meta.with_optim else None
             parts = _Parts(self.stages)
             self._version = checkpoint.load(meta.path, parts, optimizer, self._writers)
         else:
@@ -219,17 +205,7 @@ class MegatronEngine(TrainEngine):
         self._receiver = (engine, meta)
 
     def update_weights(self, version: int) -> None:
-        self._hand_over(lambda weights: self._send(weights, version))
-
-    def _send(self, weights: Weights, version: int) -> None:
-        if self._receiver is None:
-            raise RuntimeError("no inference engine is connected: call connect_engine() first")
-        engine, meta = self._receiver
-        if meta.type == "ipc":
-            # The receiver reads them where they lie: those made for it must still be there.
-            held = list(weights)
-            weights = iter(held)
-        send_weights(engine, meta.with_version(version), weights)
+        self._hand_over(sender(self._receiver, version, are_copies=True))
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -243,11 +219,7 @@ class MegatronEngine(TrainEngine):
         return dist.group.WORLD if self._strategy.world_size > 1 else None
 
     def _dtype(self) -> torch.dtype:
-        default = "bfloat16" if self.device.type == "cuda" else "float32"
-        return getattr(torch, self.config.dtype or default)
-
-    def _optimizer_if(self, wanted: bool) -> ShardedOptimizer | None:
-        return self.optimizer if wanted else None
+        return base.compute_dtype(self.config, self.device)
 
     def _require_cuda(self) -> None:
         if self.device.type != "cuda":
