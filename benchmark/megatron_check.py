@@ -3,6 +3,8 @@
     python benchmark/megatron_check.py [--json FILE]
 
 Tiny models of every family, in float32 and bfloat16, on one GPU; needs the extra `megatron`.
+Pipelines, virtual or not, need a GPU for each rank, as NCCL takes no two ranks on one: their
+losses, gradients and checkpoints are compared in tests/engine/test_megatron_pipeline.py, on CPUs.
 
 | row                  | compared with                                                           |
 |----------------------|-------------------------------------------------------------------------|
@@ -313,9 +315,9 @@ def engine_gradients(engine: TrainEngine, batch: dict[str, torch.Tensor]) -> Ten
         return -(logprobs_T * mbs[index].data["loss_mask"]).sum() / total
 
     engine.forward_backward_batch(mbs, mean_loss, forward_only=False)
-    found = stream(engine.stage, lambda weight: weight.main_grad)
+    found = stream(engine.stages, lambda weight: weight.main_grad)
     gradients = {name: gradient.float().cpu().clone() for name, gradient in found}
-    engine.optimizer.model.zero_grad_buffer()
+    engine.optimizer.forget_gradients()
     return gradients
 
 

@@ -295,6 +295,20 @@ def check_num_experts(expert_parallel_size: int, num_experts: int) -> None:
         )
 
 
+def check_equal_stages(
+    pipeline_parallel_size: int, stages_per_rank: int, num_hidden_layers: int
+) -> None:
+    """megatron-core's stages are equally long; `num_hidden_layers` is the model's."""
+    num_stages = pipeline_parallel_size * stages_per_rank
+    if num_hidden_layers % num_stages:
+        several = f" with megatron.virtual_pipeline_parallel_size {stages_per_rank}"
+        raise AllocationValidationError(
+            f"p{pipeline_parallel_size}{several if stages_per_rank > 1 else ''} cannot cut this "
+            f"model: num_hidden_layers of its config.json must be a multiple of {num_stages}, got "
+            f"{num_hidden_layers}; choose another p{' or size' if stages_per_rank > 1 else ''}"
+        )
+
+
 def _colocate(allocation: ModelAllocation, anchor: ModelAllocation) -> ModelAllocation:
     if allocation.name is None:
         raise AllocationValidationError(

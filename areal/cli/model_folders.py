@@ -10,7 +10,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal.api.alloc_mode import ModelAllocation, ParallelStrategy, check_num_experts
+from areal.api.alloc_mode import (
+    ModelAllocation,
+    ParallelStrategy,
+    check_equal_stages,
+    check_num_experts,
+)
 from areal.api.config.train_engine import TrainEngineConfig
 
 if TYPE_CHECKING:
@@ -28,6 +33,9 @@ def check_models(config: BaseExperimentConfig) -> None:
         _check_model(role, section.path, needs_weights=not from_scratch)
         check_experts(role, section.path, section.backend)
         _check_cut(role, section.path, ModelAllocation.from_str(section.backend).parallel)
+        if not isinstance(section, TrainEngineConfig):
+            section = section.engine_config(config.actor)
+        _check_stages(role, section)
     _check_tokenizer(config.tokenizer_path)
     for role, section in roles.items():
         _check_same_tokens(f"{role}.path", section.path, config.tokenizer_path)
@@ -68,18 +76,39 @@ def check_experts(role: str, path: str, backend: str) -> None:
 
 def _check_cut(role: str, path: str, layout: ParallelStrategy) -> None:
     """The heads of the model can be divided among the ranks that compute the same rows."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return
-    config = _parse_object(file, file.read_bytes())
-    config = config.get("text_config", config)
+    config = _model_config(path)
     for key in ("num_attention_heads", "num_key_value_heads"):
         count, parts = config.get(key), layout.tensor_parallel_size
         if count is not None and count % parts:
             raise ValueError(
-                f"{role}.backend: t{parts} cannot cut this model: {key} in {file} must be a "
-                f"multiple of {parts}, got {count}; choose another t"
+                f"{role}.backend: t{parts} cannot cut this model: {key} in {path}/config.json must "
+                f"be a multiple of {parts}, got {count}; choose another t"
             )
+
+
+def _check_stages(role: str, engine: TrainEngineConfig) -> None:
+    """The layers make as many equal stages as megatron-core's pipeline has."""
+    allocation = ModelAllocation.from_str(engine.backend)
+    config = _model_config(engine.path)
+    if allocation.backend != "megatron" or "num_hidden_layers" not in config:
+        return
+    num_stages = engine.megatron.virtual_pipeline_parallel_size
+    size = allocation.parallel.pipeline_parallel_size
+    try:
+        check_equal_stages(size, num_stages, config["num_hidden_layers"])
+    except ValueError as error:
+        raise ValueError(
+            f"{role}.backend: {engine.backend!r} with {engine.path!r}: {error}"
+        ) from None
+
+
+def _model_config(path: str) -> dict[str, Any]:
+    """That of the language model; empty when it is not on this machine."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return {}
+    config = _parse_object(file, file.read_bytes())
+    return config.get("text_config", config)
 
 
 def _check_safetensors(key: str, file: Path) -> None:

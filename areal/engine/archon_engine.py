@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
-from areal.engine.weight_stream import StageLink, Weights, hand_over, stream_weights
+from areal.engine.weight_stream import StageLink, Weights, hand_over, sender, stream_weights
 from areal.models.activation_checkpoint import checkpoint_blocks
 from areal.models.block_compile import compile_blocks
 from areal.models.common.decoder import Decoder
@@ -62,13 +62,16 @@ from areal.models.parallelize import check_layout, parallelize
 from areal.models.pipeline import rank_of_last_stage
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
-from areal.weight_sync.transports import send_weights
 
 if TYPE_CHECKING:
     from areal.engine.pipeline import Pipeline
 
 
 class ArchonEngine(TrainEngine):
+    train_batch = base.train_batch
+    eval_batch = base.eval_batch
+    forward_batch = base.forward_batch
+
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config
@@ -239,28 +242,11 @@ class ArchonEngine(TrainEngine):
 
     @property
     def model(self) -> Decoder:
-        if self._model is None:
-            raise RuntimeError("the engine has no model yet: call initialize() first")
-        return self._model
+        return base.require_model(self._model)
 
     @property
     def optimizer(self) -> MasterOptimizer:
-        if self._optimizer is None:
-            raise RuntimeError(
-                "the engine cannot train: give its config an optimizer section and initialize() "
-                "a FinetuneSpec"
-            )
-        return self._optimizer
-
-    def train_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> dict[str, float]:
-        _ = self.optimizer  # refuse before the work, not after it
-        return base.train_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def eval_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> torch.Tensor:
-        return base.eval_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
-        return base.forward_batch(self, input_)
+        return base.require_optimizer(self._optimizer)
 
     def forward_backward_batch(
         self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
@@ -300,7 +286,7 @@ class ArchonEngine(TrainEngine):
         """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
         `hf` give a scratch folder. With LoRA `hf` is the adapter alone, as peft saves it."""
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
+            optimizer = self.optimizer if meta.with_optim else None
             checkpoint.save(meta.path, self.model, optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
@@ -325,7 +311,7 @@ class ArchonEngine(TrainEngine):
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
             self._version = checkpoint.load(
-                meta.path, self.model, self._optimizer_if(meta.with_optim), self._writers
+                meta.path, self.model, self.optimizer if meta.with_optim else None, self._writers
             )
             self._weights_changed()
             return
@@ -360,17 +346,8 @@ class ArchonEngine(TrainEngine):
         self._receiver = (engine, meta)
 
     def update_weights(self, version: int) -> None:
-        if self._receiver is None:
-            raise RuntimeError("no inference engine is connected: call connect_engine() first")
-        engine, meta = self._receiver
-
-        def send(weights: Weights) -> None:
-            if meta.type == "ipc" and self._adapters is not None:
-                # The receiver reads them where they lie: merged ones must still be there.
-                held = list(weights)
-                weights = iter(held)
-            send_weights(engine, meta.with_version(version), weights)
-
+        is_merged = self._adapters is not None
+        send = sender(self._receiver, version, are_copies=is_merged)
         self._hand_over(self.hf_weights(), send)
 
     def set_version(self, version: int) -> None:
@@ -394,8 +371,4 @@ class ArchonEngine(TrainEngine):
             self._optimizer.follow_model(device)
 
     def _dtype(self) -> torch.dtype:
-        default = "bfloat16" if self.device.type == "cuda" else "float32"
-        return getattr(torch, self.config.dtype or default)
-
-    def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
-        return self.optimizer if wanted else None
+        return base.compute_dtype(self.config, self.device)

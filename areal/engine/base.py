@@ -1,7 +1,10 @@
 """What every training back end shares: micro-batches, the exact global mean, the three entries.
 
 A back end gives one primitive, `forward_backward_batch`, and an optimizer step. `train_batch`,
-`eval_batch` and `forward_batch` are written here once over it.
+`eval_batch` and `forward_batch` are written here once over it; an engine takes them as its methods:
+
+    class ArchonEngine(TrainEngine):
+        train_batch, eval_batch = base.train_batch, base.eval_batch
 
     padded batch [B, S] -> pack_sequences -> packed micro-batches [T] -> forward (and backward)
 
@@ -17,17 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from areal.api.config.train_engine import MicroBatchSpec
+from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.utils.data import pack, sequence_lengths, unpack
 from areal.utils.prefix_tree import PrefixTree
 from areal.utils.seqpack import Bins, pack_sequences
 from areal.utils.tree_packing import pack_trees
 from areal.utils.waits import progress
+
+Part = TypeVar("Part")
 
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
@@ -56,6 +61,11 @@ class Backend(Protocol):
     dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
     shares_prefixes: bool  # computes once what sequences of a micro-batch begin with alike
 
+    @property
+    def optimizer(self) -> Any:
+        """RuntimeError when it was not made to train (`require_optimizer`)."""
+        ...
+
     def forward_backward_batch(
         self, mbs: list[MicroBatch], output_fn: OutputFn, forward_only: bool
     ) -> list[torch.Tensor]:
@@ -74,9 +84,11 @@ def train_batch(
     input_: Mapping[str, Any],
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
-    rows_per_unit: int,
+    *,
+    rows_per_unit: int = 1,
 ) -> dict[str, float]:
     """One optimizer step on the weighted mean of the loss over the rows of all ranks."""
+    _ = backend.optimizer  # refuse before the work, not after it
     mbs = _micro_batches(backend, input_, rows_per_unit)
     loss = _weighted_loss(backend, mbs, loss_fn, loss_weight_fn, forward_only=False)
     stats = {**backend.optimizer_step(), "loss": loss.item()}
@@ -90,7 +102,8 @@ def eval_batch(
     input_: Mapping[str, Any],
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
-    rows_per_unit: int,
+    *,
+    rows_per_unit: int = 1,
 ) -> torch.Tensor:
     """The weighted mean of the loss over the rows of all ranks."""
     mbs = _micro_batches(backend, input_, rows_per_unit)
@@ -114,6 +127,26 @@ def forward_batch(backend: Backend, input_: Mapping[str, Any]) -> torch.Tensor:
         rows_BS = unpack(output_T, mb.data["cu_seqlens"], mask.shape[1])
         out_BS[mb.rows] = rows_BS.to(mask.device)
     return out_BS
+
+
+def require_model(model: Part | None) -> Part:
+    if model is None:
+        raise RuntimeError("the engine has no model yet: call initialize() first")
+    return model
+
+
+def require_optimizer(optimizer: Part | None) -> Part:
+    if optimizer is None:
+        raise RuntimeError(
+            "the engine cannot train: give its config an optimizer section and initialize() "
+            "a FinetuneSpec"
+        )
+    return optimizer
+
+
+def compute_dtype(config: TrainEngineConfig, device: torch.device) -> torch.dtype:
+    default = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, config.dtype or default)
 
 
 def split_micro_batches(

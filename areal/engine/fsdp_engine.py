@@ -11,8 +11,6 @@ several FSDP2 shards the float32 weights over them and gathers block by block. W
 every token is a value. With `config.use_lora` only adapters are trained and saved, and what leaves
 for inference has them merged in. On several ranks each call is made by all of them; the ranks of
 one data-parallel place (those of tensor and context parallelism) give it the same rows.
-
-Shape legend: T tokens of a micro-batch, P padded to a multiple of the cp ranks, t a rank's part.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.alloc_mode import ParallelStrategy
@@ -39,21 +36,23 @@ from areal.engine.fsdp.weights import draw_weights, load_weights, whole_weights
 from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
-from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
-from areal.engine.weight_stream import Weights, hand_over
-from areal.models.common.attention_varlen import PackedAttention
+from areal.engine.token_layout import lay_out
+from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
 from areal.models.lora import check_lora_layout
 from areal.models.parallel_dims import ParallelDims
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
-from areal.weight_sync.transports import send_weights
 
 if TYPE_CHECKING:
     from areal.engine.fsdp.lora import Adapters
 
 
 class FSDPEngine(TrainEngine):
+    train_batch = base.train_batch
+    eval_batch = base.eval_batch
+    forward_batch = base.forward_batch
+
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws what `config.path` does not hold: adapters, or every weight with
         `config.init_from_scratch`."""
@@ -171,28 +170,11 @@ class FSDPEngine(TrainEngine):
 
     @property
     def model(self) -> PackedModel:
-        if self._model is None:
-            raise RuntimeError("the engine has no model yet: call initialize() first")
-        return self._model
+        return base.require_model(self._model)
 
     @property
     def optimizer(self) -> MasterOptimizer:
-        if self._optimizer is None:
-            raise RuntimeError(
-                "the engine cannot train: give its config an optimizer section and initialize() "
-                "a FinetuneSpec"
-            )
-        return self._optimizer
-
-    def train_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> dict[str, float]:
-        _ = self.optimizer  # refuse before the work, not after it
-        return base.train_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def eval_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> torch.Tensor:
-        return base.eval_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
-        return base.forward_batch(self, input_)
+        return base.require_optimizer(self._optimizer)
 
     def forward_backward_batch(
         self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
@@ -213,27 +195,17 @@ class FSDPEngine(TrainEngine):
 
         At a sequence's last token, log p and entropy are junk.
         """
-        tokens_T, cu_seqlens = mb["input_ids"].long(), mb["cu_seqlens"]
-        num_tokens = len(tokens_T)
-        tokens_P, cu_seqlens = _pad(tokens_T, cu_seqlens, self._dims.cp)
-        attend = PackedAttention(cu_seqlens, max(mb["max_seqlen"], len(tokens_P) - num_tokens))
-        labels_P = tokens_P.roll(-1)
-        # Junk that does not depend on which sequence happens to come next.
-        labels_P[cu_seqlens[1:].long() - 1] = 0
-        options = {
-            "temperature": self.config.temperature,
-            "chunk_size": self.config.logprobs_chunk_size,
-        }
-        if self._dims.cp == 1:
-            return self.model(tokens_P, attend.positions_T, attend, labels_P, **options)
-        cp = self._mesh.get_group("cp")
-        tokens_t, positions_t, labels_t = (
-            own_tokens(x_P, cp) for x_P in (tokens_P, attend.positions_T, labels_P)
-        )
+        cp = self._mesh.get_group("cp") if self._dims.cp > 1 else None
+        laid = lay_out(mb, multiple=self._dims.cp, cp=cp)
         outputs_t = self.model(
-            tokens_t, positions_t, UlyssesAttention(attend, cp), labels_t, **options
+            laid.tokens_t,
+            laid.positions_t,
+            laid.attend,
+            laid.labels_t,
+            temperature=self.config.temperature,
+            chunk_size=self.config.logprobs_chunk_size,
         )
-        return tuple(gather_over_ranks(x_t, cp)[:num_tokens] for x_t in outputs_t)
+        return laid.whole(outputs_t)
 
     def optimizer_step(self) -> dict[str, float]:
         return self.optimizer.step()
@@ -245,7 +217,7 @@ class FSDPEngine(TrainEngine):
         """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
         `hf` give a scratch folder. With LoRA it holds the adapter alone."""
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
+            optimizer = self.optimizer if meta.with_optim else None
             checkpoint.save(meta.path, self.model.hf, optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
@@ -271,7 +243,7 @@ class FSDPEngine(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
+            optimizer = self.optimizer if meta.with_optim else None
             self._version = checkpoint.load(meta.path, self.model.hf, optimizer, self._writers)
             return
         refuse_optimizer(meta)
@@ -295,17 +267,8 @@ class FSDPEngine(TrainEngine):
         self._receiver = (engine, meta)
 
     def update_weights(self, version: int) -> None:
-        self._hand_over(self.hf_weights(), lambda weights: self._send(weights, version))
-
-    def _send(self, weights: Weights, version: int) -> None:
-        if self._receiver is None:
-            raise RuntimeError("no inference engine is connected: call connect_engine() first")
-        engine, meta = self._receiver
-        if meta.type == "ipc":
-            # The receiver reads them where they lie: merged or gathered ones must still be there.
-            held = list(weights)
-            weights = iter(held)
-        send_weights(engine, meta.with_version(version), weights)
+        send = sender(self._receiver, version, are_copies=True)
+        self._hand_over(self.hf_weights(), send)
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -343,18 +306,4 @@ class FSDPEngine(TrainEngine):
             self.model.reshard()
 
     def _dtype(self) -> torch.dtype:
-        default = "bfloat16" if self.device.type == "cuda" else "float32"
-        return getattr(torch, self.config.dtype or default)
-
-    def _optimizer_if(self, wanted: bool) -> MasterOptimizer | None:
-        return self.optimizer if wanted else None
-
-
-def _pad(
-    tokens_T: torch.Tensor, cu_seqlens: torch.Tensor, multiple: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens up to a multiple, the added ones a sequence of their own."""
-    missing = -len(tokens_T) % multiple
-    if not missing:
-        return tokens_T, cu_seqlens
-    return F.pad(tokens_T, (0, missing)), torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+        return base.compute_dtype(self.config, self.device)

@@ -5,10 +5,10 @@
     engine.initialize(ft_spec)
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
 
-Tensor (with sequence), pipeline, context and expert parallelism and the distributed optimizer are
-megatron-core's; norm, rotation, attention and log-probabilities are areal's own, so that sequences
-stay packed and TransformerEngine is not needed. It computes on CUDA devices alone: on a CPU the
-model can be built, filled and read, no more.
+Tensor (with sequence), pipeline, virtual pipeline, context and expert parallelism and the
+distributed optimizer are megatron-core's; norm, rotation, attention and log-probabilities are
+areal's own, so that sequences stay packed and TransformerEngine is not needed. It computes on CUDA
+devices alone: on a CPU the model can be built, filled and read, no more.
 
 On several ranks each call is made by all of them. The ranks of one data-parallel place (tensor,
 context and pipeline ranks) give it the same rows; what is returned is the same on all of them.
@@ -34,20 +34,23 @@ from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
 from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.megatron.layout import Layout, check_layout, enter_layout
-from areal.engine.megatron.model import Stage, build_stage, check_family
+from areal.engine.megatron.model import Stage, build_stages, check_family
 from areal.engine.megatron.optim import ShardedOptimizer
 from areal.engine.megatron.schedule import run_micro_batches
 from areal.engine.megatron.source import drawn_weights, folder_weights
 from areal.engine.megatron.weights import fill, mark_parts, part_names, stream
 from areal.engine.process_group import join_ranks, side_group
-from areal.engine.weight_stream import Weights, hand_over
+from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models import get_model_spec
 from areal.models.hf_io import critic_config, language_config, read_hf_config, save_hf
 from areal.utils.device import best_device
-from areal.weight_sync.transports import send_weights
 
 
 class MegatronEngine(TrainEngine):
+    train_batch = base.train_batch
+    eval_batch = base.eval_batch
+    forward_batch = base.forward_batch
+
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config
@@ -55,12 +58,11 @@ class MegatronEngine(TrainEngine):
         self.device = torch.device(best_device())
         self.dp_group: dist.ProcessGroup | None = None
         self.shares_prefixes = False
-        self.min_micro_batches = 1
         self._strategy = ParallelStrategy()
         self._layout: Layout | None = None
         self._seed = seed
         self._version = 0
-        self._stage: Stage | None = None
+        self._stages: list[Stage] | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
@@ -73,6 +75,11 @@ class MegatronEngine(TrainEngine):
         self._layout = enter_layout(parallel_strategy, self.device)
         self._writers = side_group(self._ranks)
         self.dp_group = self._layout.dp if self._layout.dp.size() > 1 else None
+
+    @property
+    def min_micro_batches(self) -> int:
+        """One for each rank of a pipeline to work on."""
+        return self._strategy.pipeline_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
@@ -99,72 +106,57 @@ class MegatronEngine(TrainEngine):
         if self._layout is None:
             self.create_process_group(self._strategy)
         self._hf_config = language_config(read_hf_config(self.config.path))
-        stage = self._build_stage()
-        mark_parts(stage)
-        self._fill(stage)
-        self._stage = stage
+        stages = self._build_stages()
+        mark_parts(stages)
+        self._fill(stages)
+        self._stages = stages
         if trains:
             self._optimizer = ShardedOptimizer(
-                stage, self.config.optimizer, ft_spec.total_train_steps
+                stages, self.config.optimizer, ft_spec.total_train_steps
             )
 
-    def _build_stage(self) -> Stage:
+    def _build_stages(self) -> list[Stage]:
         args_class = get_model_spec(self._hf_config["model_type"]).model_args_class
         args = args_class.from_hf_config(self._hf_config)
         args = dataclasses.replace(args, is_critic=self.config.is_critic)
         check_family(args)
-        check_layout(args, self._strategy)
-        return build_stage(args, self.layout, self.config, dtype=self._dtype(), device=self.device)
+        config = self.config
+        check_layout(args, self._strategy, config.megatron.virtual_pipeline_parallel_size)
+        return build_stages(args, self.layout, config, dtype=self._dtype(), device=self.device)
 
-    def _fill(self, stage: Stage) -> None:
+    def _fill(self, stages: list[Stage]) -> None:
         if self.config.init_from_scratch:
-            fill(stage, drawn_weights(self._hf_config, self._seed, self.config.is_critic))
+            fill(stages, drawn_weights(self._hf_config, self._seed, self.config.is_critic))
         else:
-            self._fill_from(stage, self.config.path, new_critic=self.config.is_critic)
+            self._fill_from(stages, self.config.path, new_critic=self.config.is_critic)
 
-    def _fill_from(self, stage: Stage, path: str, *, new_critic: bool) -> None:
+    def _fill_from(self, stages: list[Stage], path: str, *, new_critic: bool) -> None:
         with folder_weights(
             self._hf_config, path, is_critic=self.config.is_critic, new_critic=new_critic
         ) as read:
-            fill(stage, read)
+            fill(stages, read)
 
     def destroy(self) -> None:
         """The process groups stay: other engines of this process use them too."""
-        self._stage = self._optimizer = self._receiver = None
+        self._stages = self._optimizer = self._receiver = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
-    def stage(self) -> Stage:
-        if self._stage is None:
-            raise RuntimeError("the engine has no model yet: call initialize() first")
-        return self._stage
+    def stages(self) -> list[Stage]:
+        """This rank's, one or with a virtual pipeline several."""
+        return base.require_model(self._stages)
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        if self._optimizer is None:
-            raise RuntimeError(
-                "the engine cannot train: give its config an optimizer section and initialize() "
-                "a FinetuneSpec"
-            )
-        return self._optimizer
-
-    def train_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> dict[str, float]:
-        _ = self.optimizer  # refuse before the work, not after it
-        return base.train_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def eval_batch(self, input_, loss_fn, loss_weight_fn, *, rows_per_unit=1) -> torch.Tensor:
-        return base.eval_batch(self, input_, loss_fn, loss_weight_fn, rows_per_unit)
-
-    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
-        return base.forward_batch(self, input_)
+        return base.require_optimizer(self._optimizer)
 
     def forward_backward_batch(
         self, mbs: list[base.MicroBatch], output_fn: base.OutputFn, forward_only: bool
     ) -> list[torch.Tensor]:
         self._require_cuda()
-        model: nn.Module = self.stage if forward_only else self.optimizer.model
-        return run_micro_batches(model, mbs, output_fn, self.layout, forward_only=forward_only)
+        models = self.stages if forward_only else self.optimizer.models
+        return run_micro_batches(models, mbs, output_fn, self.layout, forward_only=forward_only)
 
     def optimizer_step(self) -> dict[str, float]:
         return self.optimizer.step()
@@ -176,14 +168,14 @@ class MegatronEngine(TrainEngine):
         """Write the folder `meta.path`. As `dcp` it appears whole or not at all, for the layout
         that wrote it; for the same with `hf` give a scratch folder."""
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
-            checkpoint.save(meta.path, _Parts(self.stage), optimizer, self._version, self._writers)
+            optimizer = self.optimizer if meta.with_optim else None
+            checkpoint.save(meta.path, _Parts(self.stages), optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
         self._hand_over(lambda weights: self._save_hf(weights, meta))
 
     def capture(self) -> Callable[[str | Path], None]:
-        parts = _Parts(self.stage)
+        parts = _Parts(self.stages)
         return checkpoint.capture(parts, self.optimizer, self._version, self._writers).write
 
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
@@ -193,17 +185,18 @@ class MegatronEngine(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":
-            optimizer = self._optimizer_if(meta.with_optim)
-            self._version = checkpoint.load(meta.path, _Parts(self.stage), optimizer, self._writers)
+            optimizer = self.optimizer if meta.with_optim else None
+            parts = _Parts(self.stages)
+            self._version = checkpoint.load(meta.path, parts, optimizer, self._writers)
         else:
             refuse_optimizer(meta)
-            self._fill_from(self.stage, meta.path, new_critic=False)
+            self._fill_from(self.stages, meta.path, new_critic=False)
         if self._optimizer is not None and not meta.with_optim:
             self._optimizer.read_model()
 
     def hf_weights(self) -> Weights:
         """On several ranks all iterate, to the end: rank 0 is given the tensors, others none."""
-        return stream(self.stage)
+        return stream(self.stages)
 
     def _hand_over(self, consume: Callable[[Weights], None]) -> None:
         hand_over(self.hf_weights(), consume, self._ranks, self.device)
@@ -212,17 +205,7 @@ class MegatronEngine(TrainEngine):
         self._receiver = (engine, meta)
 
     def update_weights(self, version: int) -> None:
-        self._hand_over(lambda weights: self._send(weights, version))
-
-    def _send(self, weights: Weights, version: int) -> None:
-        if self._receiver is None:
-            raise RuntimeError("no inference engine is connected: call connect_engine() first")
-        engine, meta = self._receiver
-        if meta.type == "ipc":
-            # The receiver reads them where they lie: those made for it must still be there.
-            held = list(weights)
-            weights = iter(held)
-        send_weights(engine, meta.with_version(version), weights)
+        self._hand_over(sender(self._receiver, version, are_copies=True))
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -236,11 +219,7 @@ class MegatronEngine(TrainEngine):
         return dist.group.WORLD if self._strategy.world_size > 1 else None
 
     def _dtype(self) -> torch.dtype:
-        default = "bfloat16" if self.device.type == "cuda" else "float32"
-        return getattr(torch, self.config.dtype or default)
-
-    def _optimizer_if(self, wanted: bool) -> ShardedOptimizer | None:
-        return self.optimizer if wanted else None
+        return base.compute_dtype(self.config, self.device)
 
     def _require_cuda(self) -> None:
         if self.device.type != "cuda":
@@ -251,11 +230,11 @@ class MegatronEngine(TrainEngine):
 
 
 class _Parts(nn.Module):
-    """A stage as the checkpoint wants it: tensors by names that tell what a rank holds."""
+    """Stages as the checkpoint wants them: tensors by names that tell what a rank holds."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stages: list[Stage]) -> None:
         super().__init__()
-        self._tensors = part_names(stage)
+        self._tensors = part_names(stages)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()

@@ -33,7 +33,8 @@ from torch.distributed.pipelining.schedules import (
 
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine import base
-from areal.engine.token_outputs import LaidOut, lay_out, outputs_of
+from areal.engine.token_layout import LaidOut
+from areal.engine.token_outputs import lay_out, outputs_of
 from areal.models.common.decoder import Decoder
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import parallelize, write_own_part

@@ -1,4 +1,4 @@
-"""Whole weights under their Hugging Face names, from a model whose ranks hold shards.
+"""Whole weights under their Hugging Face names, from ranks that hold shards to who wants them.
 
     for name, tensor in stream_weights(model, dtype, is_receiver=rank == 0): ...
 
@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.process_group import any_rank
 from areal.models.common.decoder import Decoder
 from areal.models.pipeline import StageLayout
+from areal.weight_sync.transports import send_weights
 
 BUCKET_BYTES = 256 << 20
 
@@ -95,6 +98,30 @@ def _buckets(state: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[st
         size += num_bytes
     if bucket:
         yield bucket
+
+
+def sender(
+    receiver: tuple[InferenceEngine, WeightUpdateMeta] | None,
+    version: int,
+    *,
+    are_copies: bool,
+) -> Callable[[Weights], None]:
+    """What sends weights to the connected engine as `version`; RuntimeError when there is none.
+
+    `are_copies`: they are not the model's own, but were gathered or merged on the way.
+    """
+    if receiver is None:
+        raise RuntimeError("no inference engine is connected: call connect_engine() first")
+    engine, meta = receiver
+
+    def send(weights: Weights) -> None:
+        if meta.type == "ipc" and are_copies:
+            # The receiver reads them where they lie: they must still be there.
+            held = list(weights)
+            weights = iter(held)
+        send_weights(engine, meta.with_version(version), weights)
+
+    return send
 
 
 def hand_over(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.scheduler_api import EngineCallError, EngineCreationError
 from areal.utils.import_path import load
 
 
@@ -24,6 +25,15 @@ class Answer:
     error: Exception | None = None
     traceback: str = ""
     failed_at: float = 0.0  # seconds since the epoch
+
+    def raise_if_not_created(self, worker_id: str) -> None:
+        if self.error is not None:
+            raise EngineCreationError(worker_id, self.traceback) from self.error
+
+    def result_or_raise(self, worker_id: str) -> Any:
+        if self.error is not None:
+            raise EngineCallError(worker_id, self.traceback, self.failed_at) from self.error
+        return self.result
 
 
 class EngineHost:

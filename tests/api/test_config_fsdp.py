@@ -40,6 +40,15 @@ def test_a_reference_model_shares_prefixes_where_its_engine_can(tmp_path: Path) 
         assert config.ref.engine_config(config.actor).enable_tree_training is shares
 
 
+def test_stages_of_a_virtual_pipeline_are_the_reference_models_too(tmp_path: Path) -> None:
+    keys = ["actor.backend=megatron:p2", "actor.megatron.virtual_pipeline_parallel_size=2"]
+    keys += ["actor.kl_ctl=0.1"]
+    for backend, num_stages in {"megatron:p2": 2, "megatron:d1": 1, "archon:p2": 1}.items():
+        config = load(tmp_path, "ppo", *keys, f"ref.backend={backend}")
+        ref = config.ref.engine_config(config.actor)
+        assert ref.megatron.virtual_pipeline_parallel_size == num_stages
+
+
 def test_megatron_is_taken_with_recomputation(tmp_path: Path) -> None:
     keys = ["actor.backend=megatron:d1", "actor.gradient_checkpointing=true"]
     assert load(tmp_path, "ppo", *keys).actor.gradient_checkpointing
@@ -51,7 +60,17 @@ def test_megatron_is_taken_with_recomputation(tmp_path: Path) -> None:
         (["actor.backend=fsdp:t2", "actor.use_lora=true"], "actor.use_lora cannot be cut by t"),
         (["actor.backend=megatron:d1", "actor.dtype=float16"], "trains in bfloat16 or float32"),
         (["actor.backend=megatron:d1", "actor.use_lora=true"], "use_lora needs backend archon"),
-        (["actor.megatron.overlap=true"], "backend megatron:d1 has no settings of its own"),
+        (["actor.backend=megatron:d1", "actor.optimizer.type=sgd"], "trains with adam"),
+        (["actor.megatron.overlap=true"], "keys of actor.megatron are virtual_pipeline_parallel"),
+        (["actor.megatron.virtual_pipeline_parallel_size=0"], "must be at least 1"),
+        (
+            ["actor.backend=archon:p2", "actor.megatron.virtual_pipeline_parallel_size=2"],
+            "the section megatron needs backend megatron",
+        ),
+        (
+            ["actor.backend=megatron:t2", "actor.megatron.virtual_pipeline_parallel_size=2"],
+            "needs a pipeline: add p2 or more",
+        ),
         (
             ["actor.use_lora=true", "actor.batch_invariant=true"],
             "actor.use_lora must be false with batch_invariant",

@@ -121,6 +121,23 @@ def test_a_layout_must_find_experts_to_spread(project: Path) -> None:
     check_experts("actor", "hub/name", "archon:d3e3")  # cannot be looked into
 
 
+def test_the_stages_of_megatron_are_equally_long(check, project: Path) -> None:
+    (project / "tiny" / "config.json").write_text(json.dumps({"num_hidden_layers": 6}))
+    keys = ["actor.backend=megatron:p2", "actor.kl_ctl=0.1"]
+    stages = "actor.megatron.virtual_pipeline_parallel_size="
+    assert check("ppo", *keys, f"{stages}3", "ref={}")[0] == 0
+    code, line = check("ppo", *keys, f"{stages}2", "ref={}")
+    assert code == 2
+    assert "actor.backend: 'megatron:p2' with './tiny': p2 with megatron.virtual_pipe" in line
+    assert "num_hidden_layers of its config.json must be a multiple of 4, got 6" in line
+    shutil.copytree(project / "tiny", project / "odd")
+    (project / "odd" / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
+    code, line = check("ppo", *keys, f"{stages}3", "ref.path=./odd")
+    assert code == 2
+    assert line.startswith("areal: error: ref.backend: 'megatron:p2' with './odd': p2 with")
+    assert check("ppo", *keys, "actor.backend=archon:p4", "ref={}")[0] == 0  # takes other lengths
+
+
 def test_broken_copy_is_named_with_its_role(check, project: Path) -> None:
     shutil.copytree(project / "tiny", project / "big")
     with (project / "big" / "model.safetensors").open("ab") as file:

@@ -77,7 +77,7 @@ def test_numbers_and_gradients_are_archons(tmp_path, family, options):
     from areal.engine.megatron.weights import stream
 
     write_model(tmp_path, family, tie_word_embeddings=family != "qwen3")
-    stage = open_model(tmp_path, **options).stage
+    (stage,) = open_model(tmp_path, **options).stages
     archon = train_engine_class("archon:d1")(TrainEngineConfig(path=str(tmp_path), **options))
     archon.initialize()
     mb = {
@@ -92,7 +92,7 @@ def test_numbers_and_gradients_are_archons(tmp_path, family, options):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     for logprobs_T in (found[0], expected[0]):
         (logprobs_T * weight_T).sum().backward()
-    gradients = dict(stream(stage, lambda weight: weight.grad))
+    gradients = dict(stream([stage], lambda weight: weight.grad))
     for name, weight in archon.model.named_parameters():
         for hf_name, gradient in archon.model.adapter.convert_single_to_hf(name, weight.grad):
             torch.testing.assert_close(gradients[hf_name], gradient, atol=1e-4, rtol=1e-4)
@@ -107,14 +107,14 @@ def test_a_new_critic_says_nothing_and_a_drawn_one_what_archons_says(tmp_path):
         "max_seqlen": 5,
     }
     critic = open_model(tmp_path, is_critic=True)
-    assert torch.equal(*critic.stage(mb), torch.zeros(5))
+    assert torch.equal(*critic.stages[0](mb), torch.zeros(5))
     assert "score.weight" in dict(critic.hf_weights())
     options = {"path": str(tmp_path), "is_critic": True, "init_from_scratch": True}
     archon = train_engine_class("archon:d1")(TrainEngineConfig(**options))
     archon.initialize()
     drawn = open_model(tmp_path, is_critic=True, init_from_scratch=True)
     (values_T,) = token_outputs(archon.model, mb, archon.config, None)
-    torch.testing.assert_close(*drawn.stage(mb), values_T, atol=2e-6, rtol=0)
+    torch.testing.assert_close(*drawn.stages[0](mb), values_T, atol=2e-6, rtol=0)
 
 
 def test_weights_without_an_optimizer_are_saved_and_resumed(tmp_path):
@@ -191,7 +191,7 @@ def test_what_it_cannot_train_is_refused_before_anything_is_built(family, overri
     args = get_model_spec(family).model_args_class.from_hf_config(config)
     with pytest.raises(ValueError, match=says):
         check_family(args)
-        check_layout(args, ModelAllocation.from_str(layout).parallel)
+        check_layout(args, ModelAllocation.from_str(layout).parallel, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")

@@ -14,6 +14,7 @@ from areal.api.config.checks import expand_path, require, require_above, require
 from areal.api.config.train_engine import (
     ArchonEngineConfig,
     FSDPEngineConfig,
+    MegatronEngineConfig,
     MicroBatchSpec,
     TrainEngineConfig,
     check_training_backend,
@@ -56,8 +57,9 @@ class FrozenModelConfig:
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
         engine = ModelAllocation.from_str(self.backend).backend
-        # The number of replicas is a part of the actor's layout, which this one need not have.
-        replicas = {} if self.backend == actor.backend else {"num_replicas": 1}
+        # Numbers of replicas and stages are parts of the actor's layout; this one may have another.
+        same_layout = self.backend == actor.backend
+        replicas = {} if same_layout else {"num_replicas": 1}
         fsdp, archon = replace(actor.fsdp, **replicas), replace(actor.archon, **replicas)
         return TrainEngineConfig(
             path=self.path,
@@ -68,6 +70,7 @@ class FrozenModelConfig:
             logprobs_chunk_size=actor.logprobs_chunk_size,
             fsdp=fsdp if engine == "fsdp" else FSDPEngineConfig(),
             archon=archon if engine == "archon" else ArchonEngineConfig(),
+            megatron=actor.megatron if same_layout else MegatronEngineConfig(),
             enable_tree_training=actor.enable_tree_training and engine == "archon",
             scheduling_spec=self.scheduling_spec,
             scheduling_strategy=self.scheduling_strategy,

@@ -33,7 +33,6 @@ _ABSENT = {
     "behave_imp_weight_mode": "use rejection_sampling (level, action, metric)",
     "sglang": "this version generates with its native engine; see the section `native`",
     "vllm": "this version generates with its native engine; see the section `native`",
-    "megatron": "backend megatron:d1 has no settings of its own; remove it",
     "port_count": "workers open no ports for calls; remove it",
     "task_type": "every entry describes a worker; remove it",
     "cmd": "workers are started by the scheduler; remove it",

@@ -153,6 +153,19 @@ class ArchonEngineConfig:
 
 
 @dataclass(kw_only=True)
+class MegatronEngineConfig:
+    """What only the megatron engine is told."""
+
+    virtual_pipeline_parallel_size: int = 1
+    """Stages on each rank of a pipeline (`p2` and more in `backend`): more, shorter ones wait less
+    and talk more. p times this number divides the model's layers, and micro-batches are padded to
+    the longest of a step."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size)
+
+
+@dataclass(kw_only=True)
 class TrainEngineConfig:
     """One model to train, and how."""
 
@@ -201,6 +214,8 @@ class TrainEngineConfig:
     """Settings of backend fsdp."""
     archon: ArchonEngineConfig = field(default_factory=ArchonEngineConfig)
     """Settings of backend archon."""
+    megatron: MegatronEngineConfig = field(default_factory=MegatronEngineConfig)
+    """Settings of backend megatron."""
     weight_update_mode: Literal["shm", "ipc", "xccl", "disk", "delta", "direct"] = "shm"
     """How weights reach the inference engine: shared memory, the memory of a GPU both processes
     use (ipc), a broadcast from device to device (xccl), a folder, a folder with only what changed
@@ -247,6 +262,11 @@ class TrainEngineConfig:
             self.archon,
         )
         require(
+            engine == "megatron" or self.megatron == MegatronEngineConfig(),
+            f"the section megatron needs backend megatron (backend is {self.backend!r})",
+            self.megatron,
+        )
+        require(
             not (self.archon.splits_backward and self.gradient_checkpointing),
             f"archon.pp_schedule {self.archon.pp_schedule} computes the backward pass in two "
             "parts, which gradient_checkpointing cannot: use Interleaved1F1B or 1F1B",
@@ -267,6 +287,11 @@ class TrainEngineConfig:
             engine != "megatron" or self.dtype != "float16",
             "backend megatron trains in bfloat16 or float32",
             self.dtype,
+        )
+        require(
+            engine != "megatron" or self.optimizer is None or self.optimizer.type == "adam",
+            "backend megatron trains with adam, which its distributed optimizer knows alone",
+            self.optimizer and self.optimizer.type,
         )
         require(
             engine != "megatron" or not self.use_lora,
@@ -299,6 +324,13 @@ class TrainEngineConfig:
                 f"{self.backend!r}",
                 num_replicas,
             )
+        num_stages = self.megatron.virtual_pipeline_parallel_size
+        require(
+            num_stages == 1 or layout.pipeline_parallel_size > 1,
+            "megatron.virtual_pipeline_parallel_size above 1 needs a pipeline: add p2 or more to "
+            f"backend {self.backend!r}, or remove it",
+            num_stages,
+        )
         if layout.world_size == 1:
             return
         several = f"(backend {self.backend!r} has {layout.world_size} ranks)"

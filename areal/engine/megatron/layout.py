@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal.api.alloc_mode import ParallelStrategy
+from areal.api.alloc_mode import ParallelStrategy, check_equal_stages
 from areal.models.common.args import DecoderArgs
 
 
@@ -33,17 +33,22 @@ class Layout:
     expert_tp: dist.ProcessGroup
 
     @property
-    def is_first_stage(self) -> bool:
+    def has_first_stage(self) -> bool:
         return self.pp.rank() == 0
 
     @property
-    def is_last_stage(self) -> bool:
+    def has_last_stage(self) -> bool:
         return self.pp.rank() == self.pp.size() - 1
+
+    @property
+    def token_multiple(self) -> int:
+        """Ranks among which the tokens of a micro-batch are cut."""
+        return self.cp.size() * self.tp.size()
 
     @property
     def is_head(self) -> bool:
         """Whether this is the first of those ranks of the last stage that have the same rows."""
-        return self.is_last_stage and self.tp.rank() == self.cp.rank() == 0
+        return self.has_last_stage and self.tp.rank() == self.cp.rank() == 0
 
 
 def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
@@ -80,19 +85,15 @@ def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
     )
 
 
-def check_layout(args: DecoderArgs, strategy: ParallelStrategy) -> None:
+def check_layout(args: DecoderArgs, strategy: ParallelStrategy, stages_per_rank: int) -> None:
     """ValueError, before anything is built, when this model cannot be cut like that."""
-    tp, cp, pp = (
-        strategy.tensor_parallel_size,
-        strategy.context_parallel_size,
-        strategy.pipeline_parallel_size,
-    )
+    tp, cp = strategy.tensor_parallel_size, strategy.context_parallel_size
+    check_equal_stages(strategy.pipeline_parallel_size, stages_per_rank, args.n_layers)
     ep, expert_tp = strategy.expert_parallel_size, strategy.expert_tensor_parallel_size
     counts = [
         ("t", tp, "num_attention_heads", args.n_heads),
         ("t", tp, "num_key_value_heads", args.n_kv_heads),
         ("t", tp, "intermediate_size", args.hidden_dim),
-        ("p", pp, "num_hidden_layers", args.n_layers),
     ]
     if args.moe is not None:
         counts.append(("e", ep, "num_experts", args.moe.num_experts))

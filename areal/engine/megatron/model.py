@@ -5,11 +5,14 @@ the places its layer spec leaves open: norm, rotation, attention, the router's p
 TransformerEngine nor apex is needed, sequences stay packed (megatron-core's own attention without
 TransformerEngine takes none), and the numbers are those of Archon and of the native engine.
 
-    stage = build_stage(args, layout, config, device)          # this rank's layers, not filled
-    outputs = stage(mb)      # hidden states for the next stage, or log-probabilities and entropy
+    stages = build_stages(args, layout, config, dtype=..., device=...)   # this rank's, not filled
+    outputs = stages[-1](mb)   # hidden states for the next one, or log-probabilities and entropy
 
-Shape legend: T tokens of a micro-batch, P padded to a multiple of cp * tp, t a rank's part of them
-over cp, s over cp and tp, D model dim, N query heads, K key-value heads, H head dim.
+A rank of a pipeline has one stage, or with a virtual pipeline several: of four layers on two ranks
+with two stages each, the first rank computes layers 0 and 2, the second 1 and 3.
+
+Shape legend: T tokens of a micro-batch, t a rank's part of them (padded) over cp, s over cp and tp,
+D model dim, N query heads, K key-value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -32,10 +35,9 @@ from torch import nn
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.logprobs import VocabPart, next_token_logprobs
 from areal.engine.megatron.layout import Layout
-from areal.engine.ulysses import UlyssesAttention, gather_over_ranks, own_tokens
+from areal.engine.token_layout import lay_out
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import Attend
-from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.rope import RotaryEmbedding, rotate
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -61,22 +63,23 @@ def check_family(args: DecoderArgs) -> None:
             )
 
 
-def build_stage(
+def build_stages(
     args: DecoderArgs,
     layout: Layout,
     config: TrainEngineConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> Stage:
-    """This rank's pipeline stage with undefined weights."""
-    transformer = _transformer_config(args, layout, dtype, device)
+) -> list[Stage]:
+    """This rank's pipeline stages, in the order of their layers, with undefined weights."""
+    num_stages = config.megatron.virtual_pipeline_parallel_size
+    transformer = _transformer_config(args, layout, num_stages, dtype, device)
     if config.gradient_checkpointing:
         transformer.recompute_granularity = "full"
         transformer.recompute_method = "uniform"
         transformer.recompute_num_layers = 1
-    stage = Stage(args, layout, config, transformer)
-    return stage.to(device)  # the router's weight starts on the CPU
+    # The router's weight starts on the CPU.
+    return [Stage(args, layout, config, transformer, n).to(device) for n in range(num_stages)]
 
 
 def padded_vocab_size(args: DecoderArgs, layout: Layout) -> int:
@@ -86,9 +89,10 @@ def padded_vocab_size(args: DecoderArgs, layout: Layout) -> int:
 
 
 def _transformer_config(
-    args: DecoderArgs, layout: Layout, dtype: torch.dtype, device: torch.device
+    args: DecoderArgs, layout: Layout, num_stages: int, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     strategy = layout.strategy
+    is_interleaved = num_stages > 1
     return TransformerConfig(
         num_layers=args.n_layers,
         hidden_size=args.dim,
@@ -107,6 +111,7 @@ def _transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=strategy.tensor_parallel_size,
         pipeline_model_parallel_size=strategy.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=num_stages if is_interleaved else None,
         context_parallel_size=strategy.context_parallel_size,
         expert_model_parallel_size=strategy.expert_parallel_size,
         expert_tensor_parallel_size=strategy.expert_tensor_parallel_size,
@@ -116,7 +121,11 @@ def _transformer_config(
         bf16=dtype == torch.bfloat16,
         # Micro-batches differ in length, so stages tell each other the shapes. A CPU can only
         # build the model and hold its weights; the exchange for such batches asks for a GPU.
-        variable_seq_lengths=device.type == "cuda",
+        # Of two interleaved ranks each is before and after the other, and in a batch of messages
+        # takes hidden states for gradients: there shapes are fixed and messages go one by one.
+        variable_seq_lengths=device.type == "cuda" and not is_interleaved,
+        batch_p2p_comm=not is_interleaved,
+        overlap_p2p_comm=is_interleaved,
         moe_token_dispatcher_type="alltoall" if device.type == "cuda" else "allgather",
         # Gradients are summed over micro-batches and ranks, as engine/base.py asks.
         calculate_per_token_loss=True,
@@ -196,7 +205,8 @@ class CoreAttention(nn.Module):
 
 
 class Stage(GPTModel):
-    """The layers of one pipeline rank; the first has the embedding, the last the head."""
+    """Some of the layers, those of place `number` among the stages of this rank; the first of the
+    model has the embedding, the last the head."""
 
     def __init__(
         self,
@@ -204,20 +214,26 @@ class Stage(GPTModel):
         layout: Layout,
         options: TrainEngineConfig,
         transformer: TransformerConfig,
+        number: int,
     ) -> None:
+        last = (transformer.virtual_pipeline_model_parallel_size or 1) - 1
+        is_last = layout.has_last_stage and number == last
+        # For megatron-core a stage has a number where there are several.
+        vp_stage = number if last else None
         super().__init__(
             config=transformer,
-            transformer_layer_spec=_block_spec(transformer),
+            transformer_layer_spec=_block_spec(transformer, vp_stage),
             vocab_size=padded_vocab_size(args, layout),
             max_sequence_length=args.max_position_embeddings,
-            pre_process=layout.is_first_stage,
-            post_process=layout.is_last_stage,
+            pre_process=layout.has_first_stage and number == 0,
+            post_process=is_last,
             share_embeddings_and_output_weights=args.tie_word_embeddings and not args.is_critic,
             position_embedding_type="none",  # CoreAttention rotates
+            vp_stage=vp_stage,
         )
         self.args, self.layout, self.options = args, layout, options
         self.rope = RotaryEmbedding(args.rope, args.head_dim)
-        if args.is_critic and layout.is_last_stage:
+        if args.is_critic and is_last:
             weight = self.output_layer.weight
             del self.output_layer
             self.score = nn.Linear(
@@ -240,33 +256,26 @@ class Stage(GPTModel):
             self.output_layer.weight.shared = True  # counted once in the norm of the gradient
             self.output_layer.weight.shared_embedding = True
 
-    def forward(self, mb: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Of a packed micro-batch: hidden states `[s, 1, D]`; on the last stage log p of the next
-        token and entropy, `[T]`, or a critic's values `[T]`."""
-        cp, num_tokens = self.layout.cp, len(mb["input_ids"])
-        tokens_P, cu_seqlens = _pad(
-            mb["input_ids"].long(), mb["cu_seqlens"], cp.size() * self.layout.tp.size()
-        )
-        attend = PackedAttention(cu_seqlens, max(mb["max_seqlen"], len(tokens_P) - num_tokens))
-        labels_P, positions_P = _next_tokens(tokens_P, cu_seqlens), attend.positions_T
-        tokens_t, positions_t, labels_t = (
-            own_tokens(x_P, cp) for x_P in (tokens_P, positions_P, labels_P)
-        )
+    def forward(
+        self, mb: dict[str, Any], min_tokens: int = 0
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Of a packed micro-batch: hidden states `[s, 1, D]`, padded to `min_tokens` on all ranks
+        together; on the last stage log p of the next token and entropy, `[T]`, or a critic's values
+        `[T]`."""
+        layout = self.layout
+        laid = lay_out(mb, multiple=layout.token_multiple, cp=layout.cp, min_tokens=min_tokens)
         packed = PackedTokens(
             qkv_format="thd",
-            attend=attend if cp.size() == 1 else UlyssesAttention(attend, cp),
-            rotation=self.rope(positions_t, self.config.params_dtype),
+            attend=laid.attend,
+            rotation=self.rope(laid.positions_t, self.config.params_dtype),
         )
-        embedded = self.embedding(tokens_t[None], None) if self.pre_process else None
+        embedded = self.embedding(laid.tokens_t[None], None) if self.pre_process else None
         hidden_s1D = self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=packed
         )
         if not self.post_process:
             return hidden_s1D
-        outputs_t = self._heads(hidden_s1D, labels_t)
-        if cp.size() > 1:
-            outputs_t = tuple(gather_over_ranks(x_t, cp) for x_t in outputs_t)
-        return tuple(x_P[:num_tokens] for x_P in outputs_t)
+        return laid.whole(self._heads(hidden_s1D, laid.labels_t))
 
     def _heads(self, hidden_s1D: torch.Tensor, labels_t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.args.is_critic:
@@ -297,10 +306,10 @@ class Stage(GPTModel):
         )
 
 
-def _block_spec(transformer: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(transformer: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """megatron-core's layers with areal's modules in the open places."""
     block = get_gpt_decoder_block_spec(
-        transformer, use_transformer_engine=False, normalization="RMSNorm"
+        transformer, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
     block.layer_norm = Norm
     for layer in block.layer_specs:
@@ -312,20 +321,3 @@ def _block_spec(transformer: TransformerConfig) -> TransformerBlockSubmodules:
         if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
             layer.submodules.mlp.submodules.router = Router
     return block
-
-
-def _next_tokens(tokens_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    labels_T = tokens_T.roll(-1)
-    # Junk that does not depend on which sequence happens to come next.
-    labels_T[cu_seqlens[1:].long() - 1] = 0
-    return labels_T
-
-
-def _pad(
-    tokens_T: torch.Tensor, cu_seqlens: torch.Tensor, multiple: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens up to a multiple, the added ones a sequence of their own."""
-    missing = -len(tokens_T) % multiple
-    if not missing:
-        return tokens_T, cu_seqlens
-    return F.pad(tokens_T, (0, missing)), torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])

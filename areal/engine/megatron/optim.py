@@ -37,24 +37,24 @@ logger = logging.getLogger("Optimizer")
 
 
 class ShardedOptimizer:
-    """Trains `model`, the stage in its wrapper: pass that to the schedule. All ranks call."""
+    """Trains `models`, the stages in their wrappers: pass those to the schedule. All ranks call."""
 
-    def __init__(self, stage: Stage, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(self, stages: list[Stage], config: OptimizerConfig, total_steps: int) -> None:
         self.num_skipped_steps = 0
         self.lr_step = 0
-        self._stage = stage
+        self._stages = stages
         self._config = config
         self._total_steps = total_steps
-        stage.config.finalize_model_grads_func = _sum_gradients
-        self.model = DistributedDataParallel(
-            stage.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            stage,
+        transformer = stages[0].config  # of all of them
+        transformer.finalize_model_grads_func = _sum_gradients
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
-        theirs = _megatron_config(config, stage.config.params_dtype)
+        self.models = [DistributedDataParallel(transformer, ddp, stage) for stage in stages]
+        theirs = _megatron_config(config, transformer.params_dtype)
         self._optimizer = get_megatron_optimizer(
             theirs,
-            [self.model],
+            self.models,
             config_overrides=get_standard_config_overrides(theirs),
             use_gloo_process_groups=False,
         )
@@ -90,9 +90,13 @@ class ShardedOptimizer:
             logger.warning(
                 "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
             )
-        self.model.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.forget_gradients()
         return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+
+    def forget_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
 
     def read_model(self) -> None:
         """Take the model's weights, just loaded, as the masters."""
@@ -100,7 +104,7 @@ class ShardedOptimizer:
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The model's weights and this rank's part of the float32 ones, by name."""
-        tensors = part_names(self._stage) | self._named_masters()
+        tensors = part_names(self._stages) | self._named_masters()
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -122,20 +126,22 @@ class ShardedOptimizer:
         }
 
     def _masters_by_optimizer(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """torch's optimizers inside, and what they update: named by rank, as all hold others."""
+        """torch's optimizers inside, and what they update: named by rank, as all hold others, and
+        by the stages of a rank, since as many tensors of the same shapes may be other layers'."""
         found = []
         for number, part in enumerate(self._optimizer.chained_optimizers):
             if part.is_stub_optimizer:
                 continue  # no weight of its kind on this rank
             inner = part.optimizer
-            if not isinstance(inner, torch.optim.AdamW | torch.optim.SGD):
+            if not isinstance(inner, torch.optim.AdamW):
                 raise ValueError(
                     f"megatron-core has chosen {type(inner).__module__}.{type(inner).__name__}, "
                     "which areal cannot resume: remove TransformerEngine and apex from the "
                     "environment"
                 )
             masters = [m for group in inner.param_groups for m in group["params"]]
-            prefix = f"rank{dist.get_rank()}.optimizer{number}"
+            stages = f".{len(self._stages)}stages" if len(self._stages) > 1 else ""
+            prefix = f"rank{dist.get_rank()}{stages}.optimizer{number}"
             found.append((inner, {f"{prefix}.{i}": m for i, m in enumerate(masters)}))
         return found
 
@@ -168,7 +174,6 @@ def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOpt
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
         adam_eps=config.eps,
-        sgd_momentum=config.beta1,
         clip_grad=config.gradient_clipping,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,

@@ -68,21 +68,22 @@ class Piece:
         return tuple(shape)
 
 
-def named_pieces(stage: Stage) -> dict[str, tuple[Piece, nn.Parameter]]:
+def named_pieces(stages: list[Stage]) -> dict[str, tuple[Piece, nn.Parameter]]:
     """This rank's parameters, with numbers of layers and experts that hold on all ranks."""
     pieces = {}
-    for name, parameter in stage.named_parameters():
-        name = _global_name(name, stage)
-        pieces[name] = (_piece(name, parameter, stage.args, stage.layout), parameter)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            name = _global_name(name, stage)
+            pieces[name] = (_piece(name, parameter, stage.args, stage.layout), parameter)
     return pieces
 
 
-def mark_parts(stage: Stage) -> None:
+def mark_parts(stages: list[Stage]) -> None:
     """Tell megatron-core which parameters are other ones on each tensor rank.
 
     It marks them where it draws weights; unmarked they would count once in the gradient's norm.
     """
-    for piece, parameter in named_pieces(stage).values():
+    for piece, parameter in named_pieces(stages).values():
         if piece.cut_dim is None or hasattr(parameter, "tensor_model_parallel"):
             continue
         flattened = len(piece.whole_shape) > parameter.ndim
@@ -90,11 +91,11 @@ def mark_parts(stage: Stage) -> None:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
-def part_names(stage: Stage) -> dict[str, nn.Parameter]:
+def part_names(stages: list[Stage]) -> dict[str, nn.Parameter]:
     """This rank's tensors by names that differ where, and only where, ranks hold other parts."""
     tensors = {}
-    for name, (piece, parameter) in named_pieces(stage).items():
-        group = piece.group(stage.layout)
+    for name, (piece, parameter) in named_pieces(stages).items():
+        group = piece.group(stages[0].layout)
         if piece.cut_dim is not None and group.size() > 1:
             name = f"{name}.{group.rank()}of{group.size()}"
         tensors[name] = parameter
@@ -102,19 +103,19 @@ def part_names(stage: Stage) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def fill(stage: Stage, read: Callable[[str], torch.Tensor]) -> None:
+def fill(stages: list[Stage], read: Callable[[str], torch.Tensor]) -> None:
     """Load every parameter; `read` gives the whole tensor of a Hugging Face name."""
-    for piece, parameter in named_pieces(stage).values():
+    for piece, parameter in named_pieces(stages).values():
         whole = piece.fuse([read(name) for name in piece.hf_names])
         if piece.cut_dim is not None:
-            group = piece.group(stage.layout)
+            group = piece.group(stages[0].layout)
             whole = whole.chunk(group.size(), dim=piece.cut_dim)[group.rank()]
         parameter.copy_(whole.reshape(parameter.shape))
 
 
 @torch.no_grad()
 def stream(
-    stage: Stage,
+    stages: list[Stage],
     value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, whole tensor) of each weight, or of what `value` takes from it.
@@ -122,7 +123,7 @@ def stream(
     All ranks iterate to the end, because parts are gathered; rank 0 is given the tensors, others
     none. One parameter is whole at a time.
     """
-    layout, own = stage.layout, named_pieces(stage)
+    args, layout, own = stages[0].args, stages[0].layout, named_pieces(stages)
     is_receiver = dist.get_rank() == 0
     for name, (shape, hf_names), owner in _all_pieces(own):
         whole = None
@@ -130,9 +131,9 @@ def stream(
             piece, parameter = own[name]
             whole = _gather(piece, value(parameter), layout)
         if owner != 0 and dist.get_rank() in (0, owner):
-            whole = _move(whole, shape, owner, stage)
+            whole = _move(whole, shape, owner, stages[0])
         if is_receiver:
-            piece = _piece_by_name(name, stage.args, layout)
+            piece = _piece_by_name(name, args, layout)
             assert piece.hf_names == tuple(hf_names)
             yield from zip(piece.hf_names, piece.split(whole), strict=True)
 

@@ -3,16 +3,9 @@
 | route                | body or query                    | answer                               |
 |----------------------|----------------------------------|--------------------------------------|
 | POST /generate       | see wire.py                      | a JSON line per finished request     |
-| GET /health          |                                  | status, version, model, paused, device|
-| POST /pause          |                                  | when no step runs any more           |
-| POST /continue       |                                  |                                      |
-| weights              | see weight_routes.py             |                                      |
 | POST /score          | sequences: lists of token ids    | logprobs of them, version            |
-| POST /offload        | tags: weights, kv_cache; or all  | when their memory is free            |
-| POST /onload         | likewise                         | when they are back                   |
-| POST /abort          | rid, or all=true                 | the number of requests ended         |
-| GET /stats           |                                  | the engine's counters                |
-| GET /busy_intervals  | ?since=UNIX_TIME                 | when steps ran, for traces           |
+| weights              | see weight_routes.py             |                                      |
+| control, health      | see control_routes.py            |                                      |
 | /v1/...              | see openai_routes.py             | as OpenAI's API                      |
 
 Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1 OpenAI's
@@ -35,6 +28,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from areal.engine.native.control_routes import add_control_routes, add_watch_routes
 from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_routes import add_openai_routes
@@ -47,12 +41,8 @@ from areal.engine.native.wire import (
     Reply,
     decode_requests,
     decode_sequences,
-    decode_tags,
     encode_lines,
-    field,
-    parse_object,
 )
-from areal.utils.device import device_identity
 from areal.utils.openai_wire import WireError, error_body
 from areal.weight_sync.collective import GroupError
 from areal.weight_sync.delta import WrongBaseError
@@ -60,6 +50,15 @@ from areal.weight_sync.publication import PublicationError
 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so they are the ones to close them
 _SHUTDOWN_S = 1  # for streams that are open when the server is told to end
+_STATUS_OF_ERROR = {
+    ValueError: 400,
+    PublicationError: 400,
+    WrongBaseError: 409,
+    WrongGroupError: 409,
+    GroupError: 502,
+    EngineEndedError: 503,
+    Exception: 500,
+}
 
 
 def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
@@ -67,45 +66,19 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     app = FastAPI(openapi_url=None)
     app.add_middleware(_TokenGate, token=token)
     app.add_exception_handler(HTTPException, _answer_no_route)
-    app.add_exception_handler(ValueError, _answer_error(400))
-    app.add_exception_handler(PublicationError, _answer_error(400))
-    app.add_exception_handler(WrongBaseError, _answer_error(409))
-    app.add_exception_handler(WrongGroupError, _answer_error(409))
-    app.add_exception_handler(GroupError, _answer_error(502))
-    app.add_exception_handler(EngineEndedError, _answer_error(503))
-    app.add_exception_handler(Exception, _answer_error(500))
+    for kind, status in _STATUS_OF_ERROR.items():
+        app.add_exception_handler(kind, _answer_error(status))
     text = ModelText(model)
     add_openai_routes(app, loop, text, model=model)
     app.state.weights = WeightInbox(loop)  # to be closed with the app
     add_weight_routes(app, app.state.weights)
+    add_control_routes(app, loop)
+    add_watch_routes(app, loop, model=model)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         items = decode_requests(await request.body())
         return _ResultStream(loop, await _with_stop_watches(items, text))
-
-    @app.get("/health")
-    async def health() -> Response:
-        content = {
-            "version": loop.version,
-            "model": model,
-            "paused": loop.paused,
-            "device": device_identity(loop.device),
-        }
-        if loop.failure is not None:
-            cause = f"{type(loop.failure).__name__}: {loop.failure}"
-            return JSONResponse({"status": "failed", "error": cause, **content}, status_code=503)
-        return JSONResponse({"status": "ok", **content})
-
-    @app.post("/pause")
-    async def pause() -> dict[str, bool]:
-        await asyncio.to_thread(loop.pause)
-        return {"paused": True}
-
-    @app.post("/continue")
-    async def resume() -> dict[str, bool]:
-        await asyncio.to_thread(loop.resume)
-        return {"paused": False}
 
     @app.post("/score")
     async def score(request: Request) -> dict[str, Any]:
@@ -115,33 +88,6 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
                 lambda engine: {"logprobs": engine.score(sequences), "version": engine.version}
             )
         )
-
-    @app.post("/offload")
-    async def offload(request: Request) -> dict[str, bool]:
-        tags = decode_tags(await request.body())
-        await asyncio.wrap_future(loop.call(lambda engine: engine.offload(tags)))
-        return {"offloaded": True}
-
-    @app.post("/onload")
-    async def onload(request: Request) -> dict[str, bool]:
-        tags = decode_tags(await request.body())
-        await asyncio.wrap_future(loop.call(lambda engine: engine.onload(tags)))
-        return {"offloaded": False}
-
-    @app.post("/abort")
-    async def abort(request: Request) -> dict[str, int]:
-        order = parse_object(await request.body(), "body")
-        everything = field(order, "all", bool, default=False)
-        rids = None if everything else [field(order, "rid", str)]
-        return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
-
-    @app.get("/stats")
-    async def stats() -> dict[str, float]:
-        return loop.stats()
-
-    @app.get("/busy_intervals")
-    async def busy_intervals(since: str = "0") -> dict[str, Any]:
-        return {"intervals": loop.busy.since(_unix_time(since))}
 
     return app
 
@@ -274,10 +220,3 @@ def _error(path: str, status: int, message: str) -> Response:
     is_openai = path.startswith("/v1/")
     content = error_body(WireError(status, message)) if is_openai else {"error": message}
     return JSONResponse(content, status_code=status)
-
-
-def _unix_time(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"since: expected seconds, got {text[:60]!r}") from None

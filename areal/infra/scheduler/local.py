@@ -23,19 +23,17 @@ from typing import Any
 import torch
 
 from areal.api.scheduler_api import (
-    EngineCallError,
-    EngineCreationError,
     GPUAllocationError,
     Job,
     Scheduler,
     SchedulingSpec,
     Worker,
     WorkerFailedError,
-    WorkerNotFoundError,
     WorkerTimeoutError,
 )
 from areal.infra.channel import Channel
 from areal.infra.engine_host import Answer
+from areal.infra.scheduler.role_table import RoleTable
 from areal.utils import logging
 from areal.utils.child_process import ChildProcess
 
@@ -50,20 +48,19 @@ class LocalScheduler(Scheduler):
         self._logs = logs
         self._free_gpus = list(visible_gpus() if gpus is None else gpus)
         self._has_gpus = bool(self._free_gpus)
-        self._processes: dict[str, list[_Process]] = {}  # by the role that owns them
-        self._hosts: dict[str, str] = {}  # colocated role -> the role whose processes it shares
+        self._processes: RoleTable[_Process] = RoleTable()
         self._folder = tempfile.TemporaryDirectory(prefix="areal-ranks-")  # gone with this object
         self._num_jobs = 0
 
     def create_workers(self, job: Job) -> list[str]:
         ids = [f"{job.role}/{index}" for index in range(job.replicas)]
-        assert job.role not in self._processes, f"role {job.role} has workers already"
         target = job.scheduling_strategy.target
         if target is not None:
-            self._share(job, target)
+            self._processes.share(job, target)
             return ids
         gpus = self._take_gpus(job)
-        processes = self._processes[job.role] = []
+        processes: list[_Process] = []
+        self._processes.own(job, processes)  # one that cannot start leaves others to be ended
         self._num_jobs += 1
         rendezvous = f"file://{self._folder.name}/job{self._num_jobs}"
         for index, id_ in enumerate(ids):
@@ -75,17 +72,14 @@ class LocalScheduler(Scheduler):
 
     def get_workers(self, role: str, timeout: float) -> list[Worker]:
         deadline = time.monotonic() + timeout
-        for process in self._of(role):
+        processes = self._processes.of(role)
+        for process in processes:
             process.wait_ready(deadline)
-        return [Worker(f"{role}/{i}", "127.0.0.1") for i in range(len(self._of(role)))]
+        return [Worker(f"{role}/{i}", "127.0.0.1") for i in range(len(processes))]
 
     def delete_workers(self, role: str | None = None) -> None:
         """A colocated role is forgotten; its processes end with the role that owns them."""
-        roles = [role] if role is not None else list(self._processes)
-        ending = [process for name in roles for process in self._processes.pop(name, [])]
-        self._hosts = {
-            guest: host for guest, host in self._hosts.items() if not {guest, host} & set(roles)
-        }
+        ending = [process for own in self._processes.take(role).values() for process in own]
         for process in ending:
             process.channel.close()
         deadline = time.monotonic() + _GRACE_S
@@ -110,9 +104,8 @@ class LocalScheduler(Scheduler):
         **kwargs: Any,
     ) -> None:
         order = ("create", engine, engine_name, args, kwargs)
-        answer = self._find(worker_id).exchange(worker_id, order, timeout_s)
-        if answer.error is not None:
-            raise EngineCreationError(worker_id, answer.traceback) from answer.error
+        answer = self._processes.find(worker_id).exchange(worker_id, order, timeout_s)
+        answer.raise_if_not_created(worker_id)
 
     def call_engine(
         self,
@@ -124,29 +117,8 @@ class LocalScheduler(Scheduler):
         **kwargs: Any,
     ) -> Any:
         order = ("call", method, engine_name, args, kwargs)
-        answer = self._find(worker_id).exchange(worker_id, order, timeout_s)
-        if answer.error is not None:
-            raise EngineCallError(worker_id, answer.traceback, answer.failed_at) from answer.error
-        return answer.result
-
-    def _of(self, role: str) -> list[_Process]:
-        host = self._hosts.get(role, role)
-        if host not in self._processes:
-            raise WorkerNotFoundError(role, f"no such role; known are {list(self._processes)}")
-        return self._processes[host]
-
-    def _find(self, worker_id: str) -> _Process:
-        role, _, index = worker_id.rpartition("/")
-        return self._of(role)[int(index)]
-
-    def _share(self, job: Job, target: str) -> None:
-        processes = self._of(target)
-        if len(processes) != job.replicas:
-            raise ValueError(
-                f"{job.role} has {job.replicas} ranks and cannot share the {len(processes)} "
-                f"processes of {target}: give both as many, or {job.role} processes of its own"
-            )
-        self._hosts[job.role] = target
+        answer = self._processes.find(worker_id).exchange(worker_id, order, timeout_s)
+        return answer.result_or_raise(worker_id)
 
     def _take_gpus(self, job: Job) -> list[list[str]]:
         """The GPUs of each worker; it sees no others."""

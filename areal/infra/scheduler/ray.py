@@ -20,18 +20,16 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal.api.scheduler_api import (
-    EngineCallError,
-    EngineCreationError,
     GPUAllocationError,
     Job,
     Scheduler,
     SchedulingSpec,
     Worker,
     WorkerFailedError,
-    WorkerNotFoundError,
     WorkerTimeoutError,
 )
 from areal.infra.engine_host import Answer, EngineHost
+from areal.infra.scheduler.role_table import RoleTable
 from areal.utils import logging
 
 logger = logging.getLogger("RayScheduler")
@@ -44,29 +42,27 @@ class RayScheduler(Scheduler):
         if not ray.is_initialized():
             join_cluster()
         self._placement = placement
-        self._actors: dict[str, list[Any]] = {}  # by the role that owns them
-        self._hosts: dict[str, str] = {}  # colocated role -> the role whose actors it shares
+        self._actors: RoleTable[Any] = RoleTable()
         self._groups: dict[str, PlacementGroup] = {}
 
     def create_workers(self, job: Job) -> list[str]:
-        assert job.role not in self._actors, f"role {job.role} has workers already"
         target = job.scheduling_strategy.target
         if target is not None:
-            self._share(job, target)
+            self._actors.share(job, target)
         else:
             specs = [job.spec_of(index) for index in range(job.replicas)]
             bundles = [resources_of(spec) for spec in specs]
             check_fits(job.role, bundles)
             group = placement_group(bundles, strategy=self._placement)
             self._groups[job.role] = group
-            self._actors[job.role] = [
-                _start(group, index, bundle, spec, job.replicas)
-                for index, (bundle, spec) in enumerate(zip(bundles, specs, strict=True))
-            ]
+            actors: list[Any] = []
+            self._actors.own(job, actors)
+            for index, (bundle, spec) in enumerate(zip(bundles, specs, strict=True)):
+                actors.append(_start(group, index, bundle, spec, job.replicas))
         return [f"{job.role}/{index}" for index in range(job.replicas)]
 
     def get_workers(self, role: str, timeout: float) -> list[Worker]:
-        actors = self._of(role)
+        actors = self._actors.of(role)
         try:
             addresses = ray.get([actor.address.remote() for actor in actors], timeout=timeout)
             host, port = addresses[0]
@@ -83,15 +79,10 @@ class RayScheduler(Scheduler):
 
     def delete_workers(self, role: str | None = None) -> None:
         """A colocated role is forgotten; its actors end with the role that owns them."""
-        roles = [role] if role is not None else list(self._actors)
-        self._hosts = {
-            guest: host for guest, host in self._hosts.items() if not {guest, host} & set(roles)
-        }
-        for name in roles:
-            for actor in self._actors.pop(name, []):
+        for name, actors in self._actors.take(role).items():
+            for actor in actors:
                 ray.kill(actor)
-            if name in self._groups:
-                remove_placement_group(self._groups.pop(name))
+            remove_placement_group(self._groups.pop(name))
 
     def create_engine(
         self,
@@ -102,10 +93,8 @@ class RayScheduler(Scheduler):
         timeout_s: float,
         **kwargs: Any,
     ) -> None:
-        reply = self._find(worker_id).create.remote(engine, engine_name, args, kwargs)
-        answer = _wait(reply, worker_id, timeout_s)
-        if answer.error is not None:
-            raise EngineCreationError(worker_id, answer.traceback) from answer.error
+        reply = self._actors.find(worker_id).create.remote(engine, engine_name, args, kwargs)
+        _wait(reply, worker_id, timeout_s).raise_if_not_created(worker_id)
 
     def call_engine(
         self,
@@ -116,30 +105,8 @@ class RayScheduler(Scheduler):
         timeout_s: float,
         **kwargs: Any,
     ) -> Any:
-        reply = self._find(worker_id).call.remote(method, engine_name, args, kwargs)
-        answer = _wait(reply, worker_id, timeout_s)
-        if answer.error is not None:
-            raise EngineCallError(worker_id, answer.traceback, answer.failed_at) from answer.error
-        return answer.result
-
-    def _of(self, role: str) -> list[Any]:
-        host = self._hosts.get(role, role)
-        if host not in self._actors:
-            raise WorkerNotFoundError(role, f"no such role; known are {list(self._actors)}")
-        return self._actors[host]
-
-    def _find(self, worker_id: str) -> Any:
-        role, _, index = worker_id.rpartition("/")
-        return self._of(role)[int(index)]
-
-    def _share(self, job: Job, target: str) -> None:
-        actors = self._of(target)
-        if len(actors) != job.replicas:
-            raise ValueError(
-                f"{job.role} has {job.replicas} ranks and cannot share the {len(actors)} "
-                f"processes of {target}: give both as many, or {job.role} processes of its own"
-            )
-        self._hosts[job.role] = target
+        reply = self._actors.find(worker_id).call.remote(method, engine_name, args, kwargs)
+        return _wait(reply, worker_id, timeout_s).result_or_raise(worker_id)
 
 
 def join_cluster() -> None:

@@ -1,0 +1,54 @@
+"""Which workers a role has: its own, or those of the role whose processes it shares.
+
+table.own(job, workers); table.share(job, "actor")
+table.find("ref/0")              # the first worker of actor
+table.take("actor")              # its workers, to be ended; guests are forgotten too
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from areal.api.scheduler_api import Job, WorkerNotFoundError
+
+W = TypeVar("W")
+
+
+class RoleTable(Generic[W]):
+    """Workers of type W; one of a role has the id `role/index`."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, list[W]] = {}  # by the role that owns them
+        self._hosts: dict[str, str] = {}  # colocated role -> the role whose workers it shares
+
+    def own(self, job: Job, workers: list[W]) -> None:
+        assert job.role not in self._workers, f"role {job.role} has workers already"
+        self._workers[job.role] = workers
+
+    def share(self, job: Job, target: str) -> None:
+        assert job.role not in self._workers, f"role {job.role} has workers already"
+        workers = self.of(target)
+        if len(workers) != job.replicas:
+            raise ValueError(
+                f"{job.role} has {job.replicas} ranks and cannot share the {len(workers)} "
+                f"processes of {target}: give both as many, or {job.role} processes of its own"
+            )
+        self._hosts[job.role] = target
+
+    def of(self, role: str) -> list[W]:
+        host = self._hosts.get(role, role)
+        if host not in self._workers:
+            raise WorkerNotFoundError(role, f"no such role; known are {list(self._workers)}")
+        return self._workers[host]
+
+    def find(self, worker_id: str) -> W:
+        role, _, index = worker_id.rpartition("/")
+        return self.of(role)[int(index)]
+
+    def take(self, role: str | None) -> dict[str, list[W]]:
+        """Forget `role`, or all, and the roles it is the host of. A guest has no workers to end."""
+        roles = [role] if role is not None else list(self._workers)
+        self._hosts = {
+            guest: host for guest, host in self._hosts.items() if not {guest, host} & set(roles)
+        }
+        return {name: self._workers.pop(name) for name in roles if name in self._workers}
