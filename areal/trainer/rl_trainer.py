@@ -89,10 +89,7 @@ class PPOTrainer(Trainer):
             self.run.stats_logger.commit(-1, {"eval/reward": self.evaluate(evaluation)})
 
         for step in self.run.steps(first):
-            self.turns.to_generation()
-            with phase("rollout", "sync"):
-                batch = self.rollout.prepare_batch()
-            self.turns.to_training()
+            batch = self._next_batch()
             with phase("forward"):
                 data = self._ask_models(batch)
             with phase("advantages"):
@@ -158,6 +155,16 @@ class PPOTrainer(Trainer):
                 frozen = section.engine_config(config.actor)
                 engine = self._open_engine(role, frozen, stack, trained=False)
                 self.advisers[f"{role}_logp"] = engine
+
+    def _next_batch(self) -> Batch:
+        """With staleness one may be there already: a device that is shared then keeps its turn."""
+        batch = self.rollout.take_batch()
+        if batch is None:
+            self.turns.to_generation()
+        with phase("rollout", "sync"):
+            batch = batch or self.rollout.prepare_batch()
+        self.turns.to_training()
+        return batch
 
     def _ask_models(self, batch: Batch) -> dict[str, Any]:
         """All samples as one batch, with what each model says of their tokens."""

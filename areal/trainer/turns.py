@@ -11,8 +11,8 @@
 | training   | the models          | the server's weights; its requests, with their tokens so far  |
 
 Who has the turn keeps it until the other is called for. The device never holds both, so new weights
-reach a server that is away: they go into its copy on the host, and to the device with it.
-Without models nobody shares a device, and a turn costs nothing.
+reach a server that is away: they go into its copy on the host, and to the device with it. Without
+models nobody shares a device, and a turn costs nothing.
 """
 
 from __future__ import annotations

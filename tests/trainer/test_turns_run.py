@@ -28,18 +28,19 @@ ON_POLICY = (
     "ref={}",
     "perf_tracer.enabled=true",
 )
-TRAINING = ("forward", "advantages", "train", "update_weights", "save", "recover")
-# Evaluation before the first step, after the second and after the last: what is saved after one
-# wants the models back.
-TURNS = [
-    "to_training", "to_generation", "rollout",
-    "to_training", "forward", "advantages", "train", "update_weights",
-    "save", "to_generation", "rollout",
-    "to_training", "forward", "advantages", "train", "update_weights",
-    "evaluate", "to_generation", "to_training", "save", "recover", "to_generation", "rollout",
-    "to_training", "forward", "advantages", "train", "update_weights",
-    "evaluate", "to_generation", "to_training", "save", "recover",
-]  # fmt: skip
+STEP = ["forward", "advantages", "train", "update_weights"]
+TRAINING = {*STEP, "save", "recover"}
+# What is saved after an evaluation wants the models back.
+EVALUATED = ["evaluate", "to_generation", "to_training", "save", "recover"]
+FIRST_STEPS = [
+    *("to_training", "to_generation", "rollout", "to_training", *STEP, "save"),
+    *("to_generation", "rollout", "to_training", *STEP, *EVALUATED),
+]
+# The third batch may have been generated beside the evaluation: then nothing has to move for it.
+WAYS = [
+    [*FIRST_STEPS, *way, *STEP, *EVALUATED]
+    for way in (["to_generation", "rollout", "to_training"], ["rollout"])
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +83,15 @@ def check_order(paths: RunPaths) -> None:
         (event for event in read_trace(paths.trace("controller")) if event["ph"] == "X"),
         key=lambda event: event["ts"],
     )
-    phases = [span for span in spans if span["name"] in TURNS]
-    assert [span["name"] for span in phases] == TURNS
-    computing = [(span["ts"], span["ts"] + span["dur"]) for span in spans if is_server(span)]
+    phases = [span for span in spans if span["name"] in WAYS[0]]
+    assert [span["name"] for span in phases] in WAYS
+    generating = [span for span in spans if span["name"] == "generate"]
+    computing = [(span["ts"], span["ts"] + span["dur"]) for span in generating]
     assert len(computing) > 3
     for span in phases:
         if span["name"] in TRAINING:
             start, end = span["ts"], span["ts"] + span["dur"]
             assert not [busy for busy in computing if busy[0] < end and busy[1] > start], span
-
-
-def is_server(span: dict) -> bool:
-    return span["name"] == "generate"
 
 
 def test_killed_in_turns_it_resumes_and_the_ledger_balances(root):
