@@ -268,11 +268,11 @@ class PPOConfig(BaseExperimentConfig):
         self._inherit_sampling()
         self._check_batch()
         self._check_ranks()
-        self._check_stock_server()
         self._check_workers()
         self._check_ref()
         self._check_critic()
         self._check_teacher()
+        self._check_stock_server()
         self._check_placement()
         check_turns(self)
         if self.allocation_mode:
