@@ -25,6 +25,10 @@ class Deadlines:
         self._stopped_at: float | None = None
         self._stood_s = 0.0
 
+    def __reduce__(self) -> tuple[type[Deadlines], tuple[float]]:
+        """A copy in another process has a clock of its own, which goes."""
+        return Deadlines, (self.timeout_s,)
+
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
         async with asyncio.timeout(None) as scope:

@@ -94,14 +94,11 @@ class NativeRemoteEngine(InferenceEngine):
     def __getstate__(self) -> dict[str, Any]:
         """Training ranks and rollout workers have copies. Connections and processes stay where they
         are: a copy replaces nobody."""
-        here = ("_replacing", "_deadlines")
-        state = {name: value for name, value in self.__dict__.items() if name not in here}
-        return {**state, "_client": None, "_processes": ()}
+        return {**self.__dict__, "_client": None, "_processes": (), "_replacing": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._replacing = threading.Lock()
-        self._deadlines = Deadlines(self._request_timeout_s)
 
     def initialize(self) -> None:
         self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 
@@ -20,7 +21,7 @@ async def seconds_until_timeout(deadlines: Deadlines) -> float:
 
 
 async def test_a_limit_ends_what_takes_longer():
-    deadlines = Deadlines(0.1)
+    deadlines = pickle.loads(pickle.dumps(Deadlines(0.1)))
     async with deadlines.limit():
         await asyncio.sleep(0)
     assert await seconds_until_timeout(deadlines) >= 0.1
