@@ -40,12 +40,13 @@ class SchedulingSpec:
 
 @dataclass(frozen=True, slots=True)
 class SchedulingStrategy:
-    """Processes of its own, or those of the role `target`."""
+    """Processes and devices of its own, or those of the role `target`."""
 
     type: Literal["separation", "colocation"] = "separation"
-    """`separation`: worker processes of its own; `colocation`: those of `target`."""
+    """`separation`: worker processes of its own; `colocation`: those of `target`. An inference
+    server always has its own process; with colocation it takes turns on the devices of `target`."""
     target: str | None = None
-    """With colocation the role whose processes it shares; both need as many ranks."""
+    """With colocation the role whose processes or devices it shares; both need as many ranks."""
 
     def __post_init__(self) -> None:
         if (self.type == "colocation") != (self.target is not None):

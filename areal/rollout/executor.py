@@ -17,7 +17,7 @@
                    waits for: engine, reward  unblocked by: them, or cancelled by close()
     settle         consumes: all outcomes of one tick of the loop, in one transaction
                    produces: the finished pool, at most (eta + 1) * B groups by the gate's bound
-    prepare_batch  consumes: B groups of the pool (selection.py)
+    prepare_batch  consumes: B groups of the pool (selection.py); take_batch only if they are there
                    waits for: `changed`, at most `timeout_s` without a new result
                    unblocked by: settle, a failure of the loop, too many failed groups, close()
 
@@ -121,6 +121,7 @@ class WorkflowExecutor:
         # Shared by both threads, under `changed`.
         self._changed = threading.Condition()
         self._pool = GroupPool(gate)
+        self._dropped: list[int] = []  # rejected groups that the next batch counts
         self._version = 0
         self._paused = self._closed = False
 
@@ -171,23 +172,15 @@ class WorkflowExecutor:
     def prepare_batch(self) -> Batch:
         """Block until the next B groups are there. Raises what stopped the rollout otherwise."""
         wait_began = time.monotonic()
-        dropped: list[int] = []
         with waiting(lambda: self._pool.describe_wait(self._version)), self._changed:
-            while True:
-                self._raise_if_stopped()
-                self._drop_stale()
-                results = self._pool.take(self._version)
-                if results is None:
-                    self._wait(wait_began)
-                    continue
-                dropped += [result.task_id for result in results if result.trajectory is None]
-                kept = [result for result in results if result.trajectory is not None]
-                if kept:
-                    ids = [result.task_id for result in kept]
-                    return Batch(self._version, ids, [r.trajectory for r in kept], dropped)
-                # A dynamic batch without a single group: nothing to train on, so sample further.
-                self._pool.give_back(results)
-                self._runner.call(self._admit)
+            while (batch := self._take()) is None:
+                self._wait(wait_began)
+            return batch
+
+    def take_batch(self) -> Batch | None:
+        """The next batch when it is there already; None where `prepare_batch` would wait."""
+        with self._changed:
+            return self._take()
 
     def mark_trained(self, batch: Batch, step: int) -> None:
         """The weights contain `batch` now. Call it before the recover point of `step` is saved:
@@ -324,6 +317,21 @@ class WorkflowExecutor:
         self._runner.cancel_tasks(timeout_s)
 
     # Trainer thread, holding `changed`.
+
+    def _take(self) -> Batch | None:
+        self._raise_if_stopped()
+        self._drop_stale()
+        while (results := self._pool.take(self._version)) is not None:
+            self._dropped += [result.task_id for result in results if result.trajectory is None]
+            kept = [result for result in results if result.trajectory is not None]
+            if kept:
+                dropped, self._dropped = self._dropped, []
+                ids = [result.task_id for result in kept]
+                return Batch(self._version, ids, [r.trajectory for r in kept], dropped)
+            # A dynamic batch without a single group: nothing to train on, so sample further.
+            self._pool.give_back(results)
+            self._runner.call(self._admit)
+        return None
 
     def _drop_stale(self) -> None:
         """Whatever admission did, an old token is never trained on."""

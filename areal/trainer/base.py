@@ -42,6 +42,7 @@ class Trainer(ABC):
         self.config = config
         self.valid_dataset = list(valid_dataset or ())
         self.scheduler: Scheduler | None = None  # None while every model is in this process
+        self.models: dict[str, TrainEngine] = {}  # by role
         self._closing = ExitStack()
         try:
             self.run = self._closing.enter_context(Run(config, dataset_size=len(train_dataset)))
@@ -86,6 +87,7 @@ class Trainer(ABC):
             engine = self._open_ranks(role, config, layout, stack)
         stack.callback(engine.destroy)
         engine.initialize(self.run.ft_spec if trained else None)
+        self.models[role] = engine
         if trained:
             self.run.roles.add(role, engine)
         return engine

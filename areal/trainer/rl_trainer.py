@@ -6,7 +6,8 @@
 
 The loop waits in one place only, `prepare_batch`. While it trains, the server generates the next
 batches, as far ahead as `rollout.max_head_offpolicyness` allows; with 0 the same loop is strictly
-on-policy. What survives a kill is in `Run`: see trainer/run.py and rollout/ledger.py.
+on-policy. Where both sides need one device whole, they take turns on it: trainer/turns.py. What
+survives a kill is in `Run`: see trainer/run.py and rollout/ledger.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from areal.trainer.episodes import build_filter, build_workflow, describe_batch,
 from areal.trainer.inference import ServerTrace, open_inference
 from areal.trainer.ppo.learner import Learner
 from areal.trainer.run import StepObserver
+from areal.trainer.turns import Turns
 from areal.utils.device import num_cores
 from areal.utils.garbage import settle_garbage_collector
 from areal.utils.perf_tracer import phase
@@ -54,10 +56,12 @@ class PPOTrainer(Trainer):
         self.learner = Learner(self.config, partial(self._open_engine, stack=stack))
         self.engine = self.learner.engine
         self.run.remember(**self.learner.states())
+        self.turns = Turns([self.models[role] for role in self.config.models_in_turns()])
         runner = self._start_runner(stack)
         self.inference, self.weights = open_inference(
             self.config, self.run.paths, stack, gpus=self._server_gpus()
         )
+        self.turns.connect(self.inference)
         self.engine.connect_engine(self.inference, self.weights)
         self.run.watchdog.observe("inference", self.inference.stats)
         self.server_trace = ServerTrace(self.inference)
@@ -85,8 +89,7 @@ class PPOTrainer(Trainer):
             self.run.stats_logger.commit(-1, {"eval/reward": self.evaluate(evaluation)})
 
         for step in self.run.steps(first):
-            with phase("rollout", "sync"):
-                batch = self.rollout.prepare_batch()
+            batch = self._next_batch()
             data = self.learner.train(batch.trajectories)
             with phase("update_weights", "comm"):
                 self._publish(step.global_step + 1)
@@ -94,6 +97,7 @@ class PPOTrainer(Trainer):
             if self.run.evaluation_due(step):
                 with phase("evaluate", "sync"):
                     stats["eval/reward"] = self.evaluate(evaluation)
+            self.turns.to_training()  # an evaluation may have ended it; saving needs the models
             recorded = self.run.finish_step(step, self.tokenizer, stats)
             if on_step is not None:
                 on_step(step.global_step + 1, self.run.total_steps, recorded)
@@ -101,6 +105,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> float:
         """Mean reward on the validation set; training episodes go on meanwhile."""
+        self.turns.to_generation()
         group_size = self.config.eval_gconfig.n_samples
         return mean_reward(
             self.rollout.rollout_batch(self.valid_dataset, workflow, group_size=group_size)
@@ -109,15 +114,31 @@ class PPOTrainer(Trainer):
     def _share_cores(self) -> None:
         """Leave the server's cores to it where both compute at the same time."""
         config = self.config
-        together = config.rollout.max_head_offpolicyness > 0
+        in_turns = config.rollout.scheduling_strategy.target is not None
+        together = config.rollout.max_head_offpolicyness > 0 and not in_turns
         if together and config.actor.weight_update_mode != "direct":
             torch.set_num_threads(max(1, num_cores() - config.server.threads))
 
     def _server_gpus(self) -> list[str] | None:
-        """Those that training ranks of this machine have left; None shares what there is."""
+        """Those of the ranks it takes turns with, or those that ranks of this machine have left;
+        None shares what there is."""
+        target = self.config.rollout.scheduling_strategy.target
         if not isinstance(self.scheduler, LocalScheduler):
             return None
+        if target is not None:
+            in_controller = self.config.hosts()[target] == "controller"
+            return None if in_controller else self.scheduler.gpus_of(target) or None
         return self.scheduler.take_free_gpus(self.config.rollout.tensor_parallel)
+
+    def _next_batch(self) -> Batch:
+        """With staleness one may be there already: a device that is shared then keeps its turn."""
+        batch = self.rollout.take_batch()
+        if batch is None:
+            self.turns.to_generation()
+        with phase("rollout", "sync"):
+            batch = batch or self.rollout.prepare_batch()
+        self.turns.to_training()
+        return batch
 
     def _start_runner(self, stack: ExitStack) -> TaskRunner:
         """The event loop; started before the engine, which has connections on it to close."""
@@ -188,6 +209,7 @@ class PPOTrainer(Trainer):
         accept: Callable[[dict], bool] | None,
     ) -> int:
         """Load the recover point if there is one and let episodes run; the first step to do."""
+        self.turns.to_training()
         first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)
         if first > 0:

@@ -170,6 +170,9 @@ def test_what_cannot_start_says_why(scheduler, tmp_path):
     few = LocalScheduler(tmp_path, gpus=["0"])
     with pytest.raises(GPUAllocationError, match="actor: needs 2 GPUs and 1 are free"):
         open_toys(few, replicas=2)
+    open_toys(few, role="critic", replicas=1)
+    assert few.gpus_of("critic") == ["0"] and few.take_free_gpus(1) is None
+    few.delete_workers()
     spec = SchedulingSpec(env_vars={"PYTHONHOME": "/nowhere", "PYTHONPATH": ""})
     job = Job(role="lost", replicas=1, tasks=[spec])
     with pytest.raises(WorkerFailedError, match=r"lost/0.*exit code 1(.|\n)*encodings"):

@@ -22,7 +22,7 @@ def train(world: World, steps: int, first: int = 0) -> list[Batch]:
     """A trainer's loop, less the training."""
     batches = []
     for step in range(first, first + steps):
-        batch = world.executor.prepare_batch()
+        batch = world.executor.take_batch() or world.executor.prepare_batch()
         batches.append(batch)
         world.executor.mark_trained(batch, step)
         world.set_version(step + 1)
@@ -61,6 +61,18 @@ def test_generation_runs_ahead_up_to_the_bound_and_no_further(tmp_path):
         time.sleep(0.1)  # the trainer is busy: backpressure must hold the rest
         assert world.ledger.balance()["total"] == (2 + 0 + 1) * 2
         assert world.executor.stats()["finished"] == 4
+
+
+def test_a_batch_is_taken_without_waiting_only_when_it_is_there(tmp_path):
+    with open_world(tmp_path, batch_size=2, max_staleness=1) as world:
+        world.start(FakeWorkflow(act=lambda i, *_: (0.0 if i < 4 else 60.0, "ok")))
+        wait_until(lambda: world.executor.stats()["finished"] == 4)
+        for step in range(2):
+            batch = world.executor.take_batch()
+            assert batch is not None and batch.task_ids == [2 * step, 2 * step + 1]
+            world.executor.mark_trained(batch, step)
+            world.set_version(step + 1)
+        assert world.executor.take_batch() is None
 
 
 def test_max_concurrent_rollouts_bounds_the_groups_in_flight(tmp_path):

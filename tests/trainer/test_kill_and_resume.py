@@ -24,13 +24,14 @@ STEPS, BATCH = 24, 8
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def start(root: Path, trial: str, eta: int) -> subprocess.Popen:
+def start(root: Path, trial: str, eta: int, *more: str) -> subprocess.Popen:
     return areal(
         "train",
         recipe_path("arithmetic_grpo.yaml"),
         *overrides(root, f"trial_name={trial}", f"total_train_steps={STEPS}"),
         f"rollout.max_head_offpolicyness={eta}",
         "recover.freq_steps=2",  # the second point waits for the first: five steps in, there is one
+        *more,
         cwd=TESTS,  # where the reward function is imported from
     )
 

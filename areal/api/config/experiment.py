@@ -23,6 +23,7 @@ from areal.api.config.servers import SGLangConfig, VLLMConfig
 from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
+from areal.api.config.turns import check_turns
 from areal.api.config.watchdog import WatchdogConfig
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
@@ -97,14 +98,21 @@ class BaseExperimentConfig:
     def num_processes(self) -> dict[str, int]:
         """Role -> worker processes of its own; a role that runs in the controller, or in the
         processes of another one, has none."""
-        counts = self._num_ranks()
-        for role, section in self.models().items():
-            runs_here = self.scheduler.type == "local" and counts[role] == 1
-            if runs_here or section.scheduling_strategy.target is not None:
-                counts[role] = 0
-        return counts
+        hosts = self.hosts()
+        return {role: n if hosts[role] == role else 0 for role, n in self.num_ranks().items()}
 
-    def _num_ranks(self) -> dict[str, int]:
+    def hosts(self) -> dict[str, str]:
+        """Role -> the role whose processes its model is in, or `controller`."""
+        sizes = self.num_ranks()
+        return {
+            role: "controller"
+            if self.scheduler.type == "local" and sizes[role] == 1
+            else section.scheduling_strategy.target or role
+            for role, section in self.models().items()
+        }
+
+    def num_ranks(self) -> dict[str, int]:
+        """Role -> ranks its model is laid out over."""
         backends = {role: section.backend for role, section in self.models().items()}
         return {
             role: ModelAllocation.from_str(backend).parallel.world_size
@@ -113,7 +121,7 @@ class BaseExperimentConfig:
 
     def _check_placement(self) -> None:
         """Each rank has what it needs, and colocated roles have as many as each other."""
-        models, sizes = self.models(), self._num_ranks()
+        models, sizes = self.models(), self.num_ranks()
         mode = models["actor"].weight_update_mode
         require(
             self.scheduler.type == "local" or mode in ("shm", "disk", "delta"),
@@ -260,12 +268,13 @@ class PPOConfig(BaseExperimentConfig):
         self._inherit_sampling()
         self._check_batch()
         self._check_ranks()
-        self._check_stock_server()
         self._check_workers()
         self._check_ref()
         self._check_critic()
         self._check_teacher()
+        self._check_stock_server()
         self._check_placement()
+        check_turns(self)
         if self.allocation_mode:
             backends = {"inference": self.rollout.backend, "training": self.actor.backend}
             check_allocation(self.allocation_mode, backends)
@@ -389,6 +398,13 @@ class PPOConfig(BaseExperimentConfig):
                     "before the cut, which is not what samples are drawn from",
                     value,
                 )
+
+    def models_in_turns(self) -> list[str]:
+        """The roles whose models take turns with the server on devices they share."""
+        target, hosts = self.rollout.scheduling_strategy.target, self.hosts()
+        if target is None:
+            return []
+        return [role for role, host in hosts.items() if host == hosts[target]]
 
     def _check_workers(self) -> None:
         if self.rollout.workers == 0:

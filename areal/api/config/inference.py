@@ -9,6 +9,7 @@ from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.agent import AgentConfig
 from areal.api.config.checks import require_above, require_at_least, require_fraction
 from areal.api.config.train_engine import check_inference_backend
+from areal.api.scheduler_api import SchedulingStrategy
 
 
 @dataclass(kw_only=True)
@@ -29,7 +30,8 @@ class InferenceEngineConfig:
     max_failure_ratio: float = 0.1
     """The run stops when a larger share of episodes fails."""
     request_timeout: float = 3600.0
-    """Seconds a generation may take; also the longest time nothing may finish."""
+    """Seconds a generation may take, turns of training not counted; also the longest time nothing
+    may finish."""
     request_retries: int = 3
     """Times a failed episode or request is tried again."""
     setup_timeout: float = 300.0
@@ -41,6 +43,9 @@ class InferenceEngineConfig:
     0: the controller's event loop runs them, which carries about a thousand samples a second."""
     recompute_kv: bool = True
     """After a weight update, compute the cache of running requests again with the new weights."""
+    scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
+    """Devices of its own, or those of a model, in turns: `{type: colocation, target: actor}`. While
+    one generates or trains, the other waits in the memory of the host."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """How agents run that talk to the model over HTTP."""
 

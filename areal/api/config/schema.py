@@ -36,7 +36,7 @@ _ABSENT = {
     "port_count": "workers open no ports for calls; remove it",
     "task_type": "every entry describes a worker; remove it",
     "cmd": "workers are started by the scheduler; remove it",
-    "fork": "colocated roles share a process; remove it",
+    "fork": "colocated models share a process, a server has its own; remove it",
     "attn_impl": "the engine chooses its attention kernel; remove it",
     "check_trajectory_format": "every trajectory is checked; remove it",
     "queue_size": "the queue follows max_head_offpolicyness; remove it",

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 
 from areal.api.io_struct import StopReason
+from areal.engine.native.device_parts import device_parts, parts_that_leave
 from areal.engine.native.pages import PagePool, Prefix
 from areal.engine.native.runner import Chunk, Drawn, Runner
 from areal.engine.native.runners import cache_bytes, make_runner
@@ -49,8 +50,6 @@ from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequenc
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
-
-DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # what `offload` can free
 
 
 @dataclass(slots=True)
@@ -237,18 +236,15 @@ class NativeEngine:
         check_tokens(sequences, self.model.args.vocab_size)
 
     def offload(self, tags: Iterable[str] | None = None) -> None:
-        """Free the device memory of these; running requests compute their cache again later.
-
-        The cache goes with the weights: what runs on them (graphs on a GPU) holds both.
-        """
-        tags = device_parts(tags)
+        """Free the device memory of these; running requests compute their cache again later."""
+        leaving = parts_that_leave(tags)
         self._drain()
         self._scheduler.send_all_back()
         self._scheduler.prefixes.forget()
         self._runner = None
-        if "weights" in tags:
+        if "weights" in leaving:
             self.model.to("cpu")
-        self._offloaded |= tags | {"kv_cache"}
+        self._offloaded |= leaving
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -432,14 +428,6 @@ class NativeEngine:
         del self._by_rid[sequence.rid]
         self._counts["finished"] += 1
         return sequence.finish(reason)
-
-
-def device_parts(tags: Iterable[str] | None) -> frozenset[str]:
-    wanted = frozenset(DEVICE_PARTS if tags is None else tags)
-    if unknown := wanted - DEVICE_PARTS:
-        known = ", ".join(sorted(DEVICE_PARTS))
-        raise ValueError(f"tags: expected some of {known}, got {min(unknown)!r}")
-    return wanted
 
 
 def read_eos_ids(path: str | Path) -> list[int]:

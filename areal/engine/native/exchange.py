@@ -26,6 +26,7 @@ import aiohttp
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
 from areal.engine.fleet import Fleet, Server, retry_delay_s
+from areal.engine.native.deadlines import Deadlines
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests
 from areal.engine.server_control import ServerError, error_text
@@ -65,7 +66,7 @@ class _Exchange:
 
 
 class GenerateClient:
-    """Lives on the event loop it is made on. `timeout_s` bounds one attempt of a request.
+    """Lives on the event loop it is made on. `deadlines` bound one attempt of a request.
 
     `replace(address)` is called in a thread when a connection to a server was lost. It returns the
     address of the server that takes its place, the same one when there is none.
@@ -76,13 +77,13 @@ class GenerateClient:
         addresses: Iterable[str],
         token: str,
         *,
-        timeout_s: float,
+        deadlines: Deadlines,
         retries: int,
         replace: Callable[[str], str],
     ) -> None:
         self.events = asyncio.get_running_loop()
         self._fleet = Fleet(addresses)
-        self._timeout_s = timeout_s
+        self._deadlines = deadlines
         self._retries = retries
         self._replace = replace
         self._replacing: dict[str, asyncio.Task] = {}  # by address
@@ -161,14 +162,14 @@ class GenerateClient:
         """One exchange from POST to last line; every call ends in a reply, an error or a retry."""
         server, calls = exchange.server, list(exchange.waiting.values())
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._deadlines.limit():
                 await self._post(exchange)
             if exchange.waiting:
                 raise aiohttp.ClientPayloadError(f"{len(exchange.waiting)} replies are missing")
         except aiohttp.ClientError as err:
             await self._on_lost(exchange, err)
         except TimeoutError:
-            limit = f"{self._timeout_s:g} s (rollout.request_timeout)"
+            limit = f"{self._deadlines.timeout_s:g} s (rollout.request_timeout)"
             self._fail(exchange, ServerError(f"{_where(server)}: no reply within {limit}"))
         except OSError as err:
             await self._on_lost(exchange, err)

@@ -168,8 +168,10 @@ class EngineLoop:
                 while not (self._orders or self._closing or self._step_is_due()):
                     self._wake.wait()
                 orders, self._orders = self._orders, []
-            for order in orders:
-                self._carry_out(order)
+            # Taken out one by one: what an order brought (memory of another process) is not held
+            # while waiting for the next.
+            while orders:
+                self._carry_out(orders.pop(0))
             if self._step_is_due():
                 return not self._closing
         return False

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from areal.api.engine_api import EngineLostError, InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.event_loop import close_on_its_loop, runs_here
+from areal.engine.native.deadlines import Deadlines
+from areal.engine.native.device_parts import device_parts, parts_that_leave
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.server_process import ServerProcess
@@ -76,6 +78,7 @@ class NativeRemoteEngine(InferenceEngine):
         self._request_retries = request_retries
         self._setup_timeout_s = setup_timeout_s
         self._controls = [self._control(addr) for addr in addrs]
+        self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
         self._processes = processes
         self._max_restarts = max_restarts
@@ -84,6 +87,7 @@ class NativeRemoteEngine(InferenceEngine):
         self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its place
         self._weights: dict[str, Any] | None = None  # the order that brought those that serve
         self._paused = False
+        self._offloaded: set[str] = set()
         self._collective = CollectiveSender(self._controls, timeout_s=weight_group_timeout_s)
         self._delta = DeltaSender(self._controls)
 
@@ -156,10 +160,16 @@ class NativeRemoteEngine(InferenceEngine):
         return padded_scores(scores, data)
 
     def offload(self, tags: Sequence[str] | None = None) -> None:
+        """The time until `onload` does not count as that of the requests which wait for it."""
+        self._deadlines.stop()
+        self._offloaded |= parts_that_leave(tags)
         self._on_all(lambda control: control.post("/offload", **_tags(tags)))
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
+        self._offloaded -= device_parts(tags)
         self._on_all(lambda control: control.post("/onload", **_tags(tags)))
+        if not self._offloaded:
+            self._deadlines.go_on()
 
     def get_version(self) -> int:
         """The oldest version any server serves."""
@@ -229,6 +239,8 @@ class NativeRemoteEngine(InferenceEngine):
     def _prepare(self, control: ControlClient) -> None:
         """Make a new server what the dead one was, before anybody else knows its address."""
         control.wait_until_healthy(self._setup_timeout_s)
+        if self._offloaded:  # first: the device is needed for something else
+            control.post("/offload", tags=sorted(self._offloaded))
         if self._weights is not None:
             control.post("/update_weights", **self._weights)
         if self._paused:
@@ -244,7 +256,7 @@ class NativeRemoteEngine(InferenceEngine):
             client = self._client = GenerateClient(
                 self._addrs,
                 self._token,
-                timeout_s=self._request_timeout_s,
+                deadlines=self._deadlines,
                 retries=self._request_retries,
                 replace=self._replace,
             )

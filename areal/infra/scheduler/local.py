@@ -94,6 +94,10 @@ class LocalScheduler(Scheduler):
             return None
         return [self._free_gpus.pop(0) for _ in range(count)]
 
+    def gpus_of(self, role: str) -> list[str]:
+        """Those of its ranks, for a process that takes turns with them."""
+        return [gpu for process in self._of(role) for gpu in process.gpus]
+
     def create_engine(
         self,
         worker_id: str,

@@ -68,13 +68,17 @@ async def test_a_killed_server_is_replaced(tmp_path):
 
             # While it generates: all requests come back, from the weights that served.
             await asyncio.to_thread(engine.pause_generation)
+            await asyncio.to_thread(engine.offload)
             calls = asyncio.gather(*map(engine.agenerate, requests()))
             await asyncio.sleep(0.2)
             launches.kill()
             await asyncio.sleep(0)
             while len(launches.pids) == 1:
                 await asyncio.sleep(0.05)
-            await asyncio.to_thread(engine.continue_generation)  # the new one was paused, too
+            # The new one was paused and offloaded, too.
+            await asyncio.to_thread(engine.continue_generation)
+            assert not calls.done()
+            await asyncio.to_thread(engine.onload)
             after = await calls
             assert [r.output_tokens for r in after] == [r.output_tokens for r in before]
             assert {v for r in after for v in r.output_versions} == {3}
