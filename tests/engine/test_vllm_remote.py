@@ -33,7 +33,7 @@ from areal.models.hf_io import build_model, read_hf_config, save_hf
 from areal.utils.server_envs import find_interpreter
 from areal.weight_sync.transports import PublicationRoot
 
-TOKEN = "token-of-this-run"
+TOKEN = "token-of-the-vllm-tests"  # not that of servers other tests start meanwhile
 SETUP_TIMEOUT_S = 900.0  # seconds alone on a machine, minutes on one that is shared
 
 try:

@@ -14,6 +14,7 @@
 | GET /stats           |                                  | the engine's counters                |
 | GET /busy_intervals  | ?since=UNIX_TIME                 | when steps ran, for traces           |
 | /v1/...              | see openai_routes.py             | as OpenAI's API                      |
+| GET /openapi.json    |                                  | all of this, with the bodies' schemas|
 
 Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1 OpenAI's
 object instead of the text): 400 the caller's fault, 401 no or a wrong token, 503 the engine has
@@ -39,6 +40,7 @@ from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.receiver import Receiver
+from areal.engine.native.route_schemas import ABORT, GENERATE, SCORE, TAGS
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.weight_inbox import WeightInbox, WrongGroupError
 from areal.engine.native.weight_routes import add_weight_routes
@@ -54,6 +56,7 @@ from areal.engine.native.wire import (
 )
 from areal.utils.device import device_identity
 from areal.utils.openai_wire import WireError, error_body
+from areal.utils.route_schema import json_body
 from areal.weight_sync.collective import GroupError
 from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
@@ -64,7 +67,7 @@ _SHUTDOWN_S = 1  # for streams that are open when the server is told to end
 
 def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     """`model` is the folder it was read from; /health and /v1/models call it that."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(title="areal native server", docs_url=None, redoc_url=None)
     app.add_middleware(_TokenGate, token=token)
     app.add_exception_handler(HTTPException, _answer_no_route)
     app.add_exception_handler(ValueError, _answer_error(400))
@@ -79,7 +82,7 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     app.state.weights = WeightInbox(loop)  # to be closed with the app
     add_weight_routes(app, app.state.weights)
 
-    @app.post("/generate")
+    @app.post("/generate", openapi_extra=json_body(GENERATE))
     async def generate(request: Request) -> Response:
         items = decode_requests(await request.body())
         return _ResultStream(loop, await _with_stop_watches(items, text))
@@ -107,7 +110,7 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
         await asyncio.to_thread(loop.resume)
         return {"paused": False}
 
-    @app.post("/score")
+    @app.post("/score", openapi_extra=json_body(SCORE))
     async def score(request: Request) -> dict[str, Any]:
         sequences = decode_sequences(await request.body())
         return await asyncio.wrap_future(
@@ -116,19 +119,19 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
             )
         )
 
-    @app.post("/offload")
+    @app.post("/offload", openapi_extra=json_body(TAGS, required=False))
     async def offload(request: Request) -> dict[str, bool]:
         tags = decode_tags(await request.body())
         await asyncio.wrap_future(loop.call(lambda engine: engine.offload(tags)))
         return {"offloaded": True}
 
-    @app.post("/onload")
+    @app.post("/onload", openapi_extra=json_body(TAGS, required=False))
     async def onload(request: Request) -> dict[str, bool]:
         tags = decode_tags(await request.body())
         await asyncio.wrap_future(loop.call(lambda engine: engine.onload(tags)))
         return {"offloaded": False}
 
-    @app.post("/abort")
+    @app.post("/abort", openapi_extra=json_body(ABORT))
     async def abort(request: Request) -> dict[str, int]:
         order = parse_object(await request.body(), "body")
         everything = field(order, "all", bool, default=False)
