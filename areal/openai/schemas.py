@@ -94,6 +94,8 @@ RESPONSES = object_of(
 
 BODIES = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES}
 
-_REWARD = either(NUMBER, FLAG, {"type": "object", "additionalProperties": either(NUMBER, FLAG), "minProperties": 1})
+_SCORE = either(NUMBER, FLAG)
+_BY_INTERACTION = {"type": "object", "additionalProperties": _SCORE, "minProperties": 1}
+_REWARD = either(_SCORE, _BY_INTERACTION)
 SET_REWARD = object_of({"reward": _REWARD, "interaction_id": or_null(TEXT)}, required=["reward"])
 END_SESSION = object_of({"reward": or_null(_REWARD)})
