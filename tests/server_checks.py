@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,11 +43,15 @@ class ServerWorld:
 
     def publish(self, kind: str = "shm") -> int:
         """Make the other weights serve, as the next version."""
-        version = next(self.versions)
         disk = self.folders[0].parent / "weights"
         with PublicationRoot(kind, run_name=self.run_name, disk_root=disk) as root:
-            weights = read_weights(self.folders[version % 2])
-            send_weights(self.engine, root.meta().with_version(version), weights)
+            return self.publish_in(root)
+
+    def publish_in(self, root: PublicationRoot) -> int:
+        """Likewise, and the publication stays there for others."""
+        version = next(self.versions)
+        weights = read_weights(self.folders[version % 2])
+        send_weights(self.engine, root.meta().with_version(version), weights)
         return version
 
     def check_logprobs(self, replies: list[ModelResponse]) -> None:
@@ -187,6 +192,37 @@ async def check_updates_while_generating(world: ServerWorld) -> None:
     await asking
     assert len(replies) == 24 and all(reply.output_len == 40 for reply in replies)
     world.check_logprobs(replies)
+
+
+async def check_replacement(
+    world: ServerWorld, root: PublicationRoot, kill: Callable[[], None]
+) -> None:
+    """A server that is killed while it has requests: they go on at a replacement, with the tokens
+    they have, from the weights that serve; also when an update comes just then."""
+    engine = world.engine
+    before = engine.get_version()
+    tasks = [asyncio.create_task(engine.agenerate(long_request(seed))) for seed in range(4)]
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(engine.pause_generation)
+    tasks += [asyncio.create_task(engine.agenerate(long_request(seed))) for seed in range(4, 6)]
+    kept = await asyncio.to_thread(world.publish_in, root)  # what they have so far is theirs
+    kill()
+    new = await asyncio.to_thread(world.publish_in, root)
+    await asyncio.to_thread(engine.continue_generation)
+    replies = await asyncio.gather(*tasks)
+    for reply in replies:
+        assert reply.output_len == 240 and reply.stop_reason == "length"
+        assert reply.output_versions == sorted(reply.output_versions)
+        assert set(reply.output_versions) <= {before, new}
+    assert all(reply.output_versions[-1] == new for reply in replies[4:])
+    world.check_logprobs(replies)
+    stats = await asyncio.to_thread(engine.stats)
+    assert stats["restarts"] == 1 and stats["requests_resent"] > 0
+    assert await asyncio.to_thread(engine.get_version) == new == kept + 1
+
+
+def long_request(seed: int) -> ModelRequest:
+    return request(ids=(5, 7, 9 + seed), seed=seed, max_new_tokens=240)
 
 
 def check_grpo_run(root: Path, *overrides: str) -> None:

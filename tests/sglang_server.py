@@ -1,6 +1,6 @@
 """A server that speaks SGLang's protocol over real HTTP, with the native engine behind it.
 
-    python sglang_server.py --model-path DIR --port 8000 --api-key KEY ...
+    python sglang_server.py --model-path DIR --port 8000 --config FILE ...
 
 For tests of the adapter where SGLang itself cannot be installed. It answers as SGLang 0.5 was seen
 to: "abort" ends what runs with the tokens it has and holds what comes later, "in_place" holds it
@@ -16,6 +16,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import yaml
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from safetensors import safe_open
@@ -157,19 +158,26 @@ def read_weights(folder: Path):
                 yield name, tensors.get_tensor(name)
 
 
+def read_private(file: Path) -> dict:
+    """Options in a YAML file, as SGLang's `--config` takes them."""
+    assert file.suffix == ".yaml" and file.stat().st_mode & 0o077 == 0
+    return yaml.safe_load(file.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("model-path", "host", "api-key", "dtype"):
+    for name in ("model-path", "host", "config", "dtype"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--port", type=int, required=True)
     args, _ = parser.parse_known_args()
+    api_key = read_private(Path(args.config))["api-key"]
     import torch
 
     torch.set_num_threads(1)
     with bind(args.host, args.port) as listener:
         engine = NativeEngine.from_pretrained(args.model_path, dtype=torch.float32)
         loop = EngineLoop(engine)
-        serve(create_app(loop, args.api_key), listener, on_ready=lambda: None)
+        serve(create_app(loop, api_key), listener, on_ready=lambda: None)
         loop.close()
 
 

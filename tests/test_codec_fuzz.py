@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-import http_fuzz
+import json_fuzz
 import pytest
 import torch
 from hypothesis import given
@@ -46,7 +46,7 @@ def test_a_damaged_trajectory_is_told(junk, begin, length):
     assert isinstance(found, dict)
 
 
-@given(http_fuzz.bodies(REPLY))
+@given(json_fuzz.bodies(REPLY))
 def test_any_line_of_a_server(line):
     try:
         decode_line(line)
@@ -54,7 +54,7 @@ def test_any_line_of_a_server(line):
         assert str(error)
 
 
-@given(http_fuzz.bodies({"sequences": [[1, 2]], "tags": ["weights"]}))
+@given(json_fuzz.bodies({"sequences": [[1, 2]], "tags": ["weights"]}))
 def test_any_order(body):
     for read in (decode_sequences, decode_tags):
         try:
@@ -63,7 +63,7 @@ def test_any_order(body):
             assert str(error)
 
 
-@given(st.lists(st.binary(max_size=30) | http_fuzz.bodies({"id": 1, "value": 0.5}), max_size=5))
+@given(st.lists(st.binary(max_size=30) | json_fuzz.bodies({"id": 1, "value": 0.5}), max_size=5))
 def test_any_bytes_of_a_reward_worker(pieces):
     reader = RewardProcess.__new__(RewardProcess)  # without a process
     reader._incoming = b""

@@ -215,9 +215,13 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
 
 def checked_reward(reward: Any) -> float:
     """`reward` as a float; a failure or a missing value is never taken for a number."""
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+    try:
+        value = float(reward) if isinstance(reward, numbers.Real) else math.nan
+    except OverflowError:
+        raise ValueError("a reward must be a finite number, got an integer beyond all") from None
+    if not math.isfinite(value):
         raise ValueError(f"a reward must be a finite number, got {reward!r:.200}")
-    return float(reward)
+    return value
 
 
 def is_message_prefix(prefix: Sequence[Message], messages: Sequence[Message]) -> bool:

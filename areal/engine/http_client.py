@@ -11,15 +11,16 @@ update ends what runs (the server answers with the tokens it has), loads, and le
 again with what they had: the prefix is computed once more, by the new weights. A request whose
 meaning depends on where its output began (`stop` texts, a frequency penalty) starts over instead.
 
-Requests whose connection was lost go out again, at most `retries` times in a row. Everything else
-that goes wrong is raised, never turned into data.
+Requests whose connection was lost go out again, at most `retries` times in a row. Where the server
+has died and is replaced they wait for the replacement, go on there with the tokens they have, and
+that attempt does not count. Everything else that goes wrong is raised, never turned into data.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,7 @@ from areal.api.io_struct import (
     ModelResponse,
     StopReason,
 )
-from areal.engine.fleet import Fleet, Server, retry_delay_s
+from areal.engine.fleet import Caretaker, Fleet, Server, retry_delay_s
 from areal.engine.server_control import ServerError, error_text
 from areal.engine.server_protocol import ServerProtocol
 from areal.engine.update_gate import UpdateGate
@@ -116,6 +117,8 @@ class _Attempt:
 class HttpClient:
     """Lives on the event loop it is made on. `timeout_s` bounds one attempt of a request, and its
     wait for an update; `max_context` is the most tokens of prompt and output that servers take.
+    `replace(address)` is called in a thread when a server failed. It returns the address of the
+    server that takes its place, the same one when there is none.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class HttpClient:
         timeout_s: float,
         retries: int,
         max_context: int | None,
+        replace: Callable[[str], str],
     ) -> None:
         self.events = asyncio.get_running_loop()
         self._protocol = protocol
@@ -136,6 +140,8 @@ class HttpClient:
         self._retries = retries
         self._max_context = max_context
         self._fleet = Fleet(addresses)
+        self._caretaker = Caretaker(replace)
+        self.num_resent = 0  # requests sent again after a lost connection
         self._attempts: set[_Attempt] = set()
         self._callers: set[asyncio.Task] = set()
         # No limits here: the executor's gate decides how many requests are in flight.
@@ -156,9 +162,16 @@ class HttpClient:
         try:
             failures = 0
             while draft.stop_reason is None:
+                address = server.address
                 try:
                     progressed = await self._extend(draft, server)
-                except (aiohttp.ClientError, OSError) as err:
+                except (aiohttp.ClientError, OSError, ServerError) as err:
+                    # Also after an answer: a server that is about to end may still say 500.
+                    if await self._caretaker.is_replaced(server, address):
+                        self.num_resent += 1
+                        continue
+                    if isinstance(err, ServerError):
+                        raise
                     self._fleet.give_back(server, request.input_ids, cost)
                     self._fleet.avoid(server)
                     server, lost = self._fleet.take(request.input_ids, cost), server
@@ -182,6 +195,7 @@ class HttpClient:
         for task in callers:
             task.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
+        await self._caretaker.close()
         await self._session.close()
 
     def _budget(self, request: ModelRequest) -> int:
@@ -256,6 +270,7 @@ class HttpClient:
         fault = f"{self._where(server)}: {type(err).__name__}: {err}"
         if failures > self._retries:
             raise ServerError(f"{fault} (after {failures} attempts)")
+        self.num_resent += 1
         delay = retry_delay_s(failures)
         logger.warning("%s; sending the request again in %.1f s", fault, delay)
         await asyncio.sleep(delay)

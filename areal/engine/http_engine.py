@@ -1,7 +1,9 @@
 """HttpEngine: stock inference servers (vLLM, SGLang) behind the InferenceEngine contract.
 
-    child, address = launch_vllm_server(path, python=..., token=token)
-    engine = HttpEngine(VLLMProtocol(), [address], token, model_path=path)
+    process = ServerProcess(lambda: launch_vllm_server(path, python=..., token=token))
+    engine = HttpEngine(
+        VLLMProtocol(), [process.address], token, model_path=path, processes=[process]
+    )
     engine.initialize()
     reply = await engine.agenerate(ModelRequest(input_ids=[5, 7]))
 
@@ -10,6 +12,10 @@ from other threads. The servers know no versions, so they are counted here:
 
     update_weights   verify the publication -> close the gate -> end what runs, wait until it is out
                      -> load on every server -> open the gate as the new version
+
+A server whose process this one started (`processes`) is replaced when it dies, by one that loads
+the weights of the version counted here before it is given a request. Requests go on there with the
+tokens they have.
 """
 
 from __future__ import annotations
@@ -26,10 +32,10 @@ from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.http_client import HttpClient
 from areal.engine.native.busy import BusyIntervals
-from areal.engine.server_control import ControlClient, ServerError, on_all
+from areal.engine.server_control import ControlClient, on_all, on_living
+from areal.engine.server_process import ServerProcess, ServerSeats
 from areal.engine.server_protocol import ServerProtocol
 from areal.engine.update_gate import UpdateGate
-from areal.utils.child_process import ChildProcess
 from areal.weight_sync.hf_folder import hf_folder_of
 from areal.weight_sync.publication import open_publication
 
@@ -46,8 +52,8 @@ class HttpEngine(InferenceEngine):
     """`addrs` are "host:port", `model_path` the folder the servers started from.
 
     `request_timeout_s` bounds one attempt of a request and every control call, `setup_timeout_s`
-    how long `initialize` waits. `processes` are the servers' own, where this process started them:
-    the end of one explains an error.
+    how long `initialize` waits. `processes` are those of the servers, in the order of `addrs`;
+    without them nobody is replaced. `max_restarts` bounds the replacements between two updates.
     """
 
     def __init__(
@@ -58,7 +64,8 @@ class HttpEngine(InferenceEngine):
         *,
         model_path: str | Path,
         max_context: int | None = None,
-        processes: Sequence[ChildProcess] = (),
+        processes: Sequence[ServerProcess] = (),
+        max_restarts: int = 3,
         request_timeout_s: float = 3600.0,
         request_retries: int = 3,
         setup_timeout_s: float = 300.0,
@@ -66,18 +73,16 @@ class HttpEngine(InferenceEngine):
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
         self._protocol = protocol
-        self._addrs = addrs
+        self._seats = ServerSeats(addrs, processes, max_restarts=max_restarts)
         self._token = token
         self._model_path = Path(model_path)
         self._max_context = max_context
-        self._processes = processes
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
         self._setup_timeout_s = setup_timeout_s
-        self._controls = [
-            ControlClient(addr, token, timeout_s=request_timeout_s, kind=protocol.kind)
-            for addr in addrs
-        ]
+        self._controls = [self._control(addr) for addr in addrs]
+        self._weights: tuple[Path, int] | None = None  # folder and version; None: as started
+        self._adapters: dict[str, str] = {}  # folder by name
         self._gate = UpdateGate()
         self._busy = BusyIntervals()
         self._busy_since = 0.0  # time.time() at which the first of the running requests came
@@ -104,9 +109,6 @@ class HttpEngine(InferenceEngine):
         self._num_running += 1
         try:
             return await client.generate(req)
-        except ServerError:
-            self._raise_if_a_server_ended()
-            raise
         finally:
             self._num_running -= 1
             self._busy.add(self._busy_since, time.time())
@@ -135,6 +137,8 @@ class HttpEngine(InferenceEngine):
         folder = hf_folder_of(publication, self._model_path, with_lm_head=with_lm_head)
         with self._updating:
             self._interrupt_all()
+            # From here on a new server starts with these: none may stay behind when the gate opens.
+            self._weights = folder, meta.version
             try:
                 self._on_all(
                     lambda control: self._protocol.load_weights(control, folder, meta.version)
@@ -145,14 +149,16 @@ class HttpEngine(InferenceEngine):
                 self._gate.fail(f"no weights serve: version {meta.version} did not load: {err}")
                 raise
             self._gate.open(meta.version)
+            self._seats.renew_restarts()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Make a LoRA adapter known as `name`, for requests with that `gconfig.lora_name`."""
-        self._on_all(
-            lambda control: self._protocol.load_adapter(control, name, str(Path(folder).absolute()))
-        )
+        path = str(Path(folder).absolute())
+        self._on_all(lambda control: self._protocol.load_adapter(control, name, path))
+        self._adapters[name] = path
 
     def unload_adapter(self, name: str) -> None:
+        self._adapters.pop(name, None)
         self._on_all(lambda control: self._protocol.unload_adapter(control, name))
 
     def get_version(self) -> int:
@@ -167,8 +173,12 @@ class HttpEngine(InferenceEngine):
         return counted
 
     def stats(self) -> dict[str, float]:
-        """Summed over the servers, except the version."""
-        total: dict[str, float] = {"version": self._gate.version}
+        """Summed over the servers, except the version; those of a server that died are gone."""
+        total: dict[str, float] = {
+            "version": self._gate.version,
+            "restarts": self._seats.num_restarts,
+            "requests_resent": self._client.num_resent if self._client is not None else 0,
+        }
         for stats in self._on_all(self._protocol.stats):
             for name, value in stats.items():
                 total[name] = total.get(name, 0) + value
@@ -176,7 +186,7 @@ class HttpEngine(InferenceEngine):
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         """When requests were under way: the servers do not say when they compute."""
-        return {", ".join(self._addrs): self._busy.since(since)}
+        return {", ".join(self._seats.addresses): self._busy.since(since)}
 
     def _served_versions(self) -> list[int | None]:
         return self._on_all(self._protocol.served_version)
@@ -192,9 +202,10 @@ class HttpEngine(InferenceEngine):
             if not self._gate.wait_empty(_STRAGGLERS_S) and client is not None:
                 client.events.call_soon_threadsafe(client.drop_attempts)
                 if not self._gate.wait_empty(_DROP_S):
+                    servers = ", ".join(self._seats.addresses)
                     raise RuntimeError(
-                        f"requests to {', '.join(self._addrs)} did not end within {_DROP_S:g} s: "
-                        "the event loop that generates is blocked"
+                        f"requests to {servers} did not end within {_DROP_S:g} s: the event loop "
+                        "that generates is blocked"
                     )
         except BaseException:
             self._gate.open(self._gate.version)
@@ -207,15 +218,29 @@ class HttpEngine(InferenceEngine):
             self._on_all(self._protocol.resume)
 
     def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
-        try:
-            return on_all(self._controls, call)
-        except ServerError:
-            self._raise_if_a_server_ended()
-            raise
+        seats = range(len(self._controls))
+        return on_all(seats, lambda seat: on_living(self._controls, seat, call, self._replace))
 
-    def _raise_if_a_server_ended(self) -> None:
-        for process in self._processes:
-            process.raise_if_ended()
+    def _replace(self, address: str) -> str:
+        return self._seats.replace(address, self._prepare)
+
+    def _prepare(self, seat: int, address: str) -> None:
+        """Make a new server what the dead one was, before anybody else knows its address."""
+        control = self._control(address)
+        if self._weights is not None:
+            self._protocol.interrupt(control)
+            self._protocol.load_weights(control, *self._weights)
+            self._protocol.resume(control)
+        for name, folder in self._adapters.items():
+            self._protocol.load_adapter(control, name, folder)
+        if self._is_paused:
+            self._protocol.pause(control)
+        self._controls[seat] = control
+
+    def _control(self, address: str) -> ControlClient:
+        return ControlClient(
+            address, self._token, timeout_s=self._request_timeout_s, kind=self._protocol.kind
+        )
 
     def _client_here(self) -> HttpClient:
         """The client of the running event loop; a loop that was closed is replaced by the next."""
@@ -223,12 +248,13 @@ class HttpEngine(InferenceEngine):
         if client is None or client.events.is_closed():
             client = self._client = HttpClient(
                 self._protocol,
-                self._addrs,
+                self._seats.addresses,
                 self._token,
                 self._gate,
                 timeout_s=self._request_timeout_s,
                 retries=self._request_retries,
                 max_context=self._max_context,
+                replace=self._replace,
             )
         elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")

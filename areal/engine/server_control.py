@@ -131,6 +131,27 @@ def on_all(servers: Sequence[S], call: Callable[[S], T]) -> list[T]:
         return list(pool.map(call, servers))
 
 
+def on_living(
+    controls: Sequence[ControlClient],
+    seat: int,
+    call: Callable[[ControlClient], T],
+    replace: Callable[[str], str],
+) -> T:
+    """The call on one server, and again on its replacement when it turns out to be dead.
+
+    `replace(address)` says which address has the seat now, and has put its client into `controls`.
+    """
+    control = controls[seat]
+    try:
+        return call(control)
+    except ServerRefusedError:
+        raise
+    except ServerError:
+        if replace(control.address) == control.address:
+            raise
+        return call(controls[seat])
+
+
 def error_text(content: bytes | str) -> str:
     """What a server says went wrong: our `{"error": text}`, others' `{"error": {"message"}}`."""
     try:

@@ -4,10 +4,15 @@ The server is stock SGLang in an environment of its own (`areal env create sglan
 by /generate with token ids both ways. Its log-probabilities are those of softmax(logits /
 temperature) before top-k and top-p cut it, so samples to train on must be drawn without a cut: the
 config of a run refuses others.
+
+Its token is given in a file that only this user can read and that is gone once the server answers:
+every user of the machine can read the arguments of a process.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,7 +136,6 @@ def launch_sglang_server(
     """
     options = {
         "model-path": model_path,
-        "api-key": token,
         "dtype": dtype,
         "context-length": context_length,
         "max-running-requests": max_running_requests,
@@ -142,15 +146,18 @@ def launch_sglang_server(
         "random-seed": seed,
     }
     flags = {"enable-lora": enable_lora, "enable-metrics": True}
-    return launch_server(
-        SGLangProtocol.kind,
-        [str(python), "-m", "sglang.launch_server"],
-        options,
-        flags,
-        extra_args,
-        env={"OMP_NUM_THREADS": str(threads)},
-        token=token,
-        gpus=gpus,
-        log_path=log_path,
-        setup_timeout_s=setup_timeout_s,
-    )
+    with tempfile.NamedTemporaryFile("w", prefix="areal-sglang-", suffix=".yaml") as file:  # 0600
+        json.dump({"api-key": token}, file)
+        file.flush()
+        return launch_server(
+            SGLangProtocol.kind,
+            [str(python), "-m", "sglang.launch_server"],
+            {"config": file.name, **options},
+            flags,
+            extra_args,
+            env={"OMP_NUM_THREADS": str(threads)},
+            token=token,
+            gpus=gpus,
+            log_path=log_path,
+            setup_timeout_s=setup_timeout_s,
+        )

@@ -29,13 +29,13 @@ def chat_body(body: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
     chat["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(_list(body.get("messages"), "messages")):
         chat["messages"] += _messages(_object(message, f"messages[{i}]"), f"messages[{i}]")
-    if body.get("tools"):
+    if body.get("tools") is not None:
         tools = _list(body["tools"], "tools")
         chat["tools"] = [_tool(_object(tool, f"tools[{i}]")) for i, tool in enumerate(tools)]
-    if body.get("tool_choice"):
-        chat["tool_choice"] = _object(body["tool_choice"], "tool_choice").get("type")
-    if body.get("stop_sequences"):
-        chat["stop"] = body["stop_sequences"]
+    if body.get("tool_choice") is not None:
+        chat["tool_choice"] = _object(body["tool_choice"], "tool_choice").get("type", "nothing")
+    if body.get("stop_sequences") is not None:
+        chat["stop"] = _list(body["stop_sequences"], "stop_sequences")
     return chat
 
 

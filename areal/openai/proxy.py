@@ -34,9 +34,11 @@ from starlette.requests import ClientDisconnect
 
 from areal.openai.completions import Completion, complete
 from areal.openai.routes import ROUTES, Route
+from areal.openai.schemas import BODIES, END_SESSION, SET_REWARD
 from areal.openai.session import Session, SessionEndedError
 from areal.utils import logging
 from areal.utils.openai_wire import WireError, error_body
+from areal.utils.route_schema import json_body
 
 logger = logging.getLogger("AgentProxy")
 
@@ -150,14 +152,15 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     )
 
     for path, route in ROUTES.items():
-        app.add_api_route(path, _endpoint(proxy, route), methods=["POST"])
+        schema = json_body(BODIES[path])
+        app.add_api_route(path, _endpoint(proxy, route), methods=["POST"], openapi_extra=schema)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         proxy.session_of(request)
         return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
 
-    @app.post("/rl/set_reward")
+    @app.post("/rl/set_reward", openapi_extra=json_body(SET_REWARD))
     async def set_reward(request: Request) -> dict[str, Any]:
         session, body = proxy.session_of(request), await _body(request)
         if session.ended.is_set():
@@ -169,7 +172,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
             session.set_reward(reward if name is None else {name: reward})
         return {"interactions": len(session.cache)}
 
-    @app.post("/rl/end_session")
+    @app.post("/rl/end_session", openapi_extra=json_body(END_SESSION, required=False))
     async def end_session(request: Request) -> dict[str, Any]:
         session, body = proxy.session_of(request), await _body(request)
         with _callers_fault("reward"):

@@ -45,12 +45,12 @@ def chat_body(body: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if isinstance(body.get("text"), dict) and "format" in body["text"]:
         chat["response_format"] = body["text"]["format"]
-    if body.get("tools"):
+    if body.get("tools") is not None:
         tools = _list(body["tools"], "tools")
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     chat["messages"] = [*_earlier(body, cache), *_messages(body.get("input"))]
-    if body.get("instructions"):
-        chat["messages"].insert(0, {"role": "system", "content": body["instructions"]})
+    if instructions := _text_or_null(body, "instructions"):
+        chat["messages"].insert(0, {"role": "system", "content": instructions})
     return chat
 
 
@@ -79,7 +79,7 @@ async def response_events(done: Completion) -> AsyncIterator[bytes]:
 
 def _earlier(body: dict[str, Any], cache: InteractionCache) -> list[dict[str, Any]]:
     """The chat that `previous_response_id` ended; instructions are not carried over."""
-    name = body.get("previous_response_id")
+    name = _text_or_null(body, "previous_response_id")
     if name is None:
         return []
     if name not in cache:
@@ -129,7 +129,17 @@ def _text(content: Any, where: str) -> str:
     parts = _list(content, where)
     if any(not isinstance(p, dict) or p.get("type") not in _TEXT_PARTS for p in parts):
         raise WireError(400, f"{where}: expected a text or parts of text", where)
-    return "".join(str(part.get("text", "")) for part in parts)
+    texts = [part.get("text", "") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise WireError(400, f"{where}: expected a text in every part", where)
+    return "".join(texts)
+
+
+def _text_or_null(body: dict[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    if not isinstance(value, str | None):
+        raise WireError(400, f"{name}: expected a text, got {value!r:.60}", name)
+    return value
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
 it. `rollout.backend` names the engine; `actor.weight_update_mode=direct` keeps the native one in
 this process, the other transports mean a server process of its own, on `gpus` where they are given.
-A native server that dies is replaced. What is opened here is closed by the ExitStack it was opened
-on.
+A server that dies is replaced. What is opened here is closed by the ExitStack it was opened on.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from areal.api.alloc_mode import ModelAllocation
@@ -21,7 +22,7 @@ from areal.api.secret_text import remember_secret
 from areal.engine.http_engine import HttpEngine
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
-from areal.engine.native.server_process import ServerProcess
+from areal.engine.server_process import ServerProcess
 from areal.engine.server_protocol import ServerProtocol
 from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
@@ -94,7 +95,8 @@ def _vllm_engine(
     config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
 ) -> InferenceEngine:
     vllm, token = config.vllm, _new_token()
-    process, address = launch_vllm_server(
+    launch = partial(
+        launch_vllm_server,
         config.actor.path,
         python=find_interpreter("vllm", vllm.python),
         token=token,
@@ -109,14 +111,15 @@ def _vllm_engine(
         gpus=gpus,
         **_launch_options(config, paths),
     )
-    return _http_engine(VLLMProtocol(), process, address, token, config, stack)
+    return _http_engine(VLLMProtocol(), launch, token, config, stack)
 
 
 def _sglang_engine(
     config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
 ) -> InferenceEngine:
     sglang, token = config.sglang, _new_token()
-    process, address = launch_sglang_server(
+    launch = partial(
+        launch_sglang_server,
         config.actor.path,
         python=find_interpreter("sglang", sglang.python),
         token=token,
@@ -130,7 +133,7 @@ def _sglang_engine(
         gpus=gpus,
         **_launch_options(config, paths),
     )
-    return _http_engine(SGLangProtocol(), process, address, token, config, stack)
+    return _http_engine(SGLangProtocol(), launch, token, config, stack)
 
 
 _OPENERS = {"native": _native_engine, "vllm": _vllm_engine, "sglang": _sglang_engine}
@@ -138,16 +141,16 @@ _OPENERS = {"native": _native_engine, "vllm": _vllm_engine, "sglang": _sglang_en
 
 def _http_engine(
     protocol: ServerProtocol,
-    process: ChildProcess,
-    address: str,
+    launch: Callable[[], tuple[ChildProcess, str]],
     token: str,
     config: PPOConfig,
     stack: ExitStack,
 ) -> InferenceEngine:
-    stack.callback(process.terminate)
+    process = ServerProcess(launch)
+    stack.callback(process.close)
     return HttpEngine(
         protocol,
-        [address],
+        [process.address],
         token,
         model_path=config.actor.path,
         max_context=_max_context(config),

@@ -7,8 +7,10 @@
     child.terminate()
 
 The child leads its own process group, so Ctrl-C in the terminal reaches only the parent, which
-then ends the child in order. Two threads drain its output; the last lines of stderr are kept and
-shown in every error. On Linux the kernel kills the child when the parent dies, even by `kill -9`.
+then ends the child in order. What a child that has ended leaves of its group is killed, so that it
+keeps no memory or port of the next one. Two threads drain its output; the last lines of stderr are
+kept and shown in every error. On Linux the kernel kills the child when the parent dies, even by
+`kill -9`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from areal.api.secret_text import hide_secrets
 
 _KEPT_LINES = 50
 _SHOWN_LINES = 5  # of a child with a log; the very last one often says the least
+_MAX_POLL_S = 0.05  # between two looks whether it has ended
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,6 +58,7 @@ class ChildProcess:
         self._stderr_tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._stdout: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: stdout closed
         self._is_ready = False
+        self._reaping = threading.Lock()
         self._log = _open_log(log_path)
         self._process = _SPAWNER.spawn(list(argv), {**os.environ, **(env or {})}, pass_fds)
         self._readers = [
@@ -68,13 +72,18 @@ class ChildProcess:
 
     def poll(self) -> int | None:
         """The exit code (negative: the signal that ended it), or None while it runs."""
-        return self._process.poll()
+        with self._reaping:
+            if self._process.returncode is None:
+                self._kill_orphans()
+            return self._process.poll()
 
     def wait(self, timeout_s: float) -> int | None:
         """`poll` that gives it some time to end."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self.poll()
+        deadline, delay_s = time.monotonic() + timeout_s, 0.001
+        while (code := self.poll()) is None and (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(delay_s, left_s))
+            delay_s = min(2 * delay_s, _MAX_POLL_S)
+        return code
 
     def wait_ready(
         self, *, timeout_s: float, is_ready: Callable[[str], bool] = lambda line: True
@@ -142,9 +151,7 @@ class ChildProcess:
     def terminate(self, *, grace_s: float = 5.0) -> int:
         """Ends the whole group: SIGTERM, then SIGKILL after `grace_s`. Returns the exit code."""
         self._signal_group(signal.SIGTERM)
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
+        if self.wait(grace_s) is None:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
         self._finish_reading()
@@ -155,6 +162,13 @@ class ChildProcess:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
+
+    def _kill_orphans(self) -> None:
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # look, and leave it unreaped
+        # PermissionError is how some systems say that only the dead leader is left.
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            if os.waitid(os.P_PID, self.pid, ended) is not None:
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _start_reader(self, pipe: IO[str], keep: Callable[[str], None], kind: str):
         def drain() -> None:
@@ -182,8 +196,7 @@ class ChildProcess:
 
     def _finish_reading(self) -> None:
         """Lets the readers see the last lines; not for long, a grandchild may hold the pipes."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
+        self.wait(1.0)
         for reader in self._readers:
             reader.join(1.0)
         if self._log and not any(reader.is_alive() for reader in self._readers):

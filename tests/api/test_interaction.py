@@ -242,7 +242,7 @@ def test_any_real_number_is_a_reward(value):
     assert [item.reward for item in cache.values()] == [float(value)] * 2
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), [1.0], 10**400])
 def test_what_is_not_a_number_is_no_reward(value):
     with pytest.raises(ValueError, match="a reward must be a finite number"):
         rewarded([None]).set_last_reward(value)

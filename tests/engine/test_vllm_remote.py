@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from server_checks import (
     check_grpo_run,
     check_pause,
     check_refusals,
+    check_replacement,
     check_update_in_the_middle,
     check_updates_while_generating,
     request,
@@ -21,11 +27,13 @@ from server_checks import (
 
 from areal.cli.demo import make_model
 from areal.engine.http_engine import HttpEngine
+from areal.engine.server_process import ServerProcess
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
 from areal.models.hf_io import build_model, read_hf_config, save_hf
 from areal.utils.server_envs import find_interpreter
+from areal.weight_sync.transports import PublicationRoot
 
-TOKEN = "token-of-this-run"
+TOKEN = "token-of-the-vllm-tests"  # not that of servers other tests start meanwhile
 SETUP_TIMEOUT_S = 900.0  # seconds alone on a machine, minutes on one that is shared
 
 try:
@@ -55,8 +63,15 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folders, tmp_path_factory):
-    child, address = launch_vllm_server(
+def children():
+    """The processes of the server, the living one last."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def process(folders, children, tmp_path_factory):
+    launch = partial(
+        launch_vllm_server,
         folders[0],
         python=PYTHON,
         token=TOKEN,
@@ -69,20 +84,26 @@ def server(folders, tmp_path_factory):
         log_path=tmp_path_factory.mktemp("logs") / "vllm.log",
         setup_timeout_s=SETUP_TIMEOUT_S,
     )
-    yield child, address
-    child.terminate()
+
+    def launch_and_note():
+        child, address = launch()
+        children.append(child)
+        return child, address
+
+    process = ServerProcess(launch_and_note)
+    yield process
+    process.close()
 
 
 @pytest.fixture
-async def world(server, folders):
-    child, address = server
+async def world(process, folders):
     engine = HttpEngine(
         VLLMProtocol(),
-        [address],
+        [process.address],
         TOKEN,
         model_path=folders[0],
         max_context=256,
-        processes=[child],
+        processes=[process],
         request_timeout_s=300,
     )
     engine.initialize()
@@ -90,7 +111,7 @@ async def world(server, folders):
     await asyncio.to_thread(engine.destroy)
 
 
-async def test_one_server_through_its_life(world, tmp_path):
+async def test_one_server_through_its_life(world, children, tmp_path):
     """One start of the server, and everything in the order of a run."""
     await check_generation(world)
     await check_refusals(world)
@@ -101,7 +122,21 @@ async def test_one_server_through_its_life(world, tmp_path):
     await check_update_in_the_middle(world, "disk")
     await check_updates_while_generating(world)
     assert world.engine.stats()["generated_tokens"] > 1000
+    with PublicationRoot("disk", run_name="vllm", disk_root=tmp_path / "published") as root:
+        await check_replacement(world, root, lambda: os.kill(children[-1].pid, signal.SIGKILL))
+    assert len(children) == 2 and not processes_of_group(children[0].pid)
     await check_another_hand(world)
+
+
+def processes_of_group(leader: int) -> list[str]:
+    """What still runs of the processes that `leader` started: they would keep their memory."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name, _, rest = stat.read_text().rpartition(")")
+            if rest.split()[2] == str(leader) and rest.split()[0] != "Z":
+                found.append(name)
+    return found
 
 
 async def check_stop_texts_and_penalties(world):

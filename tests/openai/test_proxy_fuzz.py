@@ -8,6 +8,8 @@ import socket
 import http_fuzz
 import httpx
 import pytest
+import schemathesis
+from http_fuzz import NOISE, is_allowed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.openai.proxy import AgentProxy, create_app
 from areal.openai.session import Session, SessionOptions
 
-NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "200"))
+NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "10"))  # of each route
 ADMIN = "the admin key of the test"
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 CHAT = {
@@ -36,7 +38,7 @@ CHAT = {
     "tools": [{"type": "function", "function": TOOL}],
     "stream": True,
 }
-EXAMPLES = {
+HONEST = {
     "/v1/chat/completions": CHAT,
     "/v1/responses": {
         "model": "policy",
@@ -72,6 +74,13 @@ EXAMPLES = {
     "/rl/set_reward": {"reward": 1.0, "interaction_id": "x"},
     "/rl/end_session": {"reward": 1.0},
     "/rl/start_session": {},
+}
+
+
+LENGTHS = {  # what bounds the answer
+    "/v1/chat/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
 }
 
 
@@ -111,29 +120,38 @@ def key_of_session(world, proxy):
 
 @pytest.fixture(scope="module")
 def client(proxy):
-    with httpx.Client(base_url=proxy.base_url.removesuffix("/v1"), timeout=60) as client:
+    with httpx.Client(base_url=url_of(proxy), timeout=60) as client:
         yield client
 
 
 def test_no_route_falls_over(proxy, client, key_of_session):
-    @settings(max_examples=NUM_EXAMPLES)
-    @given(http_fuzz.requests_of(create_app(proxy), EXAMPLES))
-    def ask(request):
-        method, path, headers, body = request
-        key = ADMIN if path == "/rl/start_session" else key_of_session()
-        headers = {**headers, "authorization": f"Bearer {key}".encode()}
-        answer = client.request(method, path, headers=headers, content=body)
-        if answer.status_code != 429:  # no session is on offer
-            http_fuzz.check(answer.status_code, answer.text, request)
+    def key_for(path):
+        return ADMIN if path == "/rl/start_session" else key_of_session()
 
-    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+    def send(case):
+        if is_allowed(case) and case.path.startswith("/v1/") and isinstance(case.body, dict):
+            case.body |= {"model": "policy", "n": 1, LENGTHS[case.path]: 2}
+        http_fuzz.ask(case, url_of(proxy), key_for(case.path))
+
+    @settings(max_examples=10 * NUM_EXAMPLES)
+    @given(st.sampled_from(sorted(HONEST)), NOISE)
+    def send_noise(path, noise):
+        http_fuzz.send_noise(url_of(proxy) + path, key_for(path), noise)
+
+    description = schemathesis.openapi.from_dict(create_app(proxy).openapi())
+    http_fuzz.every_route(description, send, max_examples=NUM_EXAMPLES)
+    send_noise()
+    for path in LENGTHS:
         headers = {"authorization": f"Bearer {key_of_session()}"}
-        answer = client.post(path, headers=headers, json=EXAMPLES[path])
+        answer = client.post(path, headers=headers, json=HONEST[path])
         assert answer.status_code == 200, answer.text
-    ask()
 
 
-@given(st.binary(max_size=60), st.sampled_from(sorted(EXAMPLES)), st.booleans())
+def url_of(proxy):
+    return proxy.base_url.removesuffix("/v1")
+
+
+@given(st.binary(max_size=60), st.sampled_from(sorted(HONEST)), st.booleans())
 def test_only_a_key_opens(proxy, client, value, path, as_api_key):
     value = bytes(byte for byte in value if byte >= 32 and byte != 127).strip()
     header = b"x-api-key" if as_api_key else b"authorization"

@@ -94,6 +94,24 @@ def test_stubborn_child_is_killed():
     assert "SIGKILL" in child.describe_end()
 
 
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_dead_child_leaves_ends_with_it(signum):
+    sleeper = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
+    child = python(
+        "import subprocess, sys, time\n"
+        f"grandchild = subprocess.Popen([sys.executable, '-S', '-c', {sleeper!r}],"
+        " stdout=subprocess.PIPE)\n"
+        "grandchild.stdout.readline()\n"
+        "print(grandchild.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    grandchild = int(child.wait_ready(timeout_s=10))
+    assert is_running(grandchild)
+    os.kill(child.pid, signum)
+    assert child.wait(10) == -signum
+    wait_until(lambda: not is_running(grandchild))
+
+
 def test_environment_is_added():
     child = python(
         "import os; print(os.environ['TOY'], os.environ['PATH'] != '')", env={"TOY": "1"}

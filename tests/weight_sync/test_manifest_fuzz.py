@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 
-import http_fuzz
+import json_fuzz
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -44,12 +44,12 @@ def test_any_manifest(good):
     folder, body = good
 
     @FILES
-    @given(http_fuzz.changed(body))
+    @given(json_fuzz.changed(body))
     def one(changed):
         if isinstance(changed, dict):
             (folder / MANIFEST).write_bytes(_with_own_checksum(changed))
         else:
-            (folder / MANIFEST).write_bytes(http_fuzz.to_bytes(changed))
+            (folder / MANIFEST).write_bytes(json_fuzz.to_bytes(changed))
         loads_or_refuses(folder)
 
     one()
@@ -59,7 +59,7 @@ def test_any_bytes_as_a_manifest(good):
     folder, _ = good
 
     @FILES
-    @given(st.binary(max_size=60) | http_fuzz.bodies({}))
+    @given(st.binary(max_size=60) | json_fuzz.bodies({}))
     def one(content):
         (folder / MANIFEST).write_bytes(content)
         with pytest.raises(PublicationError):
@@ -90,7 +90,7 @@ def test_any_header_of_a_bucket(tmp_path):
         (tmp_path / MANIFEST).write_bytes(_with_own_checksum(body))
 
     @settings(FILES, max_examples=300)
-    @given(http_fuzz.bodies(header), st.none() | st.integers(0, 2**64 - 1))
+    @given(json_fuzz.bodies(header), st.none() | st.integers(0, 2**64 - 1))
     def one(raw, length):
         publish_header(raw, len(raw) if length is None else length)
         loads_or_refuses(tmp_path)

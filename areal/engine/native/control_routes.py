@@ -21,8 +21,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from areal.engine.native.loop import EngineLoop
+from areal.engine.native.route_schemas import ABORT, TAGS
 from areal.engine.native.wire import decode_tags, field, parse_object
 from areal.utils.device import device_identity
+from areal.utils.route_schema import json_body
 
 
 def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
@@ -36,20 +38,20 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
         await asyncio.to_thread(loop.resume)
         return {"paused": False}
 
-    @app.post("/abort")
+    @app.post("/abort", openapi_extra=json_body(ABORT))
     async def abort(request: Request) -> dict[str, int]:
         order = parse_object(await request.body(), "body")
         everything = field(order, "all", bool, default=False)
         rids = None if everything else [field(order, "rid", str)]
         return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
 
-    @app.post("/offload")
+    @app.post("/offload", openapi_extra=json_body(TAGS, required=False))
     async def offload(request: Request) -> dict[str, bool]:
         tags = decode_tags(await request.body())
         await asyncio.wrap_future(loop.call(lambda engine: engine.offload(tags)))
         return {"offloaded": True}
 
-    @app.post("/onload")
+    @app.post("/onload", openapi_extra=json_body(TAGS, required=False))
     async def onload(request: Request) -> dict[str, bool]:
         tags = decode_tags(await request.body())
         await asyncio.wrap_future(loop.call(lambda engine: engine.onload(tags)))

@@ -25,7 +25,7 @@ import aiohttp
 
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
-from areal.engine.fleet import Fleet, Server, retry_delay_s
+from areal.engine.fleet import Caretaker, Fleet, Server, retry_delay_s
 from areal.engine.native.deadlines import Deadlines
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests
@@ -85,8 +85,7 @@ class GenerateClient:
         self._fleet = Fleet(addresses)
         self._deadlines = deadlines
         self._retries = retries
-        self._replace = replace
-        self._replacing: dict[str, asyncio.Task] = {}  # by address
+        self._caretaker = Caretaker(replace)
         self.num_resent = 0  # requests sent again after a lost connection
         self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
         self._outbox: list[_Pending] = []  # calls of this tick
@@ -121,6 +120,7 @@ class GenerateClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._caretaker.close()
         await self._session.close()
         # Last: the event loop may end as soon as its callers have.
         for future in list(self._open):
@@ -196,28 +196,16 @@ class GenerateClient:
 
     async def _on_lost(self, exchange: _Exchange, err: Exception) -> None:
         """Send again what is unanswered: at once when the server was replaced, else a bit later."""
-        server, address = exchange.server, exchange.address
         try:
-            if server.address == address:
-                if address not in self._replacing:
-                    task = self._start(self._look_after(server), "native-replace")
-                    self._replacing[address] = task
-                await asyncio.shield(self._replacing[address])
+            is_replaced = await self._caretaker.is_replaced(exchange.server, exchange.address)
         except (ServerError, EngineLostError) as lost:
             return self._fail(exchange, lost)
-        if server.address == address:
+        if not is_replaced:
             return self._retry(exchange, err)
         self.num_resent += len(exchange.waiting)
         for pending in exchange.waiting.values():
             pending.exchange = None
         return self._send_soon(exchange.waiting.values())
-
-    async def _look_after(self, server: Server) -> None:
-        address = server.address
-        try:
-            server.address = await asyncio.to_thread(self._replace, address)
-        finally:
-            del self._replacing[address]
 
     def _retry(self, exchange: _Exchange, err: Exception) -> None:
         self._fleet.avoid(exchange.server)

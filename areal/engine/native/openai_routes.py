@@ -47,6 +47,8 @@ from areal.utils.openai_wire import (
     usage_of,
     visible_text,
 )
+from areal.utils.openai_wire.schemas import CHAT, COMPLETION
+from areal.utils.route_schema import json_body
 
 Call = ChatCall | CompletionCall
 
@@ -67,11 +69,11 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
         _check_model(name, model)
         return card
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=json_body(CHAT))
     async def chat(request: Request) -> Response:
         return await _answer(parse_chat(_body(await request.body())), loop, text, model)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=json_body(COMPLETION))
     async def completions(request: Request) -> Response:
         return await _answer(parse_completion(_body(await request.body())), loop, text, model)
 

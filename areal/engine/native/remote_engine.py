@@ -19,32 +19,27 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal.api.engine_api import EngineLostError, InferenceEngine
+from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.deadlines import Deadlines
 from areal.engine.native.device_parts import device_parts, parts_that_leave
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.score_rows import padded_scores, token_lists
-from areal.engine.native.server_process import ServerProcess
 from areal.engine.native.weight_senders import CollectiveSender, DeltaSender
 from areal.engine.native.wire import check_supported
-from areal.engine.server_control import ControlClient, ServerError, ServerRefusedError, on_all
-from areal.utils import logging
+from areal.engine.server_control import ControlClient, on_all, on_living
+from areal.engine.server_process import ServerProcess, ServerSeats
 from areal.utils.child_process import ChildProcess
-from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger("NativeRemoteEngine")
 
 T = TypeVar("T")
 
@@ -72,7 +67,7 @@ class NativeRemoteEngine(InferenceEngine):
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
-        self._addrs = list(addrs)
+        self._seats = ServerSeats(addrs, processes, max_restarts=max_restarts)
         self._token = token
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
@@ -80,11 +75,6 @@ class NativeRemoteEngine(InferenceEngine):
         self._controls = [self._control(addr) for addr in addrs]
         self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
-        self._processes = processes
-        self._max_restarts = max_restarts
-        self._replacing = threading.Lock()  # guards all below
-        self._num_restarts = self._num_recent_restarts = 0
-        self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its place
         self._weights: dict[str, Any] | None = None  # the order that brought those that serve
         self._paused = False
         self._offloaded: set[str] = set()
@@ -92,13 +82,8 @@ class NativeRemoteEngine(InferenceEngine):
         self._delta = DeltaSender(self._controls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Training ranks and rollout workers have copies. Connections and processes stay where they
-        are: a copy replaces nobody."""
-        return {**self.__dict__, "_client": None, "_processes": (), "_replacing": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._replacing = threading.Lock()
+        """Training ranks and rollout workers have copies; connections stay where they are."""
+        return {**self.__dict__, "_client": None}
 
     def initialize(self) -> None:
         self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
@@ -142,8 +127,8 @@ class NativeRemoteEngine(InferenceEngine):
         self._on_all(lambda control: control.post("/update_weights", **order))
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
-        with self._replacing:
-            self._weights, self._num_recent_restarts = _weight_order(meta), 0
+        self._weights = _weight_order(meta)
+        self._seats.renew_restarts()
 
     def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
         """Each server scores a share of the rows."""
@@ -178,7 +163,7 @@ class NativeRemoteEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         """Summed over the servers, except the version; those of a server that died are gone."""
         resent = self._client.num_resent if self._client is not None else 0
-        total: dict[str, float] = {"restarts": self._num_restarts, "requests_resent": resent}
+        total: dict[str, float] = {"restarts": self._seats.num_restarts, "requests_resent": resent}
         for stats in self._on_all(lambda control: control.get("/stats")):
             for name, value in stats.items():
                 total[name] = value if name == "version" else total.get(name, 0) + value
@@ -197,47 +182,14 @@ class NativeRemoteEngine(InferenceEngine):
         return on_all(numbers, lambda index: self._on(index, call))
 
     def _on(self, index: int, call: Callable[[ControlClient], T]) -> T:
-        """The call on one server, and again on its replacement when it turns out to be dead."""
-        control = self._controls[index]
-        try:
-            return call(control)
-        except ServerRefusedError:
-            raise
-        except ServerError:
-            if self._replace(control.address) == control.address:
-                raise
-            return call(self._controls[index])
+        return on_living(self._controls, index, call, self._replace)
 
     def _replace(self, address: str) -> str:
-        """The address of the server in the place of `address`; the same one while that runs."""
-        with self._replacing:
-            if address in self._replaced:  # whoever lost a connection first has seen to it
-                return self._replaced[address]
-            index = self._addrs.index(address)
-            end = self._processes[index].describe_end() if self._processes else None
-            if end is None:
-                return address
-            with waiting(f"the replacement of native server {address}"):
-                replacement = self._start_again(self._processes[index], end)
-            self._addrs[index] = self._replaced[address] = replacement
-            self._controls[index] = self._control(replacement)
-            return replacement
+        return self._seats.replace(address, self._prepare)
 
-    def _start_again(self, process: ServerProcess, end: str) -> str:
-        while self._num_recent_restarts < self._max_restarts:
-            self._num_recent_restarts += 1
-            self._num_restarts += 1
-            logger.warning("%s; starting another", end)
-            try:
-                address = process.start_again()
-                self._prepare(self._control(address))
-                return address
-            except RuntimeError as error:  # it did not start, or died again
-                end = str(error)
-        raise EngineLostError(end)
-
-    def _prepare(self, control: ControlClient) -> None:
+    def _prepare(self, seat: int, address: str) -> None:
         """Make a new server what the dead one was, before anybody else knows its address."""
+        control = self._control(address)
         control.wait_until_healthy(self._setup_timeout_s)
         if self._offloaded:  # first: the device is needed for something else
             control.post("/offload", tags=sorted(self._offloaded))
@@ -245,6 +197,7 @@ class NativeRemoteEngine(InferenceEngine):
             control.post("/update_weights", **self._weights)
         if self._paused:
             control.post("/pause")
+        self._controls[seat] = control
 
     def _control(self, address: str) -> ControlClient:
         return ControlClient(address, self._token, timeout_s=self._request_timeout_s)
@@ -254,7 +207,7 @@ class NativeRemoteEngine(InferenceEngine):
         client = self._client
         if client is None or client.events.is_closed():
             client = self._client = GenerateClient(
-                self._addrs,
+                self._seats.addresses,
                 self._token,
                 deadlines=self._deadlines,
                 retries=self._request_retries,

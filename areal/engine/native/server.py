@@ -7,6 +7,7 @@
 | weights              | see weight_routes.py             |                                      |
 | control, health      | see control_routes.py            |                                      |
 | /v1/...              | see openai_routes.py             | as OpenAI's API                      |
+| GET /openapi.json    |                                  | all of this, with the bodies' schemas|
 
 Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1 OpenAI's
 object instead of the text): 400 the caller's fault, 401 no or a wrong token, 503 the engine has
@@ -33,6 +34,7 @@ from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.receiver import Receiver
+from areal.engine.native.route_schemas import GENERATE, SCORE
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.weight_inbox import WeightInbox, WrongGroupError
 from areal.engine.native.weight_routes import add_weight_routes
@@ -44,6 +46,7 @@ from areal.engine.native.wire import (
     encode_lines,
 )
 from areal.utils.openai_wire import WireError, error_body
+from areal.utils.route_schema import json_body
 from areal.weight_sync.collective import GroupError
 from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
@@ -63,7 +66,7 @@ _STATUS_OF_ERROR = {
 
 def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     """`model` is the folder it was read from; /health and /v1/models call it that."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(title="areal native server", docs_url=None, redoc_url=None)
     app.add_middleware(_TokenGate, token=token)
     app.add_exception_handler(HTTPException, _answer_no_route)
     for kind, status in _STATUS_OF_ERROR.items():
@@ -75,12 +78,12 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     add_control_routes(app, loop)
     add_watch_routes(app, loop, model=model)
 
-    @app.post("/generate")
+    @app.post("/generate", openapi_extra=json_body(GENERATE))
     async def generate(request: Request) -> Response:
         items = decode_requests(await request.body())
         return _ResultStream(loop, await _with_stop_watches(items, text))
 
-    @app.post("/score")
+    @app.post("/score", openapi_extra=json_body(SCORE))
     async def score(request: Request) -> dict[str, Any]:
         sequences = decode_sequences(await request.body())
         return await asyncio.wrap_future(

@@ -18,19 +18,21 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from areal.engine.native.route_schemas import GROUP, UPDATE
 from areal.engine.native.weight_inbox import KINDS, Order, WeightInbox
 from areal.engine.native.wire import field, parse_object
+from areal.utils.route_schema import json_body
 from areal.weight_sync.collective import GroupPlace
 
 
 def add_weight_routes(app: FastAPI, inbox: WeightInbox) -> None:
-    @app.post("/init_weights_group")
+    @app.post("/init_weights_group", openapi_extra=json_body(GROUP))
     async def init_weights_group(request: Request) -> dict[str, str]:
         place = _place(parse_object(await request.body(), "body"))
         await asyncio.to_thread(inbox.join, place)
         return {"group": place.name}
 
-    @app.post("/update_weights")
+    @app.post("/update_weights", openapi_extra=json_body(UPDATE))
     async def update_weights(request: Request) -> dict[str, int]:
         order = _order(parse_object(await request.body(), "body"))
         await asyncio.to_thread(inbox.take, order)

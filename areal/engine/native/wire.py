@@ -25,12 +25,12 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
 from areal.engine.native.sequence import Finished, GenRequest
 
-_MAX_RID = 256  # characters
+MAX_RID = 256  # characters
 _INT_END = 1 << 63
 
 # How each option travels. Those about a group do not (n samples are n requests), nor those that
 # change no token.
-_GCONFIG_KINDS: dict[str, str] = {
+GCONFIG_KINDS: dict[str, str] = {
     "max_new_tokens": "int",
     "min_new_tokens": "int",
     "max_tokens": "int",
@@ -44,7 +44,7 @@ _GCONFIG_KINDS: dict[str, str] = {
     "frequency_penalty": "float",
     "seed": "int or null",
 }
-_DEFAULTS = {name: getattr(GenerationHyperparameters(), name) for name in _GCONFIG_KINDS}
+_DEFAULTS = {name: getattr(GenerationHyperparameters(), name) for name in GCONFIG_KINDS}
 _STOP_REASONS = get_args(StopReason)
 
 RefusalKind = Literal["request", "engine"]  # whose fault: the caller's, or the server's
@@ -209,10 +209,10 @@ def _decode_gconfig(options: Any) -> GenerationHyperparameters:
     for name, value in options.items():
         if name == "n_samples":
             raise ValueError("gconfig.n_samples: send one request per sample instead")
-        if name not in _GCONFIG_KINDS:
-            known = ", ".join(_GCONFIG_KINDS)
+        if name not in GCONFIG_KINDS:
+            known = ", ".join(GCONFIG_KINDS)
             raise ValueError(f"gconfig.{name[:50]}: unknown option; expected one of {known}")
-        _CHECKS[_GCONFIG_KINDS[name]](value, f"gconfig.{name}")
+        _CHECKS[GCONFIG_KINDS[name]](value, f"gconfig.{name}")
     return GenerationHyperparameters(**options)
 
 
@@ -256,9 +256,9 @@ def _line_of(result: Reply | Refusal) -> dict[str, Any]:
 
 def _rid(entry: Any, where: str) -> str:
     rid = entry.get("rid") if isinstance(entry, dict) else None
-    if not isinstance(rid, str) or not 0 < len(rid) <= _MAX_RID:
+    if not isinstance(rid, str) or not 0 < len(rid) <= MAX_RID:
         raise ValueError(
-            f"{where}.rid: expected a text of 1 to {_MAX_RID} characters, got {_show(rid)}"
+            f"{where}.rid: expected a text of 1 to {MAX_RID} characters, got {_show(rid)}"
         )
     return rid
 

@@ -13,7 +13,7 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
-from areal.engine.native.server_process import ServerProcess
+from areal.engine.server_process import ServerProcess
 from areal.weight_sync.transports import PublicationRoot, send_weights
 
 TOKEN = "token-of-this-run"

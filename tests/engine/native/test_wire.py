@@ -14,7 +14,7 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.native.wire import (
-    _GCONFIG_KINDS,
+    GCONFIG_KINDS,
     Refusal,
     Reply,
     check_supported,
@@ -76,7 +76,7 @@ def test_replies_round_trip_exactly(tokens, reason):
 def test_every_sampling_option_travels():
     of_a_group = {"n_samples", "reward_normalization", "drop_incomplete_group"}
     refused_or_about_text = {"lora_name", "use_beam_search", "skip_special_tokens"}
-    assert set(_GCONFIG_KINDS) | of_a_group | refused_or_about_text == {
+    assert set(GCONFIG_KINDS) | of_a_group | refused_or_about_text == {
         f.name for f in fields(GenerationHyperparameters)
     }
 
@@ -179,7 +179,7 @@ def test_any_bytes_give_a_value_error_only(body):
         json_values
         | st.just("rid")
         | st.just([1])
-        | st.dictionaries(st.sampled_from([*_GCONFIG_KINDS, "n_samples"]), json_values),
+        | st.dictionaries(st.sampled_from([*GCONFIG_KINDS, "n_samples"]), json_values),
     )
 )
 def test_any_request_is_read_or_refused(entry):

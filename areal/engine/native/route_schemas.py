@@ -1,0 +1,70 @@
+"""The bodies of the native server's own routes, as JSON Schemas; those of /v1 are OpenAI's.
+
+What a schema forbids is refused by the route: as a whole, or on /generate in the line of the
+request that has it.
+"""
+
+from __future__ import annotations
+
+from areal.engine.native.weight_inbox import KINDS
+from areal.engine.native.wire import GCONFIG_KINDS, MAX_RID
+from areal.utils.route_schema import (
+    FLAG,
+    INTEGER,
+    NUMBER,
+    TEXT,
+    Schema,
+    integer_from,
+    list_of,
+    object_of,
+    one_of,
+    or_null,
+)
+
+_TOKEN_IDS = list_of(integer_from(0))
+_SCHEMAS: dict[str, Schema] = {  # by how an option travels
+    "int": INTEGER,
+    "int or null": or_null(INTEGER),
+    "texts or null": or_null(list_of(TEXT)),
+    "bool": FLAG,
+    "float": NUMBER,
+    "ids": _TOKEN_IDS,
+}
+_REQUEST = object_of(
+    {
+        "rid": {"type": "string", "minLength": 1, "maxLength": MAX_RID},
+        "input_ids": list_of(integer_from(0), at_least=1),
+        "gconfig": object_of(
+            {name: _SCHEMAS[kind] for name, kind in GCONFIG_KINDS.items()}, closed=True
+        ),
+    },
+    required=["rid", "input_ids"],
+    closed=True,
+)
+
+GENERATE = object_of({"requests": list_of(_REQUEST, at_least=1)}, required=["requests"])
+SCORE = object_of({"sequences": list_of(_TOKEN_IDS, at_least=1)}, required=["sequences"])
+TAGS = object_of({"tags": or_null(list_of(one_of("weights", "kv_cache")))})
+ABORT = object_of({"rid": TEXT, "all": FLAG})
+GROUP = object_of(
+    {
+        "name": TEXT,
+        "host": TEXT,
+        "port": INTEGER,
+        "rank": integer_from(1),
+        "world_size": integer_from(2),
+        "backend": one_of("nccl", "gloo"),
+        "timeout_s": NUMBER,
+    },
+    required=["name", "host", "port", "rank", "world_size", "backend", "timeout_s"],
+)
+UPDATE = object_of(
+    {
+        "kind": one_of(*KINDS),
+        "path": TEXT,
+        "group": TEXT,
+        "version": INTEGER,
+        "recompute_kv": FLAG,
+    },
+    required=["version"],
+)

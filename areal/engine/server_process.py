@@ -1,0 +1,118 @@
+"""Inference servers that this process started, and starts again when they die.
+
+    process = ServerProcess(lambda: launch_native_server(path, token=token))
+    seats = ServerSeats([process.address], [process], max_restarts=3)
+    ...                                                # a connection to `address` was lost
+    address = seats.replace(address, prepare)          # the same one, unless the process is gone
+    process.close()
+
+Only the ways to end and to start are known here. `prepare` makes a new server what the dead one was
+(its weights, whether it is paused); what becomes of the requests it had is up to its client.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from areal.api.engine_api import EngineLostError
+from areal.utils import logging
+from areal.utils.child_process import ChildProcess
+from areal.utils.waits import waiting
+
+logger = logging.getLogger("ServerProcess")
+
+_DYING_S = 2.0  # a killed process closes its connections a little before it has ended
+
+
+class ServerProcess:
+    """`launch` starts a server and returns its process and "host:port" once it answers."""
+
+    def __init__(self, launch: Callable[[], tuple[ChildProcess, str]]) -> None:
+        self._launch = launch
+        self._child, self.address = launch()
+        self._closed = False
+
+    def describe_end(self) -> str | None:
+        """How it ended; None while it runs, or when `close` ended it. To be asked when a connection
+        to it was lost: waits a moment for a process that is just ending."""
+        if self._closed or self._child.wait(_DYING_S) is None:
+            return None
+        return self._child.describe_end()
+
+    def start_again(self) -> str:
+        """The address of the new one. RuntimeError with its last output when it does not start."""
+        self._child.terminate()
+        child, self.address = self._launch()
+        self._child = child
+        if self._closed:
+            child.terminate()
+        return self.address
+
+    def close(self) -> None:
+        self._closed = True
+        self._child.terminate()
+
+
+class ServerSeats:
+    """The places of a client's servers, each taken by one process after another.
+
+    `processes` are in the order of `addresses`; without them nobody is replaced. `max_restarts`
+    bounds the replacements between two calls of `renew_restarts`. A copy in another process knows
+    the addresses and replaces nobody.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], processes: Sequence[ServerProcess], *, max_restarts: int
+    ) -> None:
+        self.addresses = list(addresses)
+        self.num_restarts = 0
+        self._processes = processes
+        self._max_restarts = max_restarts
+        self._num_recent = 0
+        self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its seat
+        self._lock = threading.Lock()  # guards all above
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_processes": (), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def renew_restarts(self) -> None:
+        """The servers have come so far: as many deaths as before are forgiven from here on."""
+        with self._lock:
+            self._num_recent = 0
+
+    def replace(self, address: str, prepare: Callable[[int, str], None]) -> str:
+        """The address of the server in the seat of `address`; the same one while that runs.
+
+        `prepare(seat, address)` has a new server to itself; a RuntimeError of it means that the
+        server is no good. EngineLostError, with how the last one ended, when there were too many.
+        """
+        with self._lock:
+            if address in self._replaced:  # whoever lost a connection first has seen to it
+                return self._replaced[address]
+            seat = self.addresses.index(address)
+            end = self._processes[seat].describe_end() if self._processes else None
+            if end is None:
+                return address
+            with waiting(f"the replacement of the server {address}"):
+                self.addresses[seat] = self._fill(seat, end, prepare)
+            self._replaced[address] = self.addresses[seat]
+            return self.addresses[seat]
+
+    def _fill(self, seat: int, end: str, prepare: Callable[[int, str], None]) -> str:
+        while self._num_recent < self._max_restarts:
+            self._num_recent += 1
+            self.num_restarts += 1
+            logger.warning("%s; starting another", end)
+            try:
+                address = self._processes[seat].start_again()
+                prepare(seat, address)
+                return address
+            except RuntimeError as error:  # it did not start, or died again
+                end = str(error)
+        raise EngineLostError(end)
