@@ -70,8 +70,15 @@ class InferenceEngine(ABC):
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
         """These weights serve, whoever sent them: a server that dies may be replaced by one with
-        them. An engine that replaces none has no use for it."""
+        them, and one that came meanwhile gets them now. An engine whose servers stay has no use for
+        it."""
         return None
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses of the servers that may come and go: when they change, copies are of the past.
+        None where there are no such."""
+        return []
 
     @abstractmethod
     def get_version(self) -> int:

@@ -197,7 +197,7 @@ def _processes(config: BaseExperimentConfig) -> str:
     workers = {role: count for role, count in config.num_processes().items() if count}
     serves = config.trainer == "ppo" and config.actor.weight_update_mode != "direct"
     if serves:
-        workers["inference"] = config.rollout.tensor_parallel
+        workers["inference"] = config.rollout.num_servers * config.rollout.tensor_parallel
     each = "".join(f" + {count} {role}" for role, count in workers.items())
     total = 1 + sum(workers.values())
     return (

@@ -165,4 +165,4 @@ def _slurm_job(args: argparse.Namespace, config: Any, overrides: list[str]) -> A
 
 def _server_gpus(config: Any) -> int:
     has_server = config.trainer == "ppo" and config.cluster.n_gpus_per_node > 0
-    return config.rollout.tensor_parallel if has_server else 0
+    return config.rollout.num_servers * config.rollout.tensor_parallel if has_server else 0

@@ -7,12 +7,14 @@
 
 A server computes and caches a prompt once, so a request whose prompt is in flight follows it; any
 other goes where the fewest tokens are in flight. A server that lost a connection gets new prompts
-only when all have, for a while. Used on one event loop: there is no lock.
+only when all have, for a while. Servers may come and go; what one that went still has is given back
+like the rest. Used on one event loop: there is no lock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -48,8 +50,6 @@ class Fleet:
 
     def take(self, prompt: Sequence[int], num_tokens: int) -> Server:
         """`num_tokens` is what the request may cost at most, prompt and output."""
-        if len(self.servers) == 1:
-            return self.servers[0]
         key = tuple(prompt)
         group = self._groups.get(key)
         if group is None or group.server.is_avoided:
@@ -61,8 +61,6 @@ class Fleet:
         return group.server
 
     def give_back(self, server: Server, prompt: Sequence[int], num_tokens: int) -> None:
-        if len(self.servers) == 1:
-            return
         server.tokens_in_flight -= num_tokens
         group = self._groups.get(tuple(prompt))
         if group is not None and group.server is server:  # else it has moved on
@@ -70,8 +68,15 @@ class Fleet:
             if group.size == 0:
                 del self._groups[tuple(prompt)]
 
-    def avoid(self, server: Server) -> None:
-        server.avoided_until = time.monotonic() + _AVOID_S
+    def avoid(self, server: Server, for_s: float = _AVOID_S) -> None:
+        server.avoided_until = max(server.avoided_until, time.monotonic() + for_s)
+
+    def add(self, address: str) -> None:
+        self.servers.append(Server(address))
+
+    def remove(self, server: Server) -> None:
+        server.avoided_until = math.inf  # prompts that follow others no longer go there
+        self.servers = [other for other in self.servers if other is not server]
 
     def _least_loaded(self) -> Server:
         return min(self.servers, key=lambda server: (server.is_avoided, server.tokens_in_flight))

@@ -25,6 +25,10 @@ class ServerError(RuntimeError):
     """An inference server cannot be reached, or answered with an error; the message says which."""
 
 
+class ServerLostError(ServerError):
+    """There is no connection to the server, or it broke."""
+
+
 class ServerRefusedError(ServerError):
     """The server is there and said no, with this HTTP status."""
 
@@ -34,6 +38,10 @@ class ServerRefusedError(ServerError):
 
     def __str__(self) -> str:
         return self.args[0]
+
+
+class ServerEndedError(ServerRefusedError):
+    """The server is there, but what computes in it has ended (503)."""
 
 
 class ControlClient:
@@ -114,12 +122,13 @@ class ControlClient:
         except TimeoutError:
             raise ServerError(f"{what}: no answer within {timeout_s:g} s") from None
         except (OSError, http.client.HTTPException) as err:
-            raise ServerError(f"{what}: {type(err).__name__}: {err}") from err
+            raise ServerLostError(f"{what}: {type(err).__name__}: {err}") from err
         finally:
             connection.close()
         if answer.status != 200:
             fault = f"{what}: {answer.status}: {error_text(content)}"
-            raise ServerRefusedError(fault, answer.status)
+            refused = ServerEndedError if answer.status == 503 else ServerRefusedError
+            raise refused(fault, answer.status)
         return content
 
 

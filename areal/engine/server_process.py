@@ -58,7 +58,8 @@ class ServerProcess:
 class ServerSeats:
     """The places of a client's servers, each taken by one process after another.
 
-    `processes` are in the order of `addresses`; without them nobody is replaced. `max_restarts`
+    `processes` are in the order of `addresses`; without them nobody is replaced, nor is a server
+    that has no seat. `max_restarts`
     bounds the replacements between two calls of `renew_restarts`. A copy in another process knows
     the addresses and replaces nobody.
     """
@@ -86,6 +87,14 @@ class ServerSeats:
         with self._lock:
             self._num_recent = 0
 
+    def has_ended(self, address: str) -> bool:
+        """Whether the process behind `address` is gone; `replace` may be under way. False for a
+        server that is not ours. To be asked when a connection to it was lost."""
+        if not self._processes or address not in self.addresses:
+            return address in self._replaced
+        ended = self._processes[self.addresses.index(address)].describe_end() is not None
+        return ended or address in self._replaced
+
     def replace(self, address: str, prepare: Callable[[int, str], None]) -> str:
         """The address of the server in the seat of `address`; the same one while that runs.
 
@@ -95,8 +104,10 @@ class ServerSeats:
         with self._lock:
             if address in self._replaced:  # whoever lost a connection first has seen to it
                 return self._replaced[address]
+            if not self._processes or address not in self.addresses:
+                return address
             seat = self.addresses.index(address)
-            end = self._processes[seat].describe_end() if self._processes else None
+            end = self._processes[seat].describe_end()
             if end is None:
                 return address
             with waiting(f"the replacement of the server {address}"):

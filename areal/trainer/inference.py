@@ -1,9 +1,10 @@
-"""Brings up the inference side of a run: the server process, its client, and the weight transport.
+"""Brings up the inference side of a run: server processes, their client, the weight transport.
 
 In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
 it. `rollout.backend` names the engine; `actor.weight_update_mode=direct` keeps the native one in
-this process, the other transports mean a server process of its own, on `gpus` where they are given.
-A server that dies is replaced. What is opened here is closed by the ExitStack it was opened on.
+this process, the other transports mean server processes of their own, each on a share of `gpus`
+where they are given. A server that dies is replaced. What is opened here is closed by the ExitStack
+it was opened on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,7 +57,7 @@ def open_inference(
 def _native_engine(
     config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
 ) -> InferenceEngine:
-    native = config.native
+    native, rollout = config.native, config.rollout
     options = {
         "device": best_device(),
         "dtype": native.dtype or config.actor.dtype,
@@ -63,31 +65,38 @@ def _native_engine(
         "num_pages": native.num_pages,
         "max_running": native.max_running,
         "batch_invariant": native.batch_invariant,
-        "seed": config.seed,
     }
     if config.actor.weight_update_mode == "direct":
-        return NativeLocalEngine(config.actor.path, **options)
+        return NativeLocalEngine(config.actor.path, seed=config.seed, **options)
     token = _new_token()
 
-    def launch() -> tuple[ChildProcess, str]:
+    def launch(index: int) -> tuple[ChildProcess, str]:
+        own = slice(index * rollout.tensor_parallel, (index + 1) * rollout.tensor_parallel)
         return launch_native_server(
             config.actor.path,
             token=token,
             threads=native.threads,
-            tensor_parallel=config.rollout.tensor_parallel,
-            gpus=gpus,
-            log_path=paths.logs / "server0.log",
-            setup_timeout_s=config.rollout.setup_timeout,
+            tensor_parallel=rollout.tensor_parallel,
+            gpus=None if gpus is None else gpus[own],
+            log_path=paths.logs / f"server{index}.log",
+            setup_timeout_s=rollout.setup_timeout,
+            seed=config.seed + index,  # else two servers would draw alike
             **options,
         )
 
-    process = ServerProcess(launch)
-    stack.callback(process.close)
+    def start(index: int) -> ServerProcess:
+        process = ServerProcess(lambda: launch(index))
+        stack.callback(process.close)
+        return process
+
+    with ThreadPoolExecutor(rollout.num_servers, thread_name_prefix="launch") as pool:
+        processes = list(pool.map(start, range(rollout.num_servers)))
     # Only a publication is there for a new server to load; what the other modes sent has passed.
     can_load_again = config.actor.weight_update_mode in ("shm", "disk")
     restarts = {} if can_load_again else {"max_restarts": 0}
+    addresses = [process.address for process in processes]
     return NativeRemoteEngine(
-        [process.address], token, processes=[process], **_time_limits(config), **restarts
+        addresses, token, processes=processes, **_time_limits(config), **restarts
     )
 
 

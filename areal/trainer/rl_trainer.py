@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
-from areal.infra.scheduler.local import LocalScheduler
+from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
@@ -62,7 +62,7 @@ class PPOTrainer(Trainer):
             self.config, self.run.paths, stack, gpus=self._server_gpus()
         )
         self.turns.connect(self.inference)
-        self.engine.connect_engine(self.inference, self.weights)
+        self._connect()
         self.run.watchdog.observe("inference", self.inference.stats)
         self.server_trace = ServerTrace(self.inference)
         self.ledger = Ledger(self.run.database)
@@ -112,23 +112,41 @@ class PPOTrainer(Trainer):
         )
 
     def _share_cores(self) -> None:
-        """Leave the server's cores to it where both compute at the same time."""
+        """Leave the servers' cores to them where all compute at the same time."""
         config = self.config
         in_turns = config.rollout.scheduling_strategy.target is not None
         together = config.rollout.max_head_offpolicyness > 0 and not in_turns
         if together and config.actor.weight_update_mode != "direct":
-            torch.set_num_threads(max(1, num_cores() - config.server.threads))
+            taken = config.rollout.num_servers * config.server.threads
+            torch.set_num_threads(max(1, num_cores() - taken))
 
     def _server_gpus(self) -> list[str] | None:
-        """Those of the ranks it takes turns with, or those that ranks of this machine have left;
+        """Those of the ranks it takes turns with, or those that training on this machine has left;
         None shares what there is."""
-        target = self.config.rollout.scheduling_strategy.target
-        if not isinstance(self.scheduler, LocalScheduler):
-            return None
+        rollout, gpus = self.config.rollout, visible_gpus()
+        wanted = rollout.num_servers * rollout.tensor_parallel
+        target = rollout.scheduling_strategy.target
         if target is not None:
             in_controller = self.config.hosts()[target] == "controller"
             return None if in_controller else self.scheduler.gpus_of(target) or None
-        return self.scheduler.take_free_gpus(self.config.rollout.tensor_parallel)
+        if isinstance(self.scheduler, LocalScheduler):
+            free = self.scheduler.take_free_gpus(wanted)
+        elif rollout.num_servers == 1:
+            return None
+        else:
+            others = gpus if self.scheduler is not None else gpus[1:]  # the first trains
+            free = others[:wanted] if len(others) >= wanted else None
+        if free is None and rollout.num_servers > 1 and len(gpus) > 1:
+            raise ValueError(
+                f"rollout.backend {rollout.backend!r} needs {wanted} GPUs that do not train, and "
+                f"there are not as many among {', '.join(gpus)}: use fewer d"
+            )
+        return free
+
+    def _connect(self) -> None:
+        """Tell the actor, whose ranks have copies of the client, where its weights go."""
+        self._receivers = self.inference.servers
+        self.engine.connect_engine(self.inference, self.weights)
 
     def _next_batch(self) -> Batch:
         """With staleness one may be there already: a device that is shared then keeps its turn."""
@@ -231,6 +249,8 @@ class PPOTrainer(Trainer):
 
     def _publish(self, version: int) -> None:
         """Generation goes on with the new weights as soon as they are in."""
+        if self.inference.servers != self._receivers:
+            self._connect()
         self.engine.update_weights(version)
         self.engine.set_version(version)
         self.inference.note_weights(self.weights.with_version(version))

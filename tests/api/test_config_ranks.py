@@ -32,16 +32,29 @@ def test_replicas_are_a_part_of_the_layout(tmp_path: Path) -> None:
     assert config.ref.engine_config(config.actor).archon.num_replicas == 1
 
 
-@pytest.mark.parametrize(("backend", "num_ranks"), [("native:d1", 1), ("native:t4", 4)])
-def test_the_model_can_be_cut(tmp_path: Path, backend: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "num_servers", "num_ranks"),
+    [("native:d1", 1, 1), ("native:t4", 1, 4), ("native:d3", 3, 1), ("native:d2t2", 2, 2)],
+)
+def test_servers_and_their_ranks(tmp_path, backend: str, num_servers: int, num_ranks: int) -> None:
     config = load(tmp_path, "ppo", f"rollout.backend={backend}")
+    assert config.rollout.num_servers == num_servers
     assert config.rollout.tensor_parallel == num_ranks
+
+
+def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
+    load(tmp_path, "ppo", "rollout.backend=native:d2", "native.batch_invariant=true")
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["rollout.backend=native:d2t2"], "rollout.backend 'native:d2t2' cannot run in this"),
+        (["rollout.backend=native:d2p2"], "rollout.backend 'native:d2p2' cannot run in this"),
+        (
+            ["rollout.backend=native:d2", "actor.weight_update_mode=ipc"],
+            "actor.weight_update_mode must be shm, disk, delta or xccl when rollout.backend is "
+            "'native:d2'",
+        ),
         (["rollout.backend=native:d1t2p2"], "rollout.backend 'native:d1t2p2' cannot run in this"),
         (["rollout.backend=vllm:d2t2"], "rollout.backend 'vllm:d2t2' cannot run in this version"),
         (

@@ -91,11 +91,11 @@ def test_an_option_after_the_file_is_told(root, capsys):
 def test_the_servers_of_a_run_keep_gpus_of_the_first_machine(root, capsys):
     pytest.importorskip("ray", reason="`areal launch slurm` needs the extra `ray`")
     grpo = str(Path(RECIPE).parents[1] / "math" / "arithmetic_grpo.yaml")
-    overrides = [f"actor.path={root / 'tiny_model'}", "rollout.backend=native:d1t2"]
+    overrides = [f"actor.path={root / 'tiny_model'}", "rollout.backend=native:d2t2"]
     options = ["--dry-run", "--gpus-per-node", "8"]
     assert main(["launch", "slurm", *options, grpo, *overrides]) == 0
     script = capsys.readouterr().out
-    assert "\nnum_gpus=8\nserver_gpus=2\n" in script
+    assert "\nnum_gpus=8\nserver_gpus=4\n" in script
 
 
 def test_weights_between_machines_go_by_disk(root, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +32,23 @@ def test_a_prompt_leaves_a_server_that_is_avoided():
     assert other is not lost
     fleet.avoid(other)
     assert fleet.take([1], 5) in fleet.servers  # nowhere else to go
+
+
+def test_servers_come_and_go():
+    fleet = Fleet(["a"])
+    first = fleet.take([1], 5)
+    fleet.add("b")
+    second = fleet.take([2], 5)
+    assert second.address == "b" and fleet.take([1], 5) is first
+    fleet.remove(first)
+    assert fleet.take([1], 5) is second
+    fleet.avoid(first)  # its connection breaks; that does not make it one of them again
+    assert first.avoided_until == math.inf
+    fleet.add("a")  # started again at the same address
+    assert fleet.take([3], 5) not in (first, second)
+    for _ in range(2):
+        fleet.give_back(first, [1], 5)
+    assert first.tokens_in_flight == 0 and second.tokens_in_flight == 10
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50), st.booleans()), max_size=60))

@@ -343,7 +343,7 @@ class PPOConfig(BaseExperimentConfig):
         )
 
     def _check_ranks(self) -> None:
-        if self.rollout.tensor_parallel == 1:
+        if self.rollout.num_servers * self.rollout.tensor_parallel == 1:
             return
         several = f"when rollout.backend is {self.rollout.backend!r}, several processes"
         mode = self.actor.weight_update_mode
@@ -353,7 +353,9 @@ class PPOConfig(BaseExperimentConfig):
             mode,
         )
         require(
-            not self.native.batch_invariant, f"native.batch_invariant must be false {several}", True
+            not self.native.batch_invariant or self.rollout.tensor_parallel == 1,
+            f"native.batch_invariant must be false {several}",
+            True,
         )
 
     @property

@@ -17,8 +17,9 @@ class InferenceEngineConfig:
     """How many episodes run at once, how old their weights may be, what a failure costs."""
 
     backend: str = "native:d1"
-    """Engine and parallel layout, like `native:d1`; `native:d1t2` cuts the model over two
-    processes, each with a device of its own. `vllm:d1` and `sglang:d1` start a stock server."""
+    """Engine and parallel layout, like `native:d1`; `native:d2` starts two servers, `native:d1t2`
+    cuts the model over two processes, each with a device of its own. `vllm:d1` and `sglang:d1`
+    start a stock server."""
     max_concurrent_rollouts: int | None = None
     """Most prompts in flight. Default: as many as staleness allows, (max_head_offpolicyness + 1)
     times consumer_batch_size."""
@@ -71,8 +72,12 @@ class InferenceEngineConfig:
         return ModelAllocation.from_str(self.backend).backend
 
     @property
+    def num_servers(self) -> int:
+        return ModelAllocation.from_str(self.backend).parallel.data_parallel_size
+
+    @property
     def tensor_parallel(self) -> int:
-        """Processes the model is cut over."""
+        """Processes the model of one server is cut over."""
         return ModelAllocation.from_str(self.backend).parallel.tensor_parallel_size
 
 
@@ -87,7 +92,7 @@ class NativeServerConfig:
     max_running: int = 512
     """Most sequences decoded together."""
     threads: int = 1
-    """CPU threads of the server."""
+    """CPU threads of each server."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision. Default: that of the actor."""
     batch_invariant: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from areal.api.alloc_mode import (
@@ -370,10 +370,15 @@ def check_training_backend(backend: str) -> None:
 
 
 def check_inference_backend(backend: str) -> None:
-    """`backend` parses, is for inference, and is one server of any number of ranks."""
+    """`backend` parses, is for inference, and is d servers of t ranks: one unless native."""
     allocation = _parse_backend(backend, "inference", "native:d1")
-    one_server = replace(allocation.parallel, tensor_parallel_size=1).world_size == 1
-    if not one_server:
+    layout = allocation.parallel
+    if layout.world_size != layout.data_parallel_size * layout.tensor_parallel_size:
+        raise ValueError(
+            f"backend {backend!r} cannot run in this version: use d for servers and t for the "
+            f"devices a model is cut over, like '{allocation.backend}:d1t2'"
+        )
+    if allocation.backend != "native" and layout.data_parallel_size > 1:
         raise ValueError(
             f"backend {backend!r} cannot run in this version: use '{allocation.backend}:d1', or t "
             "to cut the model over several devices"

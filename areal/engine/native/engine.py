@@ -165,12 +165,12 @@ class NativeEngine:
             gconfig=options,
             seed=seed % 2**64,
             stop_ids=eos_ids | frozenset(options.stop_token_ids),
-            max_output=min(
-                options.max_new_tokens, self._max_tokens(request) - len(request.input_ids)
-            ),
-            stream=request.stream,
+            max_output=self._max_output(request),
+            progress_tokens=request.progress_tokens,
             stop_watch=request.stop_watch,
         )
+        if request.so_far is not None:
+            _go_on_from(sequence, request.so_far)
         self._by_rid[sequence.rid] = sequence
         self._scheduler.waiting.append(sequence)
 
@@ -279,7 +279,9 @@ class NativeEngine:
         if not ids:
             raise ValueError("input_ids is empty: a prompt needs at least one token")
         stop_ids = request.gconfig.stop_token_ids
-        for field, tokens in (("input_ids", ids), ("stop_token_ids", stop_ids)):
+        drawn = request.so_far.tokens if request.so_far is not None else []
+        fields = (("input_ids", ids), ("stop_token_ids", stop_ids), ("so_far", drawn))
+        for field, tokens in fields:
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
                 raise ValueError(
                     f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
@@ -298,6 +300,16 @@ class NativeEngine:
                 f"({self.model.args.max_position_embeddings}) and the cache "
                 f"({self._pool.num_usable} pages of {self._pool.page_size}: raise num_pages)"
             )
+
+        if len(drawn) >= self._max_output(request):
+            raise ValueError(
+                f"so_far has {len(drawn)} tokens, which leaves none to generate of the "
+                f"{self._max_output(request)} this request can have"
+            )
+
+    def _max_output(self, request: GenRequest) -> int:
+        room = self._max_tokens(request) - len(request.input_ids)
+        return min(request.gconfig.max_new_tokens, room)
 
     def _max_tokens(self, request: GenRequest) -> int:
         """Most tokens of prompt and output: what one request can hold with the cache to itself."""
@@ -419,8 +431,8 @@ class NativeEngine:
             self._counts["tokens_generated"] += kept
             if reason is not None:
                 finished.append(self._end(sequence, reason))
-            elif sequence.stream:
-                finished.append(Progress(sequence.rid, drawn, its_logprobs))
+            elif (progress := sequence.progress()) is not None:
+                finished.append(progress)
         return finished
 
     def _end(self, sequence: Sequence, reason: StopReason) -> Finished:
@@ -428,6 +440,16 @@ class NativeEngine:
         del self._by_rid[sequence.rid]
         self._counts["finished"] += 1
         return sequence.finish(reason)
+
+
+def _go_on_from(sequence: Sequence, so_far: Progress) -> None:
+    """As a sequence that was preempted here: its cache is computed again, its draws go on."""
+    if sequence.stop_watch is not None:
+        sequence.stop_watch.feed(so_far.tokens)
+    sequence.output_tokens = list(so_far.tokens)
+    sequence.output_logprobs = list(so_far.logprobs)
+    sequence.output_versions = list(so_far.versions)
+    sequence.num_told = len(so_far.tokens)
 
 
 def read_eos_ids(path: str | Path) -> list[int]:

@@ -6,9 +6,10 @@
         ^--------------- each future, as its line comes back --------+
 
 One exchange carries hundreds of requests, so the cost of HTTP is paid per tick, not per sample.
-Calls with the same prompt go to the same server and share its computation there. Requests whose
-connection was lost go out again as a whole, at most `retries` times; with a seed they come back
-with the same tokens. Where the server has died and is replaced they wait for the replacement, and
+Calls with the same prompt go to the same server and share its computation there. A server tells the
+tokens of long outputs every so often, so requests whose connection was lost go out again with those
+they had, at most `retries` times; with a seed they come back with the same tokens. Where the server
+has died they wait for the one that is started in its place, or go to the others when there is none;
 that attempt does not count. Everything else that goes wrong is raised, never turned into data.
 """
 
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +27,18 @@ import aiohttp
 
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
-from areal.engine.fleet import Caretaker, Fleet, Server, retry_delay_s
+from areal.engine.fleet import Fleet, Server, retry_delay_s
 from areal.engine.native.deadlines import Deadlines
-from areal.engine.native.sequence import GenRequest
+from areal.engine.native.members import Members
+from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests
-from areal.engine.server_control import ServerError, error_text
+from areal.engine.server_control import ServerEndedError, ServerError, error_text
 from areal.utils import logging
 from areal.utils.waits import waiting
 
 logger = logging.getLogger("NativeRemoteEngine")
+
+PROGRESS_TOKENS = 64  # at most as many tokens of a request are lost with its server
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +47,31 @@ class _Pending:
 
     request: ModelRequest
     future: asyncio.Future[Reply]
+    so_far: Progress | None = None  # what servers have told of its output
     attempts: int = 0
     exchange: _Exchange | None = None
 
     @property
     def max_tokens(self) -> int:
         return len(self.request.input_ids) + self.request.gconfig.max_new_tokens
+
+    def add_progress(self, told: Progress) -> None:
+        if self.so_far is None:
+            self.so_far = told
+            return
+        self.so_far.tokens += told.tokens
+        self.so_far.logprobs += told.logprobs
+        self.so_far.versions += told.versions
+
+    def wire_request(self, rid: str) -> GenRequest:
+        request = self.request
+        return GenRequest(
+            rid,
+            request.input_ids,
+            request.gconfig,
+            progress_tokens=PROGRESS_TOKENS,
+            so_far=self.so_far,
+        )
 
     def describe(self) -> str:
         exchange = self.exchange
@@ -68,28 +92,28 @@ class _Exchange:
 class GenerateClient:
     """Lives on the event loop it is made on. `deadlines` bound one attempt of a request.
 
-    `replace(address)` is called in a thread when a connection to a server was lost. It returns the
-    address of the server that takes its place, the same one when there is none.
+    `members` are the servers; they are asked, in a thread, what becomes of one that is lost.
     """
 
     def __init__(
         self,
-        addresses: Iterable[str],
+        members: Members,
         token: str,
         *,
         deadlines: Deadlines,
         retries: int,
-        replace: Callable[[str], str],
     ) -> None:
         self.events = asyncio.get_running_loop()
-        self._fleet = Fleet(addresses)
+        self._fleet = Fleet(members.addresses)
         self._deadlines = deadlines
         self._retries = retries
-        self._caretaker = Caretaker(replace)
-        self.num_resent = 0  # requests sent again after a lost connection
+        self._members = members
+        self._seeing_to: dict[tuple[str, str], asyncio.Task] = {}  # by task and address
+        # After a lost connection: requests sent again, and the tokens they had.
+        self.counts = {"requests_resent": 0, "tokens_kept": 0}
         self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
         self._outbox: list[_Pending] = []  # calls of this tick
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: dict[asyncio.Task, Server] = {}  # and whom they are about
         # Two callers may use one rid (copies of a request): on the wire each try has its own tail.
         self._client_id = secrets.token_hex(4)
         self._num_sent = itertools.count()
@@ -114,13 +138,26 @@ class GenerateClient:
         finally:
             self._open.discard(pending.future)
 
+    def add_server(self, address: str) -> None:
+        if self._server_of(address) is None:  # it may be older than this client
+            self._fleet.add(address)
+
+    async def drain(self, address: str) -> None:
+        """Give the server no more requests, and wait until it has finished those it has."""
+        server = self._server_of(address)
+        if server is None:
+            return
+        self._fleet.remove(server)
+        tasks = [task for task, about in self._tasks.items() if about is server]
+        if tasks:
+            await asyncio.wait(tasks)
+
     async def close(self) -> None:
         """Calls that still wait are cancelled."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._caretaker.close()
         await self._session.close()
         # Last: the event loop may end as soon as its callers have.
         for future in list(self._open):
@@ -139,13 +176,18 @@ class GenerateClient:
             exchange = _Exchange(server, server.address, calls_by_rid, num_wanted=len(share))
             for pending in share:
                 pending.exchange = exchange
-            exchange.task = self._start(self._carry(exchange), "native-exchange")
+            exchange.task = self._start(self._carry(exchange), "native-exchange", server)
 
-    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task:
+    def _start(
+        self, coroutine: Coroutine[Any, Any, None], name: str, server: Server
+    ) -> asyncio.Task:
         task = self.events.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = server
+        task.add_done_callback(self._tasks.pop)
         return task
+
+    def _server_of(self, address: str) -> Server | None:
+        return next((one for one in self._fleet.servers if one.address == address), None)
 
     def _wire_rid(self, pending: _Pending) -> str:
         return f"{pending.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
@@ -170,19 +212,21 @@ class GenerateClient:
             await self._on_lost(exchange, err)
         except TimeoutError:
             limit = f"{self._deadlines.timeout_s:g} s (rollout.request_timeout)"
-            self._fail(exchange, ServerError(f"{_where(server)}: no reply within {limit}"))
+            err = ServerError(f"{_where(server)}: no reply within {limit}")
+            _fail(exchange.waiting.values(), err)
         except OSError as err:
             await self._on_lost(exchange, err)
+        except ServerEndedError as err:
+            self._elsewhere(exchange.waiting.values(), server, err)
         except (ServerError, ValueError) as err:
-            self._fail(exchange, err)
+            _fail(exchange.waiting.values(), err)
         finally:
             for pending in calls:
                 self._fleet.give_back(server, pending.request.input_ids, pending.max_tokens)
 
     async def _post(self, exchange: _Exchange) -> None:
         body = encode_requests(
-            GenRequest(rid, pending.request.input_ids, pending.request.gconfig)
-            for rid, pending in exchange.waiting.items()
+            pending.wire_request(rid) for rid, pending in exchange.waiting.items()
         )
         url = f"http://{exchange.address}/generate"
         async with self._session.post(url, data=body) as answer:
@@ -192,47 +236,119 @@ class GenerateClient:
             async for chunk in answer.content.iter_any():
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    _settle(exchange, _read(line, exchange.server))
+                    self._settle(exchange, _read(line, exchange.server))
+
+    def _settle(self, exchange: _Exchange, result: Reply | Refusal | Progress) -> None:
+        server, pending = exchange.server, exchange.waiting.get(result.rid)
+        if pending is None:
+            raise ServerError(f"{_where(server)}: a reply to {result.rid}, which nobody sent")
+        if isinstance(result, Progress):
+            pending.add_progress(result)
+            return
+        del exchange.waiting[result.rid]
+        if pending.exchange is None:  # given up
+            return
+        pending.exchange = None
+        exchange.num_wanted -= 1
+        if pending.future.done():  # cancelled in this very tick: its caller has not run since
+            return
+        if isinstance(result, Reply):
+            pending.future.set_result(result)
+        elif result.kind == "request":
+            pending.future.set_exception(ValueError(result.message))
+        else:
+            self._elsewhere([pending], server, ServerError(f"{_where(server)}: {result.message}"))
 
     async def _on_lost(self, exchange: _Exchange, err: Exception) -> None:
-        """Send again what is unanswered: at once when the server was replaced, else a bit later."""
-        try:
-            is_replaced = await self._caretaker.is_replaced(exchange.server, exchange.address)
-        except (ServerError, EngineLostError) as lost:
-            return self._fail(exchange, lost)
-        if not is_replaced:
-            return self._retry(exchange, err)
-        self.num_resent += len(exchange.waiting)
-        for pending in exchange.waiting.values():
-            pending.exchange = None
-        return self._send_soon(exchange.waiting.values())
+        """Send again what is unanswered: at once when the server has died, else a bit later."""
+        server, address = exchange.server, exchange.address
+        calls = exchange.waiting.values()
+        if not await self._shared("native-verdict", server, address, self._judge):
+            return self._retry(calls, server, err)
+        replacement = self._shared("native-replace", server, address, self._look_after)
+        if not self._others(server):
+            try:
+                await replacement
+            except (ServerError, EngineLostError) as lost:
+                return _fail(calls, lost)
+        return self._send_again(calls)
 
-    def _retry(self, exchange: _Exchange, err: Exception) -> None:
-        self._fleet.avoid(exchange.server)
-        again = []
-        for pending in exchange.waiting.values():
-            pending.exchange = None
+    def _shared(
+        self,
+        name: str,
+        server: Server,
+        address: str,
+        act: Callable[[Server, str], Coroutine[Any, Any, Any]],
+    ) -> asyncio.Future[Any]:
+        """What is done once for all exchanges that a server has lost."""
+        key = (name, address)
+        if key not in self._seeing_to:
+            task = self._seeing_to[key] = self._start(act(server, address), name, server)
+            task.add_done_callback(lambda _: self._seeing_to.pop(key))
+        return asyncio.shield(self._seeing_to[key])
+
+    async def _judge(self, server: Server, address: str) -> bool:
+        """Whether the server that had this address is gone."""
+        if server.address != address or server not in self._fleet.servers:
+            return True
+        return await asyncio.to_thread(self._members.is_gone, address)
+
+    async def _look_after(self, server: Server, address: str) -> None:
+        if server.address != address:
+            return
+        self._fleet.avoid(server, math.inf)
+        try:
+            successor = await asyncio.to_thread(self._members.successor, address)
+        except EngineLostError as lost:
+            logger.error("%s", lost)  # whoever goes there next hears of it, too
+            raise
+        finally:
+            server.avoided_until = 0
+        if successor is None:
+            self._fleet.remove(server)
+            if not self._fleet.servers:  # one has just joined, and is about to be added
+                self._fleet.add(self._members.addresses[0])
+        else:
+            server.address = successor
+
+    def _others(self, server: Server) -> bool:
+        """Whether requests can go to another server now."""
+        return any(one is not server and not one.is_avoided for one in self._fleet.servers)
+
+    def _elsewhere(self, calls: Collection[_Pending], server: Server, err: ServerError) -> None:
+        """To another server, when there is one."""
+        if self._others(server):
+            self._retry(calls, server, err)
+        else:
+            _fail(calls, err)
+
+    def _retry(self, calls: Collection[_Pending], server: Server, err: Exception) -> None:
+        self._fleet.avoid(server)
+        fault, again = f"{_where(server)}: {type(err).__name__}: {err}", []
+        for pending in calls:
             pending.attempts += 1
             if pending.attempts <= self._retries:
                 again.append(pending)
-            elif not pending.future.done():
-                fault = f"{_where(exchange.server)}: {type(err).__name__}: {err}"
-                pending.future.set_exception(
-                    ServerError(f"{fault} (after {pending.attempts} attempts)")
-                )
+            else:
+                _fail([pending], ServerError(f"{fault} (after {pending.attempts} attempts)"))
         if again:
-            self.num_resent += len(again)
             delay = retry_delay_s(min(pending.attempts for pending in again))
-            logger.warning(
-                "%s: %s: %s; sending %d requests again in %.1f s",
-                _where(exchange.server), type(err).__name__, err, len(again), delay,
-            )  # fmt: skip
-            self.events.call_later(delay, self._send_soon, again)
+            logger.warning("%s; sending %d requests again in %.1f s", fault, len(again), delay)
+            self.events.call_later(delay, self._send_again, again)
 
-    def _fail(self, exchange: _Exchange, err: Exception) -> None:
-        for pending in exchange.waiting.values():
-            if not pending.future.done():
-                pending.future.set_exception(type(err)(*err.args))
+    def _send_again(self, calls: Collection[_Pending]) -> None:
+        self.counts["requests_resent"] += len(calls)
+        for pending in calls:
+            pending.exchange = None
+            if pending.so_far is not None:
+                self.counts["tokens_kept"] += len(pending.so_far.tokens)
+        self._send_soon(calls)
+
+
+def _fail(calls: Iterable[_Pending], err: Exception) -> None:
+    for pending in calls:
+        if not pending.future.done():
+            pending.future.set_exception(type(err)(*err.args))
 
 
 def _give_up(pending: _Pending) -> None:
@@ -244,35 +360,19 @@ def _give_up(pending: _Pending) -> None:
             exchange.task.cancel()
 
 
-def _read(line: bytes, server: Server) -> Reply | Refusal:
+def _read(line: bytes, server: Server) -> Reply | Refusal | Progress:
     try:
         return decode_line(line)
     except ValueError as err:  # the server's fault, not that of whoever asked
         raise ServerError(f"{_where(server)}: a line that is no reply: {err}") from err
 
 
-def _settle(exchange: _Exchange, result: Reply | Refusal) -> None:
-    pending = exchange.waiting.pop(result.rid, None)
-    if pending is None:
-        raise ServerError(f"{_where(exchange.server)}: a reply to {result.rid}, which nobody sent")
-    if pending.exchange is None:  # given up
-        return
-    pending.exchange = None
-    exchange.num_wanted -= 1
-    if pending.future.done():  # cancelled in this very tick: its caller has not run since
-        return
-    if isinstance(result, Reply):
-        pending.future.set_result(result)
-    elif result.kind == "request":
-        pending.future.set_exception(ValueError(result.message))
-    else:
-        pending.future.set_exception(ServerError(f"{_where(exchange.server)}: {result.message}"))
-
-
 def _error_of(server: Server, status: int, body: str) -> Exception:
     message = error_text(body)
     if status == 400:
         return ValueError(message)
+    if status == 503:
+        return ServerEndedError(f"{_where(server)}: {status}: {message}", status)
     return ServerError(f"{_where(server)}: {status}: {message}")
 
 

@@ -101,7 +101,7 @@ class EngineLoop:
     def submit(self, requests: Sequence[GenRequest], deliver: Deliver) -> None:
         """Each request ends in exactly one Reply or Refusal given to `deliver`.
 
-        Before it, a request that streams gets its tokens as `Progress`.
+        Before it, one with `progress_tokens` gets its tokens as `Progress`.
 
         Requests given together reach the engine together, so the samples of a group share their
         prompt from the first step.

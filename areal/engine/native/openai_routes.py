@@ -129,7 +129,7 @@ def _requests(
                     rid=f"{completion_id}.{len(requests)}",
                     input_ids=prompt,
                     gconfig=gconfig.new(n_samples=1, seed=seed),
-                    stream=call.stream,
+                    progress_tokens=1 if call.stream else 0,
                     stop_watch=text.stop_watch(gconfig),
                 )
             )

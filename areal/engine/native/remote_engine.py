@@ -8,40 +8,41 @@
     child.terminate()
 
 Generation runs on the event loop of its first caller (exchange.py); control calls block and may
-come from any thread (../server_control.py).
+come from any other thread (../server_control.py).
 
-A server whose process this one started (`processes`) is replaced when it dies: whoever lost a
-connection to it starts another, which loads the weights that served last (`note_weights`) before it
-is given a request. Nothing that was asked for is lost; what was half generated is made again.
+Servers come and go while requests run (members.py). One that dies is started again, with the
+weights that served last, where this process started it (`processes`); otherwise it is left out as
+long as another serves. Its requests go on elsewhere with the tokens they had. `join` lets a new
+server in with the weights the others have, `leave` takes one out once it has finished what it was
+given.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.deadlines import Deadlines
-from areal.engine.native.device_parts import device_parts, parts_that_leave
 from areal.engine.native.exchange import GenerateClient
+from areal.engine.native.members import Members
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.weight_senders import CollectiveSender, DeltaSender
 from areal.engine.native.wire import check_supported
-from areal.engine.server_control import ControlClient, on_all, on_living
-from areal.engine.server_process import ServerProcess, ServerSeats
+from areal.engine.server_control import ControlClient
+from areal.engine.server_process import ServerProcess
 from areal.utils.child_process import ChildProcess
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 
 class NativeRemoteEngine(InferenceEngine):
@@ -49,8 +50,8 @@ class NativeRemoteEngine(InferenceEngine):
     control call, `setup_timeout_s` how long `initialize` waits for the servers, and
     `weight_group_timeout_s` how long a server may keep a broadcast of weights waiting.
 
-    `processes` are those of the servers, in the order of `addrs`; without them nobody is replaced.
-    `max_restarts` bounds the replacements between two weight updates.
+    `processes` are those of the servers, in the order of `addrs`; without them nobody is started
+    again. `max_restarts` bounds that between two weight updates.
     """
 
     def __init__(
@@ -67,26 +68,32 @@ class NativeRemoteEngine(InferenceEngine):
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
-        self._seats = ServerSeats(addrs, processes, max_restarts=max_restarts)
         self._token = token
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
-        self._setup_timeout_s = setup_timeout_s
-        self._controls = [self._control(addr) for addr in addrs]
+        self._members = Members(
+            addrs,
+            token,
+            timeout_s=request_timeout_s,
+            setup_timeout_s=setup_timeout_s,
+            processes=processes,
+            max_restarts=max_restarts,
+        )
         self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
-        self._weights: dict[str, Any] | None = None  # the order that brought those that serve
-        self._paused = False
-        self._offloaded: set[str] = set()
-        self._collective = CollectiveSender(self._controls, timeout_s=weight_group_timeout_s)
-        self._delta = DeltaSender(self._controls)
+        self._collective = CollectiveSender(timeout_s=weight_group_timeout_s)
+        self._delta = DeltaSender()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Training ranks and rollout workers have copies; connections stay where they are."""
+        """Training ranks and rollout workers have copies, with connections of their own."""
         return {**self.__dict__, "_client": None}
 
+    @property
+    def servers(self) -> list[str]:
+        return self._members.addresses
+
     def initialize(self) -> None:
-        self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
+        self._members.wait_until_healthy()
 
     def destroy(self) -> None:
         """From any thread. Calls that still wait are cancelled."""
@@ -101,13 +108,33 @@ class NativeRemoteEngine(InferenceEngine):
         reply = await self._client_here().generate(req)
         return reply.response(req, latency=time.perf_counter() - start)
 
+    def join(self, address: str, weights: WeightUpdateMeta | None = None) -> None:
+        """Let a server in: it gets the weights that serve, and requests once it has them.
+
+        `weights` is the order that brought these, by default the last one noted here. RuntimeError
+        when it serves another model, or lacks the weights and nothing can bring them.
+        """
+        self._members.join(address, None if weights is None else _weight_order(weights))
+        client = self._client
+        if client is not None and not client.events.is_closed():
+            client.events.call_soon_threadsafe(client.add_server, address)
+
+    def leave(self, address: str) -> None:
+        """Take a server out: no more requests for it; returns when it has finished those it has."""
+        client = self._client
+        runs = client is not None and client.events.is_running()
+        if runs and runs_here(client.events):
+            raise RuntimeError("leave blocks: call it from another thread than agenerate")
+        self._members.leave(address)
+        if runs:
+            drained = asyncio.run_coroutine_threadsafe(client.drain(address), client.events)
+            drained.result(self._request_timeout_s)
+
     def pause_generation(self) -> None:
-        self._paused = True
-        self._on_all(lambda control: control.post("/pause"))
+        self._members.set_paused(True)
 
     def continue_generation(self) -> None:
-        self._paused = False
-        self._on_all(lambda control: control.post("/continue"))
+        self._members.set_paused(False)
 
     def update_weights(
         self,
@@ -115,103 +142,87 @@ class NativeRemoteEngine(InferenceEngine):
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
         if meta.type == "xccl" and named_tensors is not None:
-            return self._collective.send(meta, named_tensors)
+            return self._collective.send(self._members.controls, meta, named_tensors)
         if meta.type == "delta" and named_tensors is not None:
-            return self._delta.send(meta, named_tensors)
+            return self._delta.send(self._members.controls, meta, named_tensors)
         if meta.type == "direct" or named_tensors is not None:
             raise ValueError(
                 "a server in another process cannot take tensors directly; "
                 "set actor.weight_update_mode to shm or disk"
             )
         order = _weight_order(meta)
-        self._on_all(lambda control: control.post("/update_weights", **order))
+        self._members.on_all(lambda control: control.post("/update_weights", **order))
+        self._members.remember_weights(meta.version, _lasting_order(meta))
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
-        self._weights = _weight_order(meta)
-        self._seats.renew_restarts()
+        self._members.note_weights(meta.version, _lasting_order(meta))
 
     def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
         """Each server scores a share of the rows."""
         rows = token_lists(data)
-        shares = [rows[i :: len(self._controls)] for i in range(len(self._controls))]
+        count = len(self._members.controls)
+        shares = [rows[index::count] for index in range(count)]
         scores: list[list[float]] = [[] for _ in rows]
-        with ThreadPoolExecutor(len(shares), thread_name_prefix="native-score") as pool:
+        with ThreadPoolExecutor(count, thread_name_prefix="native-score") as pool:
             answers = pool.map(
-                lambda index: self._on(index, lambda c: _post_score(c, shares[index])),
-                range(len(shares)),
+                lambda index: self._members.on_one(index, lambda c: _post_score(c, shares[index])),
+                range(count),
             )
             for index, answer in enumerate(answers):
-                scores[index :: len(shares)] = answer
+                scores[index::count] = answer
         return padded_scores(scores, data)
 
     def offload(self, tags: Sequence[str] | None = None) -> None:
         """The time until `onload` does not count as that of the requests which wait for it."""
         self._deadlines.stop()
-        self._offloaded |= parts_that_leave(tags)
-        self._on_all(lambda control: control.post("/offload", **_tags(tags)))
+        self._members.offload(tags)
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        self._offloaded -= device_parts(tags)
-        self._on_all(lambda control: control.post("/onload", **_tags(tags)))
-        if not self._offloaded:
+        self._members.onload(tags)
+        if not self._members.offloaded:
             self._deadlines.go_on()
 
     def get_version(self) -> int:
         """The oldest version any server serves."""
-        return min(health["version"] for health in self._on_all(lambda c: c.get("/health")))
+        answers = self._members.on_all(lambda control: control.get("/health"))
+        return min(health["version"] for health in answers.values())
 
     def stats(self) -> dict[str, float]:
-        """Summed over the servers, except the version; those of a server that died are gone."""
-        resent = self._client.num_resent if self._client is not None else 0
-        total: dict[str, float] = {"restarts": self._seats.num_restarts, "requests_resent": resent}
-        for stats in self._on_all(lambda control: control.get("/stats")):
+        """Summed over the servers, except the version, which is the oldest; those of a server that
+        died are gone."""
+        answers = list(self._members.on_all(lambda control: control.get("/stats")).values())
+        total: dict[str, float] = {}
+        for stats in answers:
             for name, value in stats.items():
-                total[name] = value if name == "version" else total.get(name, 0) + value
-        return total
+                total[name] = total.get(name, 0) + value
+        resent = {"requests_resent": 0, "tokens_kept": 0}
+        if self._client is not None:
+            resent = self._client.counts
+        return {
+            **total,
+            **resent,
+            "version": min(stats["version"] for stats in answers),
+            "servers": len(answers),
+            "restarts": self._members.num_restarts,
+        }
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         """Per server address, when it computed after `since` (`time.time()`): for the trace."""
-        answers = self._on_all(lambda control: control.get("/busy_intervals", since=since))
+        answers = self._members.on_all(lambda control: control.get("/busy_intervals", since=since))
         return {
             control.address: [(start, end) for start, end in answer["intervals"]]
-            for control, answer in zip(self._controls, answers, strict=True)
+            for control, answer in answers.items()
         }
-
-    def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
-        numbers = range(len(self._controls))
-        return on_all(numbers, lambda index: self._on(index, call))
-
-    def _on(self, index: int, call: Callable[[ControlClient], T]) -> T:
-        return on_living(self._controls, index, call, self._replace)
-
-    def _replace(self, address: str) -> str:
-        return self._seats.replace(address, self._prepare)
-
-    def _prepare(self, seat: int, address: str) -> None:
-        """Make a new server what the dead one was, before anybody else knows its address."""
-        control = self._control(address)
-        control.wait_until_healthy(self._setup_timeout_s)
-        if self._offloaded:  # first: the device is needed for something else
-            control.post("/offload", tags=sorted(self._offloaded))
-        if self._weights is not None:
-            control.post("/update_weights", **self._weights)
-        if self._paused:
-            control.post("/pause")
-        self._controls[seat] = control
-
-    def _control(self, address: str) -> ControlClient:
-        return ControlClient(address, self._token, timeout_s=self._request_timeout_s)
 
     def _client_here(self) -> GenerateClient:
         """The client of the running event loop; a loop that was closed is replaced by the next."""
         client = self._client
         if client is None or client.events.is_closed():
             client = self._client = GenerateClient(
-                self._seats.addresses,
+                self._members,
                 self._token,
                 deadlines=self._deadlines,
                 retries=self._request_retries,
-                replace=self._replace,
             )
         elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")
@@ -276,9 +287,10 @@ def _weight_order(meta: WeightUpdateMeta) -> dict[str, Any]:
     return {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
 
 
+def _lasting_order(meta: WeightUpdateMeta) -> dict[str, Any] | None:
+    """Only a publication is there for a new server to load; what the other ways sent has passed."""
+    return _weight_order(meta) if meta.type in ("shm", "disk") else None
+
+
 def _post_score(control: ControlClient, sequences: list[list[int]]) -> list[list[float]]:
     return control.post("/score", sequences=sequences)["logprobs"] if sequences else []
-
-
-def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
-    return {} if tags is None else {"tags": list(tags)}

@@ -30,6 +30,14 @@ _SCHEMAS: dict[str, Schema] = {  # by how an option travels
     "float": NUMBER,
     "ids": _TOKEN_IDS,
 }
+_OUTPUT = object_of(
+    {
+        "output_tokens": _TOKEN_IDS,
+        "output_logprobs": list_of(NUMBER),
+        "output_versions": list_of(INTEGER),
+    },
+    required=["output_tokens", "output_logprobs", "output_versions"],
+)
 _REQUEST = object_of(
     {
         "rid": {"type": "string", "minLength": 1, "maxLength": MAX_RID},
@@ -37,6 +45,8 @@ _REQUEST = object_of(
         "gconfig": object_of(
             {name: _SCHEMAS[kind] for name, kind in GCONFIG_KINDS.items()}, closed=True
         ),
+        "progress_tokens": integer_from(0),
+        "so_far": or_null(_OUTPUT),
     },
     required=["rid", "input_ids"],
     closed=True,

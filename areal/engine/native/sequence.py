@@ -28,17 +28,19 @@ class GenRequest:
     rid: str
     input_ids: list[int]
     gconfig: GenerationHyperparameters
-    stream: bool = False  # `Progress` is wanted for tokens before the last ones
+    progress_tokens: int = 0  # `Progress` is wanted each time there are so many new ones; 0: never
+    so_far: Progress | None = None  # the output begins with these: another engine has drawn them
     stop_watch: StopWatch | None = None  # of `gconfig.stop`, when it holds any
 
 
 @dataclass(slots=True)
 class Progress:
-    """The newest tokens of a request that streams and has not ended with them."""
+    """Tokens of a request that has not ended with them."""
 
     rid: str
     tokens: list[int]
     logprobs: list[float]
+    versions: list[int]
 
 
 @dataclass(slots=True)
@@ -63,12 +65,13 @@ class Sequence:
     seed: int  # of the counter-based draw; fixed for the life of the request
     stop_ids: frozenset[int]
     max_output: int  # output tokens at which generation ends by length
-    stream: bool = False
+    progress_tokens: int = 0
+    num_told: int = 0  # leading output tokens that somebody was told, or has drawn
     stop_watch: StopWatch | None = None
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
-    first_token_time: float = 0.0  # time.monotonic(), set by the step that samples the first token
+    first_token_time: float = 0.0  # time.monotonic(), of the first token sampled here
 
     # Held only while running; `None`, empty and 0 while waiting.
     slot: int | None = None  # row of the scheduler's slot table
@@ -93,7 +96,7 @@ class Sequence:
 
         Returns how many were taken, and why the output ends with them, if it does.
         """
-        if not self.output_tokens:
+        if not self.first_token_time:
             self.first_token_time = now
         count, reason = len(tokens), None
         room = self.max_output - len(self.output_tokens)
@@ -111,6 +114,19 @@ class Sequence:
         self.output_logprobs += logprobs[:count]
         self.output_versions += [version] * count
         return count, reason
+
+    def progress(self) -> Progress | None:
+        """What has not been told yet, when there is enough of it."""
+        start, end = self.num_told, len(self.output_tokens)
+        if not self.progress_tokens or end - start < self.progress_tokens:
+            return None
+        self.num_told = end
+        return Progress(
+            self.rid,
+            self.output_tokens[start:],
+            self.output_logprobs[start:],
+            self.output_versions[start:],
+        )
 
     def finish(self, stop_reason: StopReason) -> Finished:
         self.has_ended = True

@@ -2,7 +2,7 @@
 
 | route                | body or query                    | answer                               |
 |----------------------|----------------------------------|--------------------------------------|
-| POST /generate       | see wire.py                      | a JSON line per finished request     |
+| POST /generate       | see wire.py                      | JSON lines of progress, and results  |
 | POST /score          | sequences: lists of token ids    | logprobs of them, version            |
 | weights              | see weight_routes.py             |                                      |
 | control, health      | see control_routes.py            |                                      |
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,14 +34,13 @@ from areal.engine.native.control_routes import add_control_routes, add_watch_rou
 from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_routes import add_openai_routes
-from areal.engine.native.receiver import Receiver
+from areal.engine.native.receiver import Receiver, Result
 from areal.engine.native.route_schemas import GENERATE, SCORE
-from areal.engine.native.sequence import GenRequest
+from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.weight_inbox import WeightInbox, WrongGroupError
 from areal.engine.native.weight_routes import add_weight_routes
 from areal.engine.native.wire import (
     Refusal,
-    Reply,
     decode_requests,
     decode_sequences,
     encode_lines,
@@ -195,12 +195,17 @@ class _ResultStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while results is not None:
                 more = bool(receiver.unfinished)
-                body = encode_lines(results)
+                body = encode_lines(one for one in results if not _is_broken(one))
                 await send({"type": "http.response.body", "body": body, "more_body": more})
                 results = await receiver.next() if more else None
 
 
-def _common_fault(results: list[Reply | Refusal]) -> Refusal | None:
+def _is_broken(result: Result) -> bool:
+    """Progress that is no data: the refusal at its end says why."""
+    return isinstance(result, Progress) and not all(map(math.isfinite, result.logprobs))
+
+
+def _common_fault(results: list[Result]) -> Refusal | None:
     """The first refusal, when nothing else came."""
     refusals = [result for result in results if isinstance(result, Refusal)]
     return refusals[0] if len(refusals) == len(results) else None

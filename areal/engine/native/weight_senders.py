@@ -5,7 +5,8 @@
 | CollectiveSender | the process group of this process (rank 0) and the first rank of every server |
 | DeltaSender      | the weights that were published last                                          |
 
-A failure ends what is remembered: the next version opens a new group, or is published whole.
+A failure ends what is remembered: the next version opens a new group, or is published whole. So
+does a change of the servers for the group; whoever lacks the base of a change is sent all.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _NAMING_S = 2.0  # how long a server may take to show that it was not the one wh
 class CollectiveSender:
     """`timeout_s` bounds how long a member of the group may keep the others waiting."""
 
-    def __init__(self, controls: Sequence[ControlClient], *, timeout_s: float) -> None:
-        self._controls = controls
+    def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._controls: Sequence[ControlClient] = ()  # the members of the group
         self._group: WeightGroup | None = None
         self._num_opened = 0
 
@@ -51,8 +52,16 @@ class CollectiveSender:
         """A copy in another process opens a group of its own."""
         return {**self.__dict__, "_group": None}
 
-    def send(self, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
+    def send(
+        self,
+        controls: Sequence[ControlClient],
+        meta: WeightUpdateMeta,
+        named_tensors: NamedTensors,
+    ) -> None:
         """RuntimeError names the server that is at fault."""
+        if controls != self._controls:
+            self.close()
+            self._controls = controls
         try:
             if self._group is None:
                 self._group = self._open(meta)
@@ -67,11 +76,6 @@ class CollectiveSender:
             self._group = None
 
     def _open(self, meta: WeightUpdateMeta) -> WeightGroup:
-        expected = meta.gen_allocation.parallel.data_parallel_size
-        if expected != len(self._controls):
-            raise ValueError(
-                f"gen_allocation has {expected} servers, this engine knows {len(self._controls)}"
-            )
         device = torch.empty(0, device=best_device()).device  # with its number
         devices = [device_identity(device)]
         devices += [control.get("/health")["device"] for control in self._controls]
@@ -113,15 +117,19 @@ class CollectiveSender:
 
 
 class DeltaSender:
-    def __init__(self, controls: Sequence[ControlClient]) -> None:
-        self._controls = controls
+    def __init__(self) -> None:
         self._publisher = DeltaPublisher()
 
-    def send(self, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
+    def send(
+        self,
+        controls: Sequence[ControlClient],
+        meta: WeightUpdateMeta,
+        named_tensors: NamedTensors,
+    ) -> None:
         size = {"bucket_bytes": meta.weight_chunked_mem_mb << 20}
         try:
             self._publisher.publish(named_tensors, meta.path, meta.version, **size)
-            if lacking := self._tell(self._controls, meta):
+            if lacking := self._tell(controls, meta):
                 self._publisher.publish_whole(meta.path, meta.version, **size)
                 self._tell(lacking, meta)
         except BaseException:

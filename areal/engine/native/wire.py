@@ -6,6 +6,10 @@
               "output_versions": [...], "stop_reason": "stop", "latency": 0.21, "ttft": 0.03}
              {"rid": "b", "refused": "request", "message": "input_ids: ..."}
 
+A request with `"progress_tokens": 64` is told its output every 64 tokens, before the whole of it:
+`{"rid": "a", "progress": {"output_tokens": ..., "output_logprobs": ..., "output_versions": ...}}`.
+One that lost its server goes on at another with these in `so_far`, and the reply begins with them.
+
 Whatever bytes come in, decoding returns valid values or raises ValueError naming the field. A
 request that is wrong by itself becomes a `Refusal`, so that it cannot spoil the others that
 happened to travel with it. Floats keep their exact value. pydantic_core writes and reads the JSON:
@@ -23,7 +27,7 @@ from pydantic_core import from_json, to_json
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
-from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.sequence import Finished, GenRequest, Progress
 
 MAX_RID = 256  # characters
 _INT_END = 1 << 63
@@ -45,6 +49,7 @@ GCONFIG_KINDS: dict[str, str] = {
     "seed": "int or null",
 }
 _DEFAULTS = {name: getattr(GenerationHyperparameters(), name) for name in GCONFIG_KINDS}
+_REQUEST_FIELDS = dict.fromkeys(("rid", "input_ids", "gconfig", "progress_tokens", "so_far"))
 _STOP_REASONS = get_args(StopReason)
 
 RefusalKind = Literal["request", "engine"]  # whose fault: the caller's, or the server's
@@ -100,11 +105,7 @@ def check_supported(request: ModelRequest) -> None:
 
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:
-    entries = [
-        {"rid": request.rid, "input_ids": request.input_ids, "gconfig": _options(request.gconfig)}
-        for request in requests
-    ]
-    return to_json({"requests": entries})
+    return to_json({"requests": [_entry_of(request) for request in requests]})
 
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
@@ -140,13 +141,15 @@ def decode_tags(body: bytes) -> list[str] | None:
     return tags
 
 
-def encode_lines(results: Iterable[Reply | Refusal]) -> bytes:
+def encode_lines(results: Iterable[Reply | Refusal | Progress]) -> bytes:
     return b"".join(to_json(_line_of(result)) + b"\n" for result in results)
 
 
-def decode_line(line: bytes) -> Reply | Refusal:
+def decode_line(line: bytes) -> Reply | Refusal | Progress:
     content = parse_object(line, "line")
     rid = _rid(content, "line")
+    if "progress" in content:
+        return _decode_progress(rid, content["progress"], "progress")
     if "refused" in content:
         kind, message = content["refused"], content.get("message")
         if kind not in get_args(RefusalKind) or not isinstance(message, str):
@@ -190,15 +193,39 @@ def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     return options
 
 
+def _entry_of(request: GenRequest) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "rid": request.rid,
+        "input_ids": request.input_ids,
+        "gconfig": _options(request.gconfig),
+    }
+    if request.progress_tokens:
+        entry["progress_tokens"] = request.progress_tokens
+    if request.so_far is not None:
+        entry["so_far"] = _output_of(request.so_far)
+    return entry
+
+
 def _decode_request(rid: str, entry: dict[str, Any]) -> GenRequest | Refusal:
     try:
-        unknown = entry.keys() - {"rid", "input_ids", "gconfig"}
-        if unknown:
-            raise ValueError(f"{min(unknown)}: unknown field; expected rid, input_ids, gconfig")
+        if unknown := entry.keys() - _REQUEST_FIELDS:
+            known = ", ".join(_REQUEST_FIELDS)
+            raise ValueError(f"{min(unknown)}: unknown field; expected one of {known}")
         input_ids = _ids(entry.get("input_ids"), "input_ids")
         if not input_ids:
             raise ValueError("input_ids: expected at least one token id, got an empty list")
-        return GenRequest(rid, input_ids, _decode_gconfig(entry.get("gconfig", {})))
+        progress_tokens = entry.get("progress_tokens", 0)
+        _int(progress_tokens, "progress_tokens")
+        if progress_tokens < 0:
+            raise ValueError(f"progress_tokens: expected 0 or more, got {progress_tokens}")
+        so_far = entry.get("so_far")
+        return GenRequest(
+            rid,
+            input_ids,
+            _decode_gconfig(entry.get("gconfig", {})),
+            progress_tokens=progress_tokens,
+            so_far=None if so_far is None else _decode_progress(rid, so_far, "so_far"),
+        )
     except ValueError as err:
         return Refusal(rid, "request", str(err))
 
@@ -216,7 +243,26 @@ def _decode_gconfig(options: Any) -> GenerationHyperparameters:
     return GenerationHyperparameters(**options)
 
 
+def _decode_progress(rid: str, content: Any, where: str) -> Progress:
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {_show(content)}")
+    try:
+        return Progress(rid, *_decode_output(content))
+    except ValueError as err:
+        raise ValueError(f"{where}.{err}") from None
+
+
 def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
+    output = _decode_output(content)
+    reason = content.get("stop_reason")
+    if reason not in _STOP_REASONS:
+        raise ValueError(f"stop_reason: expected one of {_STOP_REASONS}, got {_show(reason)}")
+    times = [_float(content.get(name), name) for name in ("latency", "ttft")]
+    return Reply(Finished(rid, *output, reason), *times)
+
+
+def _decode_output(content: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
+    """Tokens, log-probabilities and versions."""
     tokens = _ids(content.get("output_tokens"), "output_tokens")
     logprobs = content.get("output_logprobs")
     if not isinstance(logprobs, list) or not set(map(type, logprobs)) <= {float, int}:
@@ -232,14 +278,20 @@ def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
             "output_logprobs, output_versions: expected one per output token, "
             f"got {len(logprobs)} and {len(versions)} for {len(tokens)}"
         )
-    reason = content.get("stop_reason")
-    if reason not in _STOP_REASONS:
-        raise ValueError(f"stop_reason: expected one of {_STOP_REASONS}, got {_show(reason)}")
-    times = [_float(content.get(name), name) for name in ("latency", "ttft")]
-    return Reply(Finished(rid, tokens, logprobs, versions, reason), *times)
+    return tokens, logprobs, versions
 
 
-def _line_of(result: Reply | Refusal) -> dict[str, Any]:
+def _output_of(progress: Progress) -> dict[str, Any]:
+    return {
+        "output_tokens": progress.tokens,
+        "output_logprobs": progress.logprobs,
+        "output_versions": progress.versions,
+    }
+
+
+def _line_of(result: Reply | Refusal | Progress) -> dict[str, Any]:
+    if isinstance(result, Progress):
+        return {"rid": result.rid, "progress": _output_of(result)}
     if isinstance(result, Refusal):
         return {"rid": result.rid, "refused": result.kind, "message": result.message}
     finished = result.finished

@@ -48,7 +48,7 @@ class SlurmJob:
                 raise ValueError(f"--{key}: {value!r} is no {key} Slurm can have")
         if self.server_gpus > self.gpus_per_node:
             raise ValueError(
-                f"rollout.backend: the inference server needs {self.server_gpus} GPUs of the first "
+                f"rollout.backend: inference servers need {self.server_gpus} GPUs of the first "
                 f"machine, and cluster.n_gpus_per_node is {self.gpus_per_node}"
             )
         for option in self.options:

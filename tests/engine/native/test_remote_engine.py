@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from contextlib import asynccontextmanager
@@ -167,7 +168,7 @@ def test_wrong_token_fails_at_once(address):
 
 def test_servers_that_never_come_up():
     engine = NativeRemoteEngine(["127.0.0.1:1", "127.0.0.1:2"], TOKEN, setup_timeout_s=0.1)
-    with pytest.raises(RuntimeError, match="127.0.0.1:1"):
+    with pytest.raises(RuntimeError, match="127.0.0.1:[12]"):
         engine.initialize()
     engine.destroy()
     with pytest.raises(ValueError, match="addrs"):
@@ -211,8 +212,9 @@ async def scripted_server(*scripts):
 
     async def answer(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        seen.append(json.loads(await reader.readexactly(length))["requests"])
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        body = b"{}" if length is None else await reader.readexactly(int(length[1]))
+        seen.append(json.loads(body).get("requests", []))
         script = scripts[min(len(seen), len(scripts)) - 1]
         writer.write(script(seen[-1]))
         await writer.drain()
@@ -329,6 +331,56 @@ async def test_a_dead_server_is_avoided():
         replies = await asyncio.gather(*[engine.agenerate(request(s, ids=[s])) for s in range(6)])
         await asyncio.to_thread(engine.destroy)
     assert [reply.output_tokens for reply in replies] == [[seed] for seed in range(6)]
+
+
+def ended(entries):
+    return b'HTTP/1.1 503 No\r\n\r\n{"error": "the engine ended: boom"}'
+
+
+async def test_a_server_whose_engine_has_ended_is_left_out(engine, address):
+    async with scripted_server(ended) as (broken, seen):
+        both = NativeRemoteEngine([broken, address], TOKEN, request_timeout_s=20)
+        replies = await asyncio.gather(*[both.agenerate(request(s, ids=[2, s])) for s in range(6)])
+        assert [reply.output_len for reply in replies] == [4] * 6 and seen
+        await asyncio.to_thread(both.continue_generation)
+        assert both.servers == [address]
+        with pytest.raises(ServerError, match="503: the engine ended: boom"):
+            await asyncio.to_thread(NativeRemoteEngine([broken], TOKEN).pause_generation)
+        await asyncio.to_thread(both.destroy)
+
+
+async def test_a_server_of_another_model_does_not_join(engine, address):
+    def health(entries):
+        return b'HTTP/1.1 200 OK\r\n\r\n{"status": "ok", "version": 0, "model": "/other"}'
+
+    async with scripted_server(health) as (other, _):
+        with pytest.raises(RuntimeError, match=f"{other} serves the model /other, the others"):
+            await asyncio.to_thread(engine.join, other)
+    assert engine.servers == [address]
+
+
+def told_then_cut(entries):
+    """Two pieces of progress, then the connection is gone."""
+    lines = [
+        {"rid": entry["rid"], "progress": piece}
+        for piece in (PIECE, {name: values[:1] for name, values in PIECE.items()})
+        for entry in entries
+    ]
+    return b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(json.dumps(x).encode() + b"\n" for x in lines)
+
+
+PIECE = {"output_tokens": [4, 5], "output_logprobs": [-1.0, -2.0], "output_versions": [0, 1]}
+
+
+async def test_requests_are_sent_again_with_what_servers_told():
+    async with scripted_server(told_then_cut, told_then_cut, all_replies) as (address, seen):
+        replies = await gather_from(address, 2)
+    assert [reply.output_tokens for reply in replies] == [[0], [1]]
+    once = {"output_tokens": [4, 5, 4], "output_logprobs": [-1.0, -2.0, -1.0]}
+    once["output_versions"] = [0, 1, 0]
+    twice = {name: values * 2 for name, values in once.items()}
+    expected = [[None, None], [once, once], [twice, twice]]
+    assert [[entry.get("so_far") for entry in entries] for entries in seen] == expected
 
 
 async def test_one_engine_serves_one_event_loop_at_a_time(engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 
 import pytest
 from tiny import tiny_model, write_tiny_model
@@ -30,7 +31,7 @@ def request(rid, *, stream=True, stop=None, seed=1, max_new_tokens=12, min_new_t
         max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed, stop=stop
     )
     watch = StopWatch(TOKENIZER, stop, min_tokens=min_new_tokens) if stop else None
-    return GenRequest(rid, [5, 6], gconfig, stream=stream, stop_watch=watch)
+    return GenRequest(rid, [5, 6], gconfig, progress_tokens=int(stream), stop_watch=watch)
 
 
 def run(engine, *requests):
@@ -68,6 +69,95 @@ def test_a_stop_string_ends_the_output_with_its_last_token(engine):
     assert stopped[0].output_tokens == free.output_tokens[:6]
     assert stopped[0].output_logprobs == free.output_logprobs[:6]
     assert engine.stats()["running"] == 0
+
+
+def test_progress_comes_every_so_many_tokens(engine):
+    steps = run(engine, replace(request("a", max_new_tokens=20), progress_tokens=8))
+    parts = [one for step in steps for one in step if isinstance(one, Progress)]
+    (ended,) = [one for step in steps for one in step if isinstance(one, Finished)]
+    assert [len(part.tokens) for part in parts] == [8, 8]
+    assert parts[1].tokens == ended.output_tokens[8:16]
+    assert parts[1].logprobs == ended.output_logprobs[8:16]
+    assert parts[1].versions == ended.output_versions[8:16] == [0] * 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"frequency_penalty": 0.7},
+        {"min_new_tokens": 9, "stop_token_ids": list(range(0, VOCAB_SIZE, 6))},
+    ],
+)
+def test_a_request_goes_on_from_tokens_another_engine_has_drawn(engine, options):
+    whole = request("a", max_new_tokens=24)
+    whole.gconfig = whole.gconfig.new(ignore_eos=True, **options)
+    ((expected,),) = [
+        kept
+        for step in run(engine, replace(whole, progress_tokens=0))
+        if (kept := [one for one in step if isinstance(one, Finished)])
+    ]
+    for count in (1, 5):
+        so_far = Progress(
+            "b",
+            expected.output_tokens[:count],
+            [-9.0] * count,  # whatever the other said of them stays
+            [7] * count,
+        )
+        steps = run(engine, replace(whole, rid="b", so_far=so_far, progress_tokens=4))
+        results = [one for step in steps for one in step]
+        last = results[-1]
+        assert last.output_tokens == expected.output_tokens
+        assert last.output_logprobs[:count] == [-9.0] * count
+        assert last.output_logprobs[count:] == pytest.approx(expected.output_logprobs[count:])
+        assert last.output_versions == [7] * count + [0] * (len(last.output_tokens) - count)
+        assert last.stop_reason == expected.stop_reason and last.first_token_time > 0
+        assert results[0].tokens == expected.output_tokens[count : count + 4]
+
+
+@pytest.mark.gpu
+def test_a_request_goes_on_where_steps_are_graphs():
+    """Several tokens a launch, launches ahead of the host."""
+    model = tiny_model(vocab_size=VOCAB_SIZE, head_dim=16).cuda()
+    engine = NativeEngine(model, num_pages=200)
+    whole = request("a", max_new_tokens=100)
+    whole.gconfig = whole.gconfig.new(ignore_eos=True)
+    results = [one for step in run(engine, replace(whole, progress_tokens=16)) for one in step]
+    *parts, expected = results
+    assert all(len(part.tokens) >= 16 for part in parts) and len(parts) > 3
+    tokens = sum((part.tokens for part in parts[:2]), [])
+    logprobs = sum((part.logprobs for part in parts[:2]), [])
+    so_far = Progress("b", tokens, logprobs, [7] * len(tokens))
+    (last,) = [
+        one
+        for step in run(engine, replace(whole, rid="b", so_far=so_far))
+        for one in step
+        if isinstance(one, Finished)
+    ]
+    assert last.output_tokens == expected.output_tokens
+    assert last.output_logprobs == pytest.approx(expected.output_logprobs, abs=1e-3)
+    assert last.output_versions == [7] * len(tokens) + [0] * (100 - len(tokens))
+
+
+def test_a_stop_string_may_begin_in_what_another_engine_has_drawn(engine):
+    (free,) = [one for step in run(engine, request("a", stream=False)) for one in step]
+    text = TOKENIZER.decode(free.output_tokens[3:6], skip_special_tokens=False)
+    so_far = Progress("b", free.output_tokens[:4], free.output_logprobs[:4], [0] * 4)
+    steps = run(engine, replace(request("b", stream=False, stop=[text]), so_far=so_far))
+    (stopped,) = [one for step in steps for one in step]
+    assert stopped.output_tokens == free.output_tokens[:6] and stopped.stop_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([5] * 12, "so_far has 12 tokens"), ([VOCAB_SIZE], "so_far must lie in")],
+)
+def test_what_cannot_go_on_is_refused(engine, tokens, message):
+    count = len(tokens)
+    so_far = Progress("a", tokens, [-1.0] * count, [0] * count)
+    with pytest.raises(ValueError, match=message):
+        engine.add(replace(request("a"), so_far=so_far))
+    assert not engine.has_work
 
 
 def test_stop_strings_without_a_watch_are_refused(engine):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
-from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import (
     GCONFIG_KINDS,
     Refusal,
@@ -25,7 +25,7 @@ from areal.engine.native.wire import (
 )
 
 LINE_FIELDS = ["output_tokens", "output_logprobs", "output_versions", "stop_reason", "latency"]
-LINE_FIELDS += ["ttft", "refused"]
+LINE_FIELDS += ["ttft", "refused", "progress"]
 
 gconfigs = st.builds(
     GenerationHyperparameters,
@@ -49,28 +49,53 @@ json_values = st.recursive(
 )
 
 
-@given(st.lists(st.builds(GenRequest, st.uuids().map(str), token_ids, gconfigs), min_size=1))
-def test_requests_round_trip(requests):
-    assert decode_requests(encode_requests(requests)) == requests
+# Tokens, log-probabilities and versions.
+outputs = st.lists(
+    st.tuples(
+        st.integers(0, 2**63 - 1),
+        st.floats(max_value=0, allow_infinity=False, allow_nan=False),
+        st.integers(0, 10**6),
+    )
+).map(lambda rows: [list(column) for column in zip(*rows, strict=True)] or [[], [], []])
 
 
 @given(
     st.lists(
-        st.tuples(
-            st.integers(0, 2**63 - 1),
-            st.floats(max_value=0, allow_infinity=False, allow_nan=False),
-            st.integers(0, 10**6),
-        )
+        st.builds(
+            GenRequest, st.uuids().map(str), token_ids, gconfigs, progress_tokens=st.integers(0, 99)
+        ),
+        min_size=1,
     ),
-    st.sampled_from(["length", "stop", "abort"]),
+    st.lists(st.none() | outputs),
 )
-def test_replies_round_trip_exactly(tokens, reason):
-    columns = [list(column) for column in zip(*tokens, strict=True)] or [[], [], []]
-    reply = Reply(Finished("a", *columns, reason), latency=0.5, ttft=0.1)
-    refusal = Refusal("ü\n", "engine", "why\nso")
-    lines = encode_lines([reply, refusal]).split(b"\n")
+def test_requests_round_trip(requests, drawn):
+    for request, output in zip(requests, drawn, strict=False):
+        request.so_far = None if output is None else Progress(request.rid, *output)
+    assert decode_requests(encode_requests(requests)) == requests
+
+
+@given(outputs, st.sampled_from(["length", "stop", "abort"]))
+def test_replies_round_trip_exactly(output, reason):
+    reply = Reply(Finished("a", *output, reason), latency=0.5, ttft=0.1)
+    results = [reply, Refusal("ü\n", "engine", "why\nso"), Progress("b", *output)]
+    lines = encode_lines(results).split(b"\n")
     assert lines.pop() == b""
-    assert [decode_line(line) for line in lines] == [reply, refusal]
+    assert [decode_line(line) for line in lines] == results
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"progress_tokens": -1}, "progress_tokens: expected 0 or more, got -1"),
+        ({"progress_tokens": "8"}, "progress_tokens: expected an integer"),
+        ({"so_far": [5]}, "so_far: expected a JSON object"),
+        ({"so_far": {"output_tokens": ["x"]}}, "so_far.output_tokens: expected a list of token"),
+    ],
+)
+def test_what_is_said_of_earlier_tokens_is_checked(more, message):
+    body = json.dumps({"requests": [{"rid": "a", "input_ids": [1], **more}]}).encode()
+    (refusal,) = decode_requests(body)
+    assert isinstance(refusal, Refusal) and message in refusal.message
 
 
 def test_every_sampling_option_travels():
