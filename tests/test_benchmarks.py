@@ -153,13 +153,14 @@ def test_ledger_reports_how_a_step_grows_with_the_run(tmp_path):
 @pytest.mark.slow
 def test_chaos_survives_a_fault_of_every_kind_and_keeps_what_is_done(tmp_path):
     report = tmp_path / "report.json"
-    run("chaos.py", "--faults", "3", "--seed", "1", "--json", report)
+    faults = ("--faults", "4", "--seed", "43")  # a run with rollout workers
+    run("chaos.py", *faults, "--json", report)
     written = json.loads(report.read_text())
     assert written.keys() == KEYS | {"seed", "faults"}
     targets = sorted(fault["target"] for fault in written["faults"])
-    assert targets == ["controller", "everything", "server"]
+    assert targets == ["controller", "everything", "rollout worker", "server"]
     assert all(fault["recovery_s"] > 0 for fault in written["faults"])
-    run("chaos.py", "--faults", "3", "--seed", "1", "--json", report)  # at once: nothing is left
+    run("chaos.py", *faults, "--json", report)  # at once: nothing is left
     assert json.loads(report.read_text()) == written
 
 

@@ -86,7 +86,12 @@ def _native_engine(
     can_load_again = config.actor.weight_update_mode in ("shm", "disk")
     restarts = {} if can_load_again else {"max_restarts": 0}
     return NativeRemoteEngine(
-        [process.address], token, processes=[process], **_time_limits(config), **restarts
+        [process.address],
+        token,
+        processes=[process],
+        address_file=paths.servers,
+        **_time_limits(config),
+        **restarts,
     )
 
 

@@ -10,9 +10,13 @@
 Generation runs on the event loop of its first caller (exchange.py); control calls block and may
 come from any thread (../server_control.py).
 
-A server whose process this one started (`processes`) is replaced when it dies: whoever lost a
-connection to it starts another, which loads the weights that served last (`note_weights`) before it
-is given a request. Nothing that was asked for is lost; what was half generated is made again.
+A server whose process this one started (`processes`) is replaced when it dies: whoever sees it
+first starts another, which loads the weights that served last (`note_weights`) before it is given a
+request. Nothing that was asked for is lost; what was half generated is made again. Copies of the
+engine in other processes find the new address in a file (address_file.py).
+
+    watcher of a process   waits for: its end        unblocked by: it, or the process's `close`
+    a lost call            waits for: a replacement  unblocked by: it, or EngineLostError
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from areal.api.engine_api import EngineLostError, InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.event_loop import close_on_its_loop, runs_here
+from areal.engine.native.address_file import AddressFile
 from areal.engine.native.deadlines import Deadlines
 from areal.engine.native.device_parts import device_parts, parts_that_leave
 from areal.engine.native.exchange import GenerateClient
@@ -48,6 +53,9 @@ logger = logging.getLogger("NativeRemoteEngine")
 
 T = TypeVar("T")
 
+_LOOK_S = 0.1  # between two looks of a copy for the replacement
+_ANSWER_S = 5.0  # for a server that is there to say so
+
 
 class NativeRemoteEngine(InferenceEngine):
     """`addrs` are "host:port". `request_timeout_s` bounds one attempt of a request and every
@@ -55,7 +63,8 @@ class NativeRemoteEngine(InferenceEngine):
     `weight_group_timeout_s` how long a server may keep a broadcast of weights waiting.
 
     `processes` are those of the servers, in the order of `addrs`; without them nobody is replaced.
-    `max_restarts` bounds the replacements between two weight updates.
+    `max_restarts` bounds the replacements between two weight updates. `address_file` is where
+    copies of this engine look for a replacement; without it they only try again.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class NativeRemoteEngine(InferenceEngine):
         weight_group_timeout_s: float = 120.0,
         processes: Sequence[ServerProcess] = (),
         max_restarts: int = 3,
+        address_file: Path | None = None,
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
@@ -81,7 +91,9 @@ class NativeRemoteEngine(InferenceEngine):
         self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
         self._processes = processes
+        self._is_copy = False
         self._max_restarts = max_restarts
+        self._file = None if address_file is None else AddressFile(address_file)
         self._replacing = threading.Lock()  # guards all below
         self._num_restarts = self._num_recent_restarts = 0
         self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its place
@@ -94,14 +106,29 @@ class NativeRemoteEngine(InferenceEngine):
     def __getstate__(self) -> dict[str, Any]:
         """Training ranks and rollout workers have copies. Connections and processes stay where they
         are: a copy replaces nobody."""
-        return {**self.__dict__, "_client": None, "_processes": (), "_replacing": None}
+        left = {"_client": None, "_processes": (), "_replacing": None, "_is_copy": True}
+        return {**self.__dict__, **left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._replacing = threading.Lock()
 
     def initialize(self) -> None:
-        self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
+        """A copy has nothing to wait for: a server it cannot reach is just being replaced."""
+        if self._is_copy:
+            return
+        # One of our own has said that it is ready; if it is gone by now it will not come back.
+        timeout_s = 0.0 if self._processes else self._setup_timeout_s
+        self._on_all(lambda control: control.wait_until_healthy(timeout_s))
+        if self._file is not None:
+            self._file.write(self._addrs)
+        for index, process in enumerate(self._processes):
+            threading.Thread(
+                target=self._watch,
+                args=(index, process),
+                name=f"native-server{index}-watch",
+                daemon=True,
+            ).start()
 
     def destroy(self) -> None:
         """From any thread. Calls that still wait are cancelled."""
@@ -214,14 +241,45 @@ class NativeRemoteEngine(InferenceEngine):
             if address in self._replaced:  # whoever lost a connection first has seen to it
                 return self._replaced[address]
             index = self._addrs.index(address)
-            end = self._processes[index].describe_end() if self._processes else None
-            if end is None:
-                return address
             with waiting(f"the replacement of native server {address}"):
-                replacement = self._start_again(self._processes[index], end)
-            self._addrs[index] = self._replaced[address] = replacement
-            self._controls[index] = self._control(replacement)
+                replacement = self._find_other(index)
+            if replacement != address:
+                self._replaced.pop(replacement, None)  # a port may come again
+                self._addrs[index] = self._replaced[address] = replacement
+                self._controls[index] = self._control(replacement)
+                if not self._is_copy and self._file is not None:
+                    self._file.write(self._addrs)
             return replacement
+
+    def _watch(self, index: int, process: ServerProcess) -> None:
+        """Calls of copies do not pass here, so nobody else may see the end of the process."""
+        while process.wait_end():
+            try:
+                self._replace(self._addrs[index])
+            except EngineLostError as error:  # raised again by the next call, here or in a copy
+                logger.error("native server %d is lost: %s", index, error)
+                if self._file is not None:
+                    self._file.write_loss(str(error))
+                return
+
+    def _find_other(self, index: int) -> str:
+        """The address that counts from now on, the same one while its server runs."""
+        if self._is_copy and self._file is not None:
+            return self._wait_for_owner(index, self._file)
+        end = self._processes[index].describe_end() if self._processes else None
+        return self._addrs[index] if end is None else self._start_again(self._processes[index], end)
+
+    def _wait_for_owner(self, index: int, file: AddressFile) -> str:
+        """In a copy: the owner of the processes sees their end, too."""
+        control = self._controls[index]
+        deadline = time.monotonic() + self._setup_timeout_s
+        while time.monotonic() < deadline:
+            address = file.read()[index]
+            if address != control.address or control.is_there(_ANSWER_S):
+                return address
+            time.sleep(_LOOK_S)
+        limit = f"{self._setup_timeout_s:g} s (rollout.setup_timeout)"
+        raise ServerError(f"native server {control.address}: no replacement within {limit}")
 
     def _start_again(self, process: ServerProcess, end: str) -> str:
         while self._num_recent_restarts < self._max_restarts:
@@ -238,7 +296,7 @@ class NativeRemoteEngine(InferenceEngine):
 
     def _prepare(self, control: ControlClient) -> None:
         """Make a new server what the dead one was, before anybody else knows its address."""
-        control.wait_until_healthy(self._setup_timeout_s)
+        control.get("/health")
         if self._offloaded:  # first: the device is needed for something else
             control.post("/offload", tags=sorted(self._offloaded))
         if self._weights is not None:

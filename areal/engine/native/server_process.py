@@ -11,11 +11,13 @@ weights, and what becomes of the requests it had is decided by its client (remot
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from areal.utils.child_process import ChildProcess
 
 _DYING_S = 2.0  # a killed process closes its connections a little before it has ended
+_LOOK_S = 0.2  # between two looks whether it still runs
 
 
 class ServerProcess:
@@ -24,12 +26,19 @@ class ServerProcess:
     def __init__(self, launch: Callable[[], tuple[ChildProcess, str]]) -> None:
         self._launch = launch
         self._child, self.address = launch()
-        self._closed = False
+        self._closed = threading.Event()
+
+    def wait_end(self) -> bool:
+        """Blocks while it runs: True when it has ended by itself, False when `close` ended it."""
+        while not self._closed.wait(_LOOK_S):
+            if self._child.poll() is not None:
+                return True
+        return False
 
     def describe_end(self) -> str | None:
         """How it ended; None while it runs, or when `close` ended it. To be asked when a connection
         to it was lost: waits a moment for a process that is just ending."""
-        if self._closed or self._child.wait(_DYING_S) is None:
+        if self._closed.is_set() or self._child.wait(_DYING_S) is None:
             return None
         return self._child.describe_end()
 
@@ -38,10 +47,10 @@ class ServerProcess:
         self._child.terminate()
         child, self.address = self._launch()
         self._child = child
-        if self._closed:
+        if self._closed.is_set():
             child.terminate()
         return self.address
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         self._child.terminate()
