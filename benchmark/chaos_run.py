@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 STEPS_PER_FAULT = 8
 BATCH = 8
-DEADLINE_S = 180.0
+DEADLINE_S = 300.0
 SMALL = (
     "trial_name=chaos",
     f"train_dataset.batch_size={BATCH}",

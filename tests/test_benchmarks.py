@@ -17,7 +17,7 @@ KEYS = {"rows", "machine", "date", "commit"}
 
 def run(script: str, *arguments: str | Path) -> None:
     command = [sys.executable, BENCHMARKS / script, *arguments]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -162,6 +162,19 @@ def test_chaos_survives_a_fault_of_every_kind_and_keeps_what_is_done(tmp_path):
     assert all(fault["recovery_s"] > 0 for fault in written["faults"])
     run("chaos.py", *faults, "--json", report)  # at once: nothing is left
     assert json.loads(report.read_text()) == written
+
+
+@pytest.mark.slow
+def test_memory_reports_the_growth_of_both_processes(tmp_path):
+    report = tmp_path / "report.json"
+    run("memory.py", "--steps", "40", "--every", "0.02", "--bound", "500", "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS | {"bound", "samples"}
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    for process in ("controller", "server"):
+        warm, end = rows[f"{process}_warm"], rows[f"{process}_end"]
+        assert warm > 50 and rows[f"{process}_growth"] == pytest.approx(end - warm)
+    assert 0 < len(written["samples"]) <= 100
 
 
 @pytest.mark.slow
