@@ -17,7 +17,7 @@ KEYS = {"rows", "machine", "date", "commit"}
 
 def run(script: str, *arguments: str | Path) -> None:
     command = [sys.executable, BENCHMARKS / script, *arguments]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -153,14 +153,28 @@ def test_ledger_reports_how_a_step_grows_with_the_run(tmp_path):
 @pytest.mark.slow
 def test_chaos_survives_a_fault_of_every_kind_and_keeps_what_is_done(tmp_path):
     report = tmp_path / "report.json"
-    run("chaos.py", "--faults", "3", "--seed", "1", "--json", report)
+    faults = ("--faults", "4", "--seed", "43")  # a run with rollout workers
+    run("chaos.py", *faults, "--json", report)
     written = json.loads(report.read_text())
     assert written.keys() == KEYS | {"seed", "faults"}
     targets = sorted(fault["target"] for fault in written["faults"])
-    assert targets == ["controller", "everything", "server"]
+    assert targets == ["controller", "everything", "rollout worker", "server"]
     assert all(fault["recovery_s"] > 0 for fault in written["faults"])
-    run("chaos.py", "--faults", "3", "--seed", "1", "--json", report)  # at once: nothing is left
+    run("chaos.py", *faults, "--json", report)  # at once: nothing is left
     assert json.loads(report.read_text()) == written
+
+
+@pytest.mark.slow
+def test_memory_reports_the_growth_of_both_processes(tmp_path):
+    report = tmp_path / "report.json"
+    run("memory.py", "--steps", "40", "--every", "0.02", "--bound", "500", "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS | {"bound", "samples"}
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    for process in ("controller", "server"):
+        warm, end = rows[f"{process}_warm"], rows[f"{process}_end"]
+        assert warm > 50 and rows[f"{process}_growth"] == pytest.approx(end - warm)
+    assert 0 < len(written["samples"]) <= 100
 
 
 @pytest.mark.slow

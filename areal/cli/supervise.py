@@ -15,8 +15,9 @@ The fork is taken before torch is loaded: the parent is small, has one thread an
     how the child ended            what follows
     0, 2 (user's mistake), 130     the end
     1 (a fault of the world)       started again if it got as far as a new recover point,
-                                   unless it said `stay_down()`
-    a signal (kill -9, segfault)   started again, `retries` times without a new recover point
+                                   unless it said `stay_down()` (utils/restart.py)
+    a signal (kill -9, segfault),  started again, `retries` times without a new recover point
+    or 1 after `come_again()`
 """
 
 from __future__ import annotations
@@ -27,18 +28,11 @@ import signal
 import sys
 from collections.abc import Callable
 
+from areal.utils import restart
+
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1
-
-
-_to_parent: int | None = None  # in a child: the end of a pipe
-
-
-def stay_down() -> None:
-    """In a child: what ends it now (a full disk) would end the next one, too. Nothing elsewhere."""
-    if _to_parent is not None:
-        os.write(_to_parent, b".")
 
 
 def supervise(*, retries: int, newest_point: Callable[[], int | None]) -> int | None:
@@ -57,7 +51,7 @@ def supervise(*, retries: int, newest_point: Callable[[], int | None]) -> int | 
         got_on = point != before
         if child.was_told_to_end:
             return _INTERRUPTED
-        if code in (0, 2, _INTERRUPTED) or (code > 0 and not (got_on and child.may_come_again)):
+        if code in (0, 2, _INTERRUPTED) or (code > 0 and not _may_come_again(child, got_on)):
             return code
         strikes = 1 if got_on else strikes + 1
         how = _how_it_ended(code)
@@ -68,12 +62,17 @@ def supervise(*, retries: int, newest_point: Callable[[], int | None]) -> int | 
         _say(f"the training process {how}; going on from {origin} (restart {strikes} of {retries})")
 
 
+def _may_come_again(child: _Child, got_on: bool) -> bool:
+    """After an exit code that is neither the end nor a mistake."""
+    return child.wish == restart.COME_AGAIN or (got_on and child.wish != restart.STAY_DOWN)
+
+
 class _Child:
     """A fork of this process; `is_here` tells the two apart."""
 
     def __init__(self) -> None:
         self.was_told_to_end = False
-        self.may_come_again = True
+        self.wish = b""  # what it has said
         self._reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -82,9 +81,8 @@ class _Child:
         self._pid = os.fork()
         self.is_here = self._pid == 0
         if self.is_here:
-            global _to_parent
             os.close(self._reader)
-            _to_parent = writer
+            restart.answer_to(writer)
             os.setsid()
             _die_with(parent_pid)
         else:
@@ -100,7 +98,7 @@ class _Child:
         # Not waiting for the end of the pipe: a process the child has forked may still hold it.
         os.set_blocking(self._reader, False)
         with open(self._reader, "rb", buffering=0) as said:
-            self.may_come_again = not said.read(1)
+            self.wish = said.read(1) or b""
         return os.waitstatus_to_exitcode(status)
 
     def _hand_on(self, signum: int, frame: object) -> None:

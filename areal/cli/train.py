@@ -41,9 +41,11 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
     if code is not None:
         return code
     prepare()
-    from areal.cli.supervise import stay_down
+    from areal.api.scheduler_api import WorkerFailedError
     from areal.rollout.failures import RolloutFailedError
     from areal.trainer.experiment import run_experiment
+    from areal.utils.child_process import ProcessKilledError
+    from areal.utils.restart import come_again, stay_down
     from areal.utils.run_db import RunDatabaseError
 
     # A scheduler's SIGTERM ends the run as Ctrl-C does: children stopped, database closed.
@@ -52,6 +54,9 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
         run_experiment(config)
     except (OSError, RolloutFailedError, RunDatabaseError):
         stay_down()
+        raise
+    except (WorkerFailedError, ProcessKilledError):
+        come_again()
         raise
     return 0
 

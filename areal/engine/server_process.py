@@ -24,6 +24,7 @@ from areal.utils.waits import waiting
 logger = logging.getLogger("ServerProcess")
 
 _DYING_S = 2.0  # a killed process closes its connections a little before it has ended
+_LOOK_S = 0.2  # between two looks whether it still runs
 
 
 class ServerProcess:
@@ -32,12 +33,19 @@ class ServerProcess:
     def __init__(self, launch: Callable[[], tuple[ChildProcess, str]]) -> None:
         self._launch = launch
         self._child, self.address = launch()
-        self._closed = False
+        self._closed = threading.Event()
+
+    def wait_end(self) -> bool:
+        """Blocks while it runs: True when it has ended by itself, False when `close` ended it."""
+        while not self._closed.wait(_LOOK_S):
+            if self._child.poll() is not None:
+                return True
+        return False
 
     def describe_end(self) -> str | None:
         """How it ended; None while it runs, or when `close` ended it. To be asked when a connection
         to it was lost: waits a moment for a process that is just ending."""
-        if self._closed or self._child.wait(_DYING_S) is None:
+        if self._closed.is_set() or self._child.wait(_DYING_S) is None:
             return None
         return self._child.describe_end()
 
@@ -46,12 +54,12 @@ class ServerProcess:
         self._child.terminate()
         child, self.address = self._launch()
         self._child = child
-        if self._closed:
+        if self._closed.is_set():
             child.terminate()
         return self.address
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         self._child.terminate()
 
 
@@ -59,9 +67,8 @@ class ServerSeats:
     """The places of a client's servers, each taken by one process after another.
 
     `processes` are in the order of `addresses`; without them nobody is replaced, nor is a server
-    that has no seat. `max_restarts`
-    bounds the replacements between two calls of `renew_restarts`. A copy in another process knows
-    the addresses and replaces nobody.
+    that has no seat. `max_restarts` bounds the replacements between two calls of `renew_restarts`.
+    A copy in another process replaces nobody.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class ServerSeats:
                 return address
             with waiting(f"the replacement of the server {address}"):
                 self.addresses[seat] = self._fill(seat, end, prepare)
+            self._replaced.pop(self.addresses[seat], None)  # a port may come again
             self._replaced[address] = self.addresses[seat]
             return self.addresses[seat]
 

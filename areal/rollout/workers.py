@@ -12,8 +12,9 @@ runs that very class. The executor cannot tell the two apart.
     a call               waits for: its answer      unblocked by: it, or WorkerLostError
 
 A worker that dies takes nothing along: its groups go to another worker at once, with the seeds they
-had, at most `max_retries` times each, and a new process takes its place. One that cannot start
-stops the run, with its last output.
+had, at most `max_retries` times each, and a new process takes its place; one that is killed before
+it is ready is started as many times again. One that ends by itself before that stops the run, with
+its last output.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.api.engine_api import EngineLostError
 from areal.api.reward_process import main_module
 from areal.rollout.failures import WorkerError
 from areal.rollout.trajectory import decode
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("RolloutWorkers")
 
 _READ_BYTES = 16 << 20  # of answers buffered per worker before it has to wait
+
+_DYING_S = 2.0  # a killed process closes its socket a little before it has ended
 
 
 class WorkerLostError(RuntimeError):
@@ -104,7 +108,7 @@ class RolloutWorkers:
         logs: Path | None = None,
     ) -> None:
         self._runner = runner
-        self._setup = _describe_process(engine)
+        self._engine = engine
         self._count = count
         self._max_retries = max_retries
         self._setup_timeout_s = setup_timeout_s
@@ -181,19 +185,32 @@ class RolloutWorkers:
 
     async def _bring_up(self, index: int) -> None:
         """A ready worker in place `index`; its reader then lives as long as it."""
-        child, channel = await asyncio.to_thread(self._spawn, index)
-        reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
-        worker = _Worker(index, child, reader, writer)
-        writer.write(DOWN.pack(len(self._setup)) + self._setup)
-        try:
-            async with asyncio.timeout(self._setup_timeout_s):
-                await _next_answer(reader)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            await asyncio.to_thread(child.terminate)
-            raise RuntimeError(f"it was not ready: {child.describe_end()}") from None
+        worker = await self._start_worker(index, kills_left=self._max_retries)
         self._alive.append(worker)
         self._someone.set()
         self._runner.spawn(self._read(worker), name=f"rollout-worker-{index}")
+
+    async def _start_worker(self, index: int, kills_left: int) -> _Worker:
+        child, channel = await asyncio.to_thread(self._spawn, index)
+        reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
+        # Described anew each time: a server may have another address by now.
+        setup = _describe_process(self._engine)
+        writer.write(DOWN.pack(len(setup)) + setup)
+        try:
+            async with asyncio.timeout(self._setup_timeout_s):
+                await _next_answer(reader)
+                return _Worker(index, child, reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            writer.close()
+            await asyncio.to_thread(child.wait, _DYING_S)
+            was_killed = child.was_killed
+            await asyncio.to_thread(child.terminate)
+        end = child.describe_end()
+        if not was_killed or kills_left == 0:
+            raise RuntimeError(f"it was not ready: {end}")
+        self.num_replaced += 1
+        logger.warning("%s before it was ready; starting another", end)
+        return await self._start_worker(index, kills_left - 1)
 
     def _spawn(self, index: int) -> tuple[ChildProcess, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -230,7 +247,7 @@ class RolloutWorkers:
         if call is None or call.answer.done():  # cancelled meanwhile
             return
         if message["state"] == "failed":
-            call.answer.set_exception(WorkerError(message["kind"], message["text"]))
+            call.answer.set_exception(_failure(message["kind"], message["text"]))
         else:
             call.answer.set_result(decode(payload) if payload else None)
 
@@ -248,6 +265,13 @@ class RolloutWorkers:
             "%s; its %d groups run again elsewhere", worker.child.describe_end(), len(lost)
         )
         await self._bring_up(worker.index)
+
+
+def _failure(kind: str, text: str) -> Exception:
+    """A lost engine is nothing of the episode's, there as here: it stops the run."""
+    if kind == EngineLostError.__name__:
+        return EngineLostError(text)
+    return WorkerError(kind, text)
 
 
 async def _next_answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:

@@ -96,7 +96,12 @@ def _native_engine(
     restarts = {} if can_load_again else {"max_restarts": 0}
     addresses = [process.address for process in processes]
     return NativeRemoteEngine(
-        addresses, token, processes=processes, **_time_limits(config), **restarts
+        addresses,
+        token,
+        processes=processes,
+        address_file=paths.servers,
+        **_time_limits(config),
+        **restarts,
     )
 
 

@@ -38,6 +38,10 @@ _MAX_POLL_S = 0.05  # between two looks whether it has ended
 _PR_SET_PDEATHSIG = 1
 
 
+class ProcessKilledError(RuntimeError):
+    """A process was ended by a signal: no fault of what it was asked to do."""
+
+
 class ChildProcess:
     """Starts `argv` at once. `env` is added to this process's environment.
 
@@ -90,7 +94,8 @@ class ChildProcess:
     ) -> str:
         """Waits for the first stdout line that `is_ready` accepts and returns it.
 
-        Raises RuntimeError when the child ends or the time is over before that.
+        Raises RuntimeError when the child ends (ProcessKilledError: by a signal) or the time is
+        over before that.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -102,7 +107,7 @@ class ChildProcess:
                     f"{self._shown_stderr()}"
                 ) from None
             if line is None:
-                raise RuntimeError(self.describe_end())
+                raise self._end_error()
             if is_ready(line):
                 self._is_ready = True
                 return line
@@ -128,7 +133,12 @@ class ChildProcess:
     def raise_if_ended(self) -> None:
         """RuntimeError with exit code and last output when the child no longer runs."""
         if self.poll() is not None:
-            raise RuntimeError(self.describe_end())
+            raise self._end_error()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it."""
+        return (self.poll() or 0) < 0
 
     def wait_end(self, *, timeout_s: float = 5.0) -> str:
         """How it ended, for a child that is known to be ending; see `describe_end`."""
@@ -156,6 +166,10 @@ class ChildProcess:
             self._process.wait()
         self._finish_reading()
         return self._process.returncode
+
+    def _end_error(self) -> RuntimeError:
+        end = self.describe_end()  # waits a moment for a process that is just ending
+        return ProcessKilledError(end) if self.was_killed else RuntimeError(end)
 
     def _signal_group(self, signum: int) -> None:
         # Only while the leader is unreaped is its id surely still the id of our group.

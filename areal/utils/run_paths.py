@@ -60,6 +60,11 @@ class RunPaths:
         return self.root / "logs"
 
     @property
+    def servers(self) -> Path:
+        """The addresses of the inference servers that run now."""
+        return self.root / "servers.json"
+
+    @property
     def stacks(self) -> Path:
         """Where the processes of a run that hangs stood."""
         return self.logs / "stacks.txt"

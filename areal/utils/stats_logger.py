@@ -57,6 +57,7 @@ TALLIES = {
     "rollout/rejected": "rejected",
     "rollout/stale": "stale",
     "rollout/failed": "failed",
+    "rollout/workers_replaced": "workers replaced",
     "server/requests_resent": "resent",
     "server/restarts": "server restarts",
 }

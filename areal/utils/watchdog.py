@@ -9,8 +9,8 @@
 A movement is whatever calls `waits.progress()`: an episode ended, a phase began, a micro-batch was
 computed. After `seconds` without one the waits of this process go to the log, the stacks of all its
 processes to a file, the cause to the last line of standard error; then the process ends with exit
-code 1 at once, whatever its threads are stuck in. Its children end with it (child_process.py), and
-what it wrote is as whole as after `kill -9`.
+code 1 at once, whatever its threads are stuck in, and is not started again: somebody has to look.
+Its children end with it (child_process.py), and what it wrote is as whole as after `kill -9`.
 
     watchdog thread   waits for: its own clock       unblocked by: close()
     observer threads  wait for: what they observe; one that hangs is no movement, and nothing worse
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from areal.utils import logging, stacks, waits
+from areal.utils import logging, restart, stacks, waits
 
 logger = logging.getLogger("Watchdog")
 
@@ -98,6 +98,7 @@ class Watchdog:
             where = f"no stacks: {error}"
         named = "; ".join(found[:_MAX_NAMED])
         with contextlib.suppress(Exception):  # nothing may keep the process from ending
+            restart.stay_down()
             sys.stdout.flush()
             sys.stderr.write(f"areal: error: {quiet}: {named}. {where}\n")
             sys.stderr.flush()

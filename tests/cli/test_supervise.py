@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 # Each child takes the next word of the script: an exit code, a signal's name, "point" (write a
-# recover point first), "down" (say `stay_down` first), or "sleep".
+# recover point first), "down" or "again" (say `stay_down` or `come_again` first), or "sleep".
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from areal.cli.supervise import stay_down, supervise
+from areal.cli.supervise import supervise
 from areal.utils.recover import newest_step
+from areal.utils.restart import come_again, stay_down
 
 folder, words = Path(sys.argv[1]), sys.argv[3:]
 code = supervise(retries=int(sys.argv[2]), newest_point=lambda: newest_step(folder / "recover"))
@@ -33,6 +34,9 @@ if word.startswith("point-"):
 if word.startswith("down-"):
     stay_down()
     word = word.removeprefix("down-")
+if word.startswith("again-"):
+    come_again()
+    word = word.removeprefix("again-")
 if word == "sleep":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -68,6 +72,8 @@ def pids(folder: Path) -> list[int]:
         (["point-1", "0"], 0, 2),
         (["point-1", "1"], 1, 2),
         (["point-down-1", "0"], 1, 1),
+        (["again-1", "0"], 0, 2),
+        (["again-1"], 1, 3),
         (["SIGKILL", "SIGKILL", "point-SIGKILL", "SIGKILL", "0"], 0, 5),
     ],
 )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from placed_world import Echo, QuietEngine
+from placed_world import DeadlyEngine, Echo, QuietEngine
 from rollout_world import World, open_world
 
 from areal.rollout.executor import WorkflowExecutor
@@ -90,6 +90,18 @@ def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
         ex.close()
         books = world.ledger.balance()
         assert books["trained"] == len(trained) and books["stale"] == books["failed"] == 0
+
+
+def test_a_worker_killed_before_it_is_ready_is_started_again_within_the_bound(tmp_path):
+    with open_world(tmp_path) as world:
+        workers = RolloutWorkers(world.runner, DeadlyEngine(tmp_path, 1), count=1, max_retries=1)
+        workers.start()
+        assert len(workers.pids) == 1 and workers.num_replaced == 1
+        workers.close()
+        workers = RolloutWorkers(world.runner, DeadlyEngine(tmp_path, 9), count=1, max_retries=1)
+        with pytest.raises(RuntimeError, match="it was not ready: rollout worker 0 .* SIGKILL"):
+            workers.start()
+    assert len(list(tmp_path.glob("killed*"))) == 1 + 2
 
 
 def test_what_always_kills_its_worker_fails_within_the_bound(tmp_path):

@@ -6,15 +6,18 @@ Real runs of the command line, each stuck in another way.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from cli_process import Command, Ended
-from tiny_run import overrides, query
+from tiny_run import areal, overrides, query
+from trainer.test_ranks_run import ranks_of
 
 from areal.cli.demo import recipe_path
 
@@ -45,11 +48,11 @@ def run_dir(root: Path) -> Path:
     return root / "arithmetic" / "stuck"
 
 
-def wait_for_a_step(root: Path) -> None:
+def wait_for_a_step(root: Path, at_least: int = 1) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         try:
-            if query(run_dir(root), "SELECT count(*) FROM steps")[0][0] > 0:
+            if query(run_dir(root), "SELECT count(*) FROM steps")[0][0] >= at_least:
                 return
         except sqlite3.OperationalError:  # not there yet
             pass
@@ -99,6 +102,79 @@ def test_a_server_that_accepts_and_never_answers(tmp_path):
     assert "native server 127.0.0.1:" in line
     text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
     assert f"process {server} (stopped)" in text and "did not answer" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_in_a_collective_ends_the_run_for_good(tmp_path):
+    """The supervisor does not start it again, though there is a recover point to go on from."""
+    small = overrides(tmp_path, *ENDLESS, "watchdog.seconds=10", "recover.retries=3")
+    env = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    run = areal(
+        "train", recipe_path("arithmetic_grpo.yaml"), *small, "actor.backend=archon:d2", env=env
+    )
+    try:
+        wait_for_a_step(tmp_path, at_least=4)
+        workers = ranks_of(run.pid)
+        os.kill(workers[1], signal.SIGSTOP)
+        err = run.communicate(timeout=120)[1]
+    finally:
+        run.kill()
+    line = last_line(Ended(run.returncode, "", err))
+    assert re.search(r"the trainer waits for phase \w+ > \w+ on 2 ranks of actor since \d+ s", line)
+    assert "going on from" not in err, "nobody has started it again"
+    text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
+    assert f"process {workers[1]} (stopped)" in text and f"process {workers[0]}:" in text
+    (waiting,) = re.findall(rf"== process {workers[0]}:.*?(?=\n== |\Z)", text, flags=re.DOTALL)
+    assert "local_worker.py" in waiting, "where the other one waits"
+    deadline = time.monotonic() + 30
+    while any(runs(pid) for pid in workers):
+        assert time.monotonic() < deadline, "a stopped rank has outlived its run"
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """A dead one may wait for somebody to ask how it ended."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+GARBAGE_SERVER = """
+import http.server, sys
+
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(b'{"weight_version": "default"}')
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(b'{"text": "<html>as you like it</html>"}')
+
+    def answer(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Server).serve_forever()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_answers_garbage_is_named(tmp_path):
+    """No wait, but the same question: what is the matter, on the last line."""
+    program = tmp_path / "python"  # called as the interpreter of an environment with SGLang
+    program.write_text(f"#!{sys.executable}\n{GARBAGE_SERVER}")
+    program.chmod(0o755)
+    ended = start(tmp_path, "rollout.backend=sglang:d1", f"sglang.python={program}").wait(120)
+    assert ended.code == 1, ended.err[-3000:]
+    line = ended.err.splitlines()[-1]
+    assert line.startswith("areal: error: ") and "groups failed" in line
+    assert re.search(r"ServerError: SGLang server 127\.0\.0\.1:\d+", line), line
+    trained = query(run_dir(tmp_path), "SELECT count(*) FROM steps")
+    assert trained == [(0,)], "garbage is no data"
 
 
 def servers_of(root: Path) -> list[int]:

@@ -8,16 +8,22 @@
 Whoever notices a loss first sees to it; who notices later learns what was done. The last server is
 never left out: its loss is raised. A new one, started or joined, gets the weights that serve and
 the pause that holds before anybody else learns its address. Calls come from any thread; only
-`_changing` is held for long.
+`_changing` is held for long. Copies in other processes start nobody: they find the new address in a
+file (address_file.py).
+
+    watcher of a process   waits for: its end        unblocked by: it, or the process's `close`
+    a lost call            waits for: a replacement  unblocked by: it, or EngineLostError
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api.engine_api import EngineLostError
+from areal.engine.native.address_file import AddressFile, FollowedSeats
 from areal.engine.native.device_parts import device_parts, parts_that_leave
 from areal.engine.server_control import (
     ControlClient,
@@ -39,7 +45,8 @@ _COME_BACK_S = 2.0  # for a server whose connection broke though it is alive
 
 class Members:
     """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
-    bounds how often they are started again between two updates of the weights."""
+    bounds how often they are started again between two updates of the weights. `address_file` is
+    where copies look for a server that was started; without it they only try again."""
 
     def __init__(
         self,
@@ -50,11 +57,14 @@ class Members:
         setup_timeout_s: float,
         processes: Sequence[ServerProcess] = (),
         max_restarts: int = 3,
+        address_file: Path | None = None,
     ) -> None:
         self._token = token
         self._timeout_s = timeout_s
         self._setup_timeout_s = setup_timeout_s
+        self._processes = processes
         self._seats = ServerSeats(addresses, processes, max_restarts=max_restarts)
+        self._file = None if address_file is None else AddressFile(address_file)
         self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
         self._left_out: set[str] = set()  # addresses
         self._version: int | None = None  # of the weights that serve, once they were noted
@@ -64,7 +74,12 @@ class Members:
         self._changing = threading.Lock()  # guards all above but reading `controls`
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_changing": None}
+        left = {"_changing": None, "_processes": ()}
+        if self._file is not None:
+            left["_seats"] = FollowedSeats(
+                self._seats.addresses, self._token, self._file, timeout_s=self._setup_timeout_s
+            )
+        return {**self.__dict__, **left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -78,8 +93,17 @@ class Members:
     def addresses(self) -> list[str]:
         return [control.address for control in self.controls]
 
-    def wait_until_healthy(self) -> None:
-        self.on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
+    def open(self) -> None:
+        """Waits until all answer, and from here on sees when one of ours ends."""
+        if isinstance(self._seats, FollowedSeats):  # one it cannot reach is just being replaced
+            return
+        # One of our own has said that it is ready; if it is gone by now it will not come back.
+        timeout_s = 0.0 if self._processes else self._setup_timeout_s
+        self.on_all(lambda control: control.wait_until_healthy(timeout_s))
+        self._tell_copies()
+        for index, process in enumerate(self._processes):
+            name = f"native-server{index}-watch"
+            threading.Thread(target=self._watch, args=(process,), name=name, daemon=True).start()
 
     def on_all(self, call: Callable[[ControlClient], T]) -> dict[ControlClient, T]:
         """The answers of all servers that are left; an error when none is.
@@ -146,12 +170,16 @@ class Members:
             if address in self._left_out:
                 return None
             try:
-                successor = self._seats.replace(address, self._take_seat)
+                successor = self._seats.replace(address, self._prepare_new)
             except EngineLostError as lost:
-                if self.addresses == [address]:
+                if self.addresses == [address] or isinstance(self._seats, FollowedSeats):
                     raise
                 self._leave_out(address, str(lost))
                 return None
+            if successor is None:  # so the owner of the processes has decided
+                self._drop(address)
+            elif successor != address and address in self.addresses:
+                self._take_place(address, successor)
             return None if successor in self._left_out else successor
 
     def join(self, address: str, order: dict[str, Any] | None) -> None:
@@ -211,13 +239,34 @@ class Members:
                 self._leave_out(address, str(error))
         return None
 
-    def _take_seat(self, seat: int, address: str) -> None:
-        """A server was started in the place of one that has ended."""
-        former, control = self._seats.addresses[seat], self._connect(address)
-        control.wait_until_healthy(self._setup_timeout_s)
+    def _watch(self, process: ServerProcess) -> None:
+        """Calls of copies do not pass here, so nobody else may see the end of the process."""
+        while process.wait_end():
+            try:
+                if self.successor(process.address) is None:
+                    return
+            except EngineLostError as error:  # raised again by the next call, here or in a copy
+                logger.error("native server %s is lost: %s", process.address, error)
+                if self._file is not None:
+                    self._file.write_loss(str(error))
+                return
+
+    def _prepare_new(self, seat: int, address: str) -> None:
+        """A server was started in the place of one that has ended; it has said that it is ready."""
+        control = self._connect(address)
+        control.get("/health")
         self._prepare(control, self._weights)
+
+    def _take_place(self, former: str, address: str) -> None:
         self._left_out.discard(address)  # a port may come again
+        control = self._connect(address)
         self.controls = tuple(control if c.address == former else c for c in self.controls)
+        self._tell_copies()
+
+    def _tell_copies(self) -> None:
+        if self._file is not None and not isinstance(self._seats, FollowedSeats):
+            gone = self._left_out
+            self._file.write([None if a in gone else a for a in self._seats.addresses])
 
     def _prepare(self, control: ControlClient, order: dict[str, Any] | None) -> None:
         """Make a new server what the others are, before anybody else knows its address."""
@@ -235,6 +284,7 @@ class Members:
     def _drop(self, address: str) -> None:
         self.controls = tuple(c for c in self.controls if c.address != address)
         self._left_out.add(address)
+        self._tell_copies()
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:

@@ -51,7 +51,8 @@ class NativeRemoteEngine(InferenceEngine):
     `weight_group_timeout_s` how long a server may keep a broadcast of weights waiting.
 
     `processes` are those of the servers, in the order of `addrs`; without them nobody is started
-    again. `max_restarts` bounds that between two weight updates.
+    again. `max_restarts` bounds that between two weight updates. `address_file` is where copies of
+    this engine in other processes look for a server that was started.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class NativeRemoteEngine(InferenceEngine):
         weight_group_timeout_s: float = 120.0,
         processes: Sequence[ServerProcess] = (),
         max_restarts: int = 3,
+        address_file: Path | None = None,
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
@@ -78,6 +80,7 @@ class NativeRemoteEngine(InferenceEngine):
             setup_timeout_s=setup_timeout_s,
             processes=processes,
             max_restarts=max_restarts,
+            address_file=address_file,
         )
         self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
@@ -93,7 +96,7 @@ class NativeRemoteEngine(InferenceEngine):
         return self._members.addresses
 
     def initialize(self) -> None:
-        self._members.wait_until_healthy()
+        self._members.open()
 
     def destroy(self) -> None:
         """From any thread. Calls that still wait are cancelled."""

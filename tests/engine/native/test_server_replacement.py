@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 
 import pytest
@@ -57,7 +58,10 @@ async def test_a_killed_server_is_replaced(tmp_path):
         request_retries=0,
         processes=[process],
         max_restarts=1,
+        address_file=tmp_path / "servers.json",
     )
+    engine.initialize()
+    copy = pickle.loads(pickle.dumps(engine))  # as a rollout worker or a training rank has one
     try:
         with PublicationRoot("disk", run_name="test", disk_root=tmp_path / "weights") as root:
             weights = tiny_model(seed=5).named_hf_tensors()
@@ -85,12 +89,21 @@ async def test_a_killed_server_is_replaced(tmp_path):
             stats = await asyncio.to_thread(engine.stats)
             assert stats["restarts"] == 1 and stats["requests_resent"] == len(after)
 
+            # A copy finds the new one, though nobody has told it.
+            assert (await copy.agenerate(requests()[0])).output_tokens == before[0].output_tokens
+            assert await asyncio.to_thread(copy.get_version) == 3
+
             # Another death without an update between: the end, with its cause, for everybody.
             launches.kill()
-            for call in (asyncio.to_thread(engine.get_version), engine.agenerate(requests()[0])):
+            for call in (
+                asyncio.to_thread(copy.get_version),  # first: the owner sees it by itself
+                asyncio.to_thread(engine.get_version),
+                engine.agenerate(requests()[0]),
+            ):
                 with pytest.raises(EngineLostError, match="native server .*by signal SIGKILL"):
                     await call
             assert len(launches.pids) == 2
     finally:
+        await asyncio.to_thread(copy.destroy)
         await asyncio.to_thread(engine.destroy)
         process.close()
