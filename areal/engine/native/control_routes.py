@@ -42,7 +42,8 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
     async def abort(request: Request) -> dict[str, int]:
         order = parse_object(await request.body(), "body")
         everything = field(order, "all", bool, default=False)
-        rids = None if everything else [field(order, "rid", str)]
+        rid = field(order, "rid", str, **({"default": ""} if everything else {}))
+        rids = None if everything else [rid]
         return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
 
     @app.post("/offload", openapi_extra=json_body(TAGS, required=False))

@@ -147,7 +147,7 @@ class NativeRemoteEngine(InferenceEngine):
         if meta.type == "xccl" and named_tensors is not None:
             return self._collective.send(self._members.controls, meta, named_tensors)
         if meta.type == "delta" and named_tensors is not None:
-            return self._delta.send(self._members.controls, meta, named_tensors)
+            return self._delta.send(self._members, meta, named_tensors)
         if meta.type == "direct" or named_tensors is not None:
             raise ValueError(
                 "a server in another process cannot take tensors directly; "

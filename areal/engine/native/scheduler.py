@@ -27,6 +27,8 @@ from areal.engine.native.sampler import SamplingOptions
 from areal.engine.native.sequence import Sequence
 
 _MAX_INT64 = 2**63 - 1
+# Beyond these nothing changes any more but the arithmetic, which would leave float32.
+_TEMPERATURES = (1e-20, 1e20)
 
 
 class SlotTable:
@@ -62,7 +64,7 @@ class SlotTable:
         self.num_output[slot] = len(sequence.output_tokens)
         self.max_cached[slot] = len(sequence.prompt) + sequence.max_output - 1
         self.min_output[slot] = options.min_new_tokens
-        self.temperature[slot] = options.temperature
+        self.temperature[slot] = np.clip(options.temperature, *_TEMPERATURES)
         self.top_k[slot] = min(options.top_k, _MAX_INT64)
         self.top_p[slot] = options.top_p
         self.frequency_penalty[slot] = options.frequency_penalty

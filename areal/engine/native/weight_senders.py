@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from areal.api.io_struct import WeightUpdateMeta
+from areal.engine.native.members import Members
 from areal.engine.server_control import ControlClient, ServerRefusedError
 from areal.utils.device import best_device, device_identity
 from areal.utils.in_thread import in_thread
@@ -120,33 +121,36 @@ class DeltaSender:
     def __init__(self) -> None:
         self._publisher = DeltaPublisher()
 
-    def send(
-        self,
-        controls: Sequence[ControlClient],
-        meta: WeightUpdateMeta,
-        named_tensors: NamedTensors,
-    ) -> None:
+    def send(self, members: Members, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
         size = {"bucket_bytes": meta.weight_chunked_mem_mb << 20}
         try:
             self._publisher.publish(named_tensors, meta.path, meta.version, **size)
-            if lacking := self._tell(controls, meta):
+            if not _told_all(members, meta):
                 self._publisher.publish_whole(meta.path, meta.version, **size)
-                self._tell(lacking, meta)
+                _told_all(members, meta)
         except BaseException:
             self._publisher.forget()
             raise
         if meta.clear_checkpoint_after_load:
             remove_old_versions(Path(meta.path).parent)
 
-    def _tell(
-        self, controls: Sequence[ControlClient], meta: WeightUpdateMeta
-    ) -> list[ControlClient]:
-        """Those who do not have the base."""
-        order = {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
-        calls = _Calls()
-        for control in controls:
-            calls.post(control, "/update_weights", kind="delta", **order)
-        return calls.refused_for_lack()
+
+def _told_all(members: Members, meta: WeightUpdateMeta) -> bool:
+    """Whether every server has the version now; False when one lacks the base of the delta."""
+    order = {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
+
+    def tell(control: ControlClient) -> bool:
+        if control.get("/health")["version"] == meta.version:  # told before, by the delta
+            return True
+        try:
+            control.post("/update_weights", kind="delta", **order)
+        except ServerRefusedError as err:
+            if err.status != 409:
+                raise
+            return False
+        return True
+
+    return all(members.on_all(tell).values())
 
 
 class _Calls:
@@ -173,18 +177,6 @@ class _Calls:
         for future in self._futures.values():
             future.result()
         return result
-
-    def refused_for_lack(self) -> list[ControlClient]:
-        """The servers that answered 409; any other error is raised."""
-        lacking = []
-        for control, future in self._futures.items():
-            try:
-                future.result()
-            except ServerRefusedError as err:
-                if err.status != 409:
-                    raise
-                lacking.append(control)
-        return lacking
 
     def _who_broke(self, err: GroupError) -> RuntimeError:
         """The cause, with the servers that do not answer, or what they said."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -269,6 +270,14 @@ def test_greedy_follows_the_argmax_of_a_full_forward():
         attend = PackedAttention(torch.tensor([0, len(tokens)]), len(tokens))
         logits = model.logits(model(tokens, torch.arange(len(tokens)), attend))
     assert logits[2:-1].argmax(-1).tolist() == out
+
+
+@pytest.mark.parametrize(("temperature", "logprob"), [(1e-308, 0.0), (1e308, -math.log(VOCAB))])
+def test_a_temperature_beyond_all_is_still_a_distribution(temperature, logprob):
+    engine = make_engine()
+    engine.add(request("a", [3, 4, 5], temperature=temperature))
+    done = run(engine)["a"]
+    assert done.output_logprobs == pytest.approx([logprob] * 12)
 
 
 def test_abort_returns_what_a_request_has_wherever_it_is():
