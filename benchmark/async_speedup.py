@@ -19,7 +19,7 @@ import asyncio
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,11 +105,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="measured steps per arm")
     parser.add_argument("--model", help="model folder; default: the demo's, warm-started first")
+    parser.add_argument("--only", nargs="+", choices=[load.name for load in LOADS])
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or _warm_start(folder)
-        rows = _measure(Path(folder), model, args.steps)
+        loads = [load for load in LOADS if not args.only or load.name in args.only]
+        rows = _measure(loads, Path(folder), model, args.steps)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -123,9 +125,9 @@ def _warm_start(folder: str) -> str:
     return str(RunPaths.of(config).model)
 
 
-def _measure(folder: Path, model: str, steps: int) -> list[Row]:
+def _measure(loads: Sequence[Load], folder: Path, model: str, steps: int) -> list[Row]:
     rows = []
-    for load in LOADS:
+    for load in loads:
         speeds = {eta: _tokens_per_second(load, eta, folder, model, steps) for eta in (0, 2)}
         for eta, speed in speeds.items():
             rows.append(Row(f"{load.name}_staleness_{eta}", speed, "tokens trained/s"))

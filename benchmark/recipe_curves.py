@@ -81,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[Row] = []
     for recipe in RECIPES:
-        if recipe.name in (args.only or recipe.name):
+        if not args.only or recipe.name in args.only:
             curve = train(recipe, Path(args.demo), args.overrides)
             plot_curves(
                 Path(args.curves) / f"{recipe.name}.png",
