@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from tiny_run import grpo_config, query
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.engine.http_engine import HttpEngine
@@ -31,6 +32,8 @@ from areal.trainer.experiment import run_experiment
 from areal.utils.run_db import RunDatabase
 from areal.utils.run_paths import RunPaths
 from areal.weight_sync.transports import PublicationRoot, send_weights
+
+RECEIVER = ModelAllocation.from_str("vllm:d1")  # which engine it is does not matter
 
 
 @dataclass
@@ -51,7 +54,8 @@ class ServerWorld:
         """Likewise, and the publication stays there for others."""
         version = next(self.versions)
         weights = read_weights(self.folders[version % 2])
-        send_weights(self.engine, root.meta().with_version(version), weights)
+        meta = root.meta(gen_allocation=RECEIVER, weight_chunked_mem_mb=1)
+        send_weights(self.engine, meta.with_version(version), weights)
         return version
 
     def check_logprobs(self, replies: list[ModelResponse]) -> None:

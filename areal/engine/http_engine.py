@@ -13,9 +13,11 @@ from other threads. The servers know no versions, so they are counted here:
     update_weights   verify the publication -> close the gate -> end what runs, wait until it is out
                      -> load on every server -> open the gate as the new version
 
+Weights may also come through a process group (`xccl`), where the workers of a server can join one.
+
 A server whose process this one started (`processes`) is replaced when it dies, by one that loads
 the weights of the version counted here before it is given a request. Requests go on there with the
-tokens they have.
+tokens they have. What came through a group has passed: then there is nobody to replace it with.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.engine.collective_sender import CollectiveSender
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.http_client import HttpClient
 from areal.engine.native.busy import BusyIntervals
@@ -52,7 +56,8 @@ class HttpEngine(InferenceEngine):
     """`addrs` are "host:port", `model_path` the folder the servers started from.
 
     `request_timeout_s` bounds one attempt of a request and every control call, `setup_timeout_s`
-    how long `initialize` waits. `processes` are those of the servers, in the order of `addrs`;
+    how long `initialize` waits, `weight_group_timeout_s` how long a worker may keep a broadcast of
+    weights waiting. `processes` are those of the servers, in the order of `addrs`;
     without them nobody is replaced. `max_restarts` bounds the replacements between two updates.
     """
 
@@ -69,6 +74,7 @@ class HttpEngine(InferenceEngine):
         request_timeout_s: float = 3600.0,
         request_retries: int = 3,
         setup_timeout_s: float = 300.0,
+        weight_group_timeout_s: float = 120.0,
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
@@ -81,7 +87,13 @@ class HttpEngine(InferenceEngine):
         self._request_retries = request_retries
         self._setup_timeout_s = setup_timeout_s
         self._controls = [self._control(addr) for addr in addrs]
-        self._weights: tuple[Path, int] | None = None  # folder and version; None: as started
+        routes = protocol.group_routes(self._model_path)
+        self._collective = (
+            None if routes is None else CollectiveSender(routes, timeout_s=weight_group_timeout_s)
+        )
+        self._weights: tuple[Path, int] | None = (
+            None  # folder and version; None: as started, or by a group
+        )
         self._adapters: dict[str, str] = {}  # folder by name
         self._gate = UpdateGate()
         self._busy = BusyIntervals()
@@ -98,6 +110,8 @@ class HttpEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """From any thread. Calls that still wait are cancelled."""
+        if self._collective is not None:
+            self._collective.close()
         client, self._client = self._client, None
         if client is not None:
             close_on_its_loop(client.events, client.close)
@@ -126,23 +140,11 @@ class HttpEngine(InferenceEngine):
         meta: WeightUpdateMeta,
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        if meta.type not in ("shm", "disk") or named_tensors is not None or meta.use_lora:
-            raise ValueError(
-                f"a {self._protocol.kind} reads whole models from a folder, got type {meta.type!r}"
-                f"{' with use_lora' if meta.use_lora else ''}; set actor.weight_update_mode to shm "
-                "or disk"
-            )
-        publication = open_publication(meta.path, version=meta.version)
-        with_lm_head = self._protocol.wants_lm_head(self._model_path)
-        folder = hf_folder_of(publication, self._model_path, with_lm_head=with_lm_head)
+        load = self._loading(meta, named_tensors)
         with self._updating:
             self._interrupt_all()
-            # From here on a new server starts with these: none may stay behind when the gate opens.
-            self._weights = folder, meta.version
             try:
-                self._on_all(
-                    lambda control: self._protocol.load_weights(control, folder, meta.version)
-                )
+                load()
                 self._resume_unless_paused()
             except Exception as err:
                 # Some server may have a part of the new weights: no version is true any more.
@@ -190,6 +192,46 @@ class HttpEngine(InferenceEngine):
 
     def _served_versions(self) -> list[int | None]:
         return self._on_all(self._protocol.served_version)
+
+    def _loading(
+        self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]] | None
+    ) -> Callable[[], None]:
+        """What brings the ordered weights to all servers, once nothing runs there."""
+        if meta.type in ("shm", "disk") and named_tensors is None and not meta.use_lora:
+            return self._loading_of_folder(meta)
+        by_group = self._collective is not None
+        if meta.type == "xccl" and by_group and named_tensors is not None and not meta.use_lora:
+            return partial(self._broadcast, meta, named_tensors)
+        ways, modes = "from a folder", "shm or disk"
+        if by_group:
+            ways, modes = "from a folder or a process group", "shm, disk or xccl"
+        raise ValueError(
+            f"a {self._protocol.kind} takes whole models {ways}, got type {meta.type!r}"
+            f"{' with use_lora' if meta.use_lora else ''}; set actor.weight_update_mode to {modes}"
+        )
+
+    def _loading_of_folder(self, meta: WeightUpdateMeta) -> Callable[[], None]:
+        publication = open_publication(meta.path, version=meta.version)
+        with_lm_head = self._protocol.wants_lm_head(self._model_path)
+        folder = hf_folder_of(publication, self._model_path, with_lm_head=with_lm_head)
+
+        def load() -> None:
+            # From here on a new server starts with these: none may stay behind when the gate opens.
+            self._weights = folder, meta.version
+            self._seats.forbid_restarts(None)
+            self._on_all(lambda control: self._protocol.load_weights(control, folder, meta.version))
+
+        return load
+
+    def _broadcast(
+        self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        self._weights = None
+        self._seats.forbid_restarts(
+            f"the weights of version {meta.version} came through a process group, and nothing "
+            "holds them for another server; set actor.weight_update_mode to shm or disk for that"
+        )
+        self._collective.send(tuple(self._controls), meta, named_tensors)
 
     def _interrupt_all(self) -> None:
         """When this returns no request runs and none is let in. On an error all go on as before."""

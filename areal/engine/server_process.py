@@ -79,6 +79,7 @@ class ServerSeats:
         self._processes = processes
         self._max_restarts = max_restarts
         self._num_recent = 0
+        self._why_not: str | None = None
         self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its seat
         self._lock = threading.Lock()  # guards all above
 
@@ -93,6 +94,11 @@ class ServerSeats:
         """The servers have come so far: as many deaths as before are forgiven from here on."""
         with self._lock:
             self._num_recent = 0
+
+    def forbid_restarts(self, reason: str | None) -> None:
+        """From here on a server that dies is lost, for this reason; None: it is replaced again."""
+        with self._lock:
+            self._why_not = reason
 
     def has_ended(self, address: str) -> bool:
         """Whether the process behind `address` is gone; `replace` may be under way. False for a
@@ -124,6 +130,8 @@ class ServerSeats:
             return self.addresses[seat]
 
     def _fill(self, seat: int, end: str, prepare: Callable[[int, str], None]) -> str:
+        if self._why_not is not None:
+            raise EngineLostError(f"{end}; it cannot be replaced: {self._why_not}")
         while self._num_recent < self._max_restarts:
             self._num_recent += 1
             self.num_restarts += 1

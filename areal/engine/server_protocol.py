@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
+    from areal.engine.collective_sender import GroupRoutes
     from areal.engine.server_control import ControlClient
 
 
@@ -47,6 +48,10 @@ class ServerProtocol(ABC):
     def load_weights(self, control: ControlClient, folder: Path, version: int) -> None:
         """Replace the weights by those of a Hugging Face folder and forget what the old ones
         computed. Called between `interrupt` and `resume`."""
+
+    def group_routes(self, model_path: Path) -> GroupRoutes | None:
+        """How its workers take part in a broadcast of weights; None when they cannot."""
+        return None
 
     def wants_lm_head(self, model_path: Path) -> bool:
         """Whether folders of weights must hold a head, also where it is the embedding."""

@@ -5,6 +5,9 @@ The server is stock vLLM in an environment of its own (`areal env create vllm`).
 in its development mode. Log-probabilities are those of the distribution a token was drawn from
 (`--logprobs-mode processed_logprobs`).
 
+Weights come from a folder, or through a process group that the workers join by methods of ours
+(vllm_worker.py), which vLLM gives them at its start (`--worker-extension-cls`).
+
 A head that is tied to the embedding is given to vLLM as a weight of its own: its `reload_weights`
 leaves a tied one as it was on the CPU, and the model would go on with old weights in one place.
 """
@@ -13,18 +16,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
+from areal.api.io_struct import (
+    HttpGenerationResult,
+    HttpRequest,
+    ModelRequest,
+    WeightUpdateMeta,
+)
+from areal.engine.collective_sender import GroupRoutes
 from areal.engine.server_control import ControlClient, ServerError
 from areal.engine.server_launch import launch_server
 from areal.engine.server_protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
 from areal.models.hf_io import read_hf_config
 from areal.utils.child_process import ChildProcess
+from areal.utils.fs import atomic_folder
+from areal.weight_sync.collective import GroupPlace
 from areal.weight_sync.hf_folder import folder_with_lm_head
 
 MODEL_NAME = "areal"  # what the server calls the model, whatever its folder
+_PACKAGE = Path(__file__).absolute().parents[1]  # areal
+_EXTENSION = "areal.engine.vllm_worker.WeightReceiver"
 _FIRST_VERSION = "default"  # its note before any update
 _MAX_STOPS = 4
 _STATS = {
@@ -91,12 +105,11 @@ class VLLMProtocol(ServerProtocol):
         control.post("/pause?mode=abort&clear_cache=true")
 
     def load_weights(self, control: ControlClient, folder: Path, version: int) -> None:
-        answer = control.post(
-            "/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)}
-        )
-        if "results" not in answer:
-            raise ServerError(f"{self.kind} {control.address}: reload_weights answered {answer}")
-        control.post("/update_weight_version", new_version=str(version))
+        _on_workers(control, "reload_weights", weights_path=str(folder))
+        _note_version(control, version)
+
+    def group_routes(self, model_path: Path) -> GroupRoutes:
+        return VLLMGroupRoutes(with_lm_head=_has_head(model_path))
 
     def wants_lm_head(self, model_path: Path) -> bool:
         return _has_head(model_path)
@@ -113,6 +126,24 @@ class VLLMProtocol(ServerProtocol):
 
     def stats(self, control: ControlClient) -> dict[str, float]:
         return read_metrics(control.get_text("/metrics"), _STATS)
+
+
+class VLLMGroupRoutes(GroupRoutes):
+    """Every worker of a server is in the group, and loads its part of what comes."""
+
+    def __init__(self, *, with_lm_head: bool) -> None:
+        self._with_lm_head = with_lm_head
+
+    def devices(self, control: ControlClient) -> list[str]:
+        return _on_workers(control, "areal_device")
+
+    def join(self, control: ControlClient, place: GroupPlace) -> None:
+        _on_workers(control, "areal_join", **asdict(place))
+
+    def take(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
+        order = {"version": meta.version, "with_lm_head": self._with_lm_head}
+        _on_workers(control, "areal_take", group=group, **order)
+        _note_version(control, meta.version)
 
 
 def launch_vllm_server(
@@ -142,9 +173,9 @@ def launch_vllm_server(
     `scratch` is a folder that this call may write, and that must stay as long as the server.
     RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
     """
-    folder, overrides = Path(model_path), None
+    folder, overrides, scratch = Path(model_path), None, Path(scratch).absolute()
     if _has_head(model_path):
-        folder = folder_with_lm_head(model_path, Path(scratch).absolute())
+        folder = folder_with_lm_head(model_path, scratch / "model")
         overrides = json.dumps({"tie_word_embeddings": False})
     options = {
         "model": folder,
@@ -157,6 +188,7 @@ def launch_vllm_server(
         "tensor-parallel-size": tensor_parallel,
         "seed": seed,
         "logprobs-mode": "processed_logprobs",
+        "worker-extension-cls": _EXTENSION,
     }
     flags = {
         "enforce-eager": enforce_eager,
@@ -164,6 +196,7 @@ def launch_vllm_server(
         "disable-uvicorn-access-log": True,
     }
     env = {
+        "PYTHONPATH": str(_folder_of_areal(scratch / "packages")),
         "VLLM_API_KEY": token,
         "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if enable_lora else "0",
@@ -192,3 +225,22 @@ def launch_vllm_server(
 def _has_head(model_path: str | Path) -> bool:
     """Whether vLLM's model has a head apart from the embedding. Gemma's have none."""
     return not read_hf_config(model_path)["model_type"].startswith("gemma")
+
+
+def _on_workers(control: ControlClient, method: str, **kwargs: Any) -> list[Any]:
+    """What the method returned on each worker, in the order of their ranks."""
+    answer = control.post("/collective_rpc", method=method, kwargs=kwargs)
+    if "results" not in answer:
+        raise ServerError(f"{control.kind} {control.address}: {method} answered {answer}")
+    return answer["results"]
+
+
+def _note_version(control: ControlClient, version: int) -> None:
+    control.post("/update_weight_version", new_version=str(version))
+
+
+def _folder_of_areal(target: Path) -> Path:
+    """A folder from which `areal` can be imported, and no other package of this environment."""
+    with atomic_folder(target, durable=False) as folder:
+        (folder / "areal").symlink_to(_PACKAGE)
+    return target

@@ -114,7 +114,7 @@ def _vllm_engine(
         config.actor.path,
         python=find_interpreter("vllm", vllm.python),
         token=token,
-        scratch=paths.root / "server_model",
+        scratch=paths.root / "server_scratch",
         dtype=_server_dtype(config),
         max_model_len=_max_context(config),
         max_num_seqs=vllm.max_num_seqs,

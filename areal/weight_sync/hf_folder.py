@@ -21,12 +21,11 @@ from safetensors.torch import save_file
 
 from areal.utils.fs import atomic_folder
 from areal.weight_sync.publication import Publication
+from areal.weight_sync.tied_head import LM_HEAD, embedding_for_head
 
-LM_HEAD = "lm_head.weight"
 _FOLDER = "hf"
 _INDEX = "model.safetensors.index.json"
 _LM_HEAD_FILE = "lm_head.safetensors"
-_EMBEDDING = "embed_tokens.weight"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
 
 
@@ -72,13 +71,9 @@ def _write(target: Path, files: Sequence[Path], model_folder: Path, with_lm_head
 
 
 def _copy_embedding(folder: Path, weight_map: dict[str, str]) -> None:
-    found = [name for name in weight_map if name.endswith(_EMBEDDING)]
-    if len(found) != 1:
-        raise ValueError(
-            f"{folder}: expected one weight named *{_EMBEDDING} to make {LM_HEAD} of, got {found}"
-        )
-    with safe_open(folder / weight_map[found[0]], framework="pt") as tensors:
-        embedding = tensors.get_tensor(found[0])
+    name = embedding_for_head(weight_map, where=str(folder))
+    with safe_open(folder / weight_map[name], framework="pt") as tensors:
+        embedding = tensors.get_tensor(name)
     save_file({LM_HEAD: embedding}, folder / _LM_HEAD_FILE, metadata={"format": "pt"})
 
 

@@ -16,12 +16,27 @@ def test_the_chosen_section(tmp_path: Path) -> None:
     assert config.server is config.sglang and config.server.max_context == 64
 
 
+def test_how_weights_may_reach_a_stock_server(tmp_path: Path) -> None:
+    by_group = "actor.weight_update_mode=xccl"
+    config = load(tmp_path, "ppo", "rollout.backend=vllm:d1", by_group)
+    assert config.actor.weight_update_mode == "xccl"
+    said = complaint(tmp_path, "ppo", "rollout.backend=sglang:d1", by_group)
+    assert (
+        "actor.weight_update_mode must be shm or disk when rollout.backend is 'sglang:d1': it "
+        "reads weights from a folder alone, got 'xccl'"
+    ) in said
+    for mode in ("direct", "ipc", "delta"):
+        override = f"actor.weight_update_mode={mode}"
+        said = complaint(tmp_path, "ppo", "rollout.backend=sglang:d1", override)
+        assert "actor.weight_update_mode must be shm or disk when" in said
+        said = complaint(tmp_path, "ppo", "rollout.backend=vllm:d1", override)
+        assert "actor.weight_update_mode must be shm, disk or xccl when" in said
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("actor.weight_update_mode=direct", "actor.weight_update_mode must be shm or disk when"),
-        ("actor.weight_update_mode=ipc", "actor.weight_update_mode must be shm or disk when"),
         ("rollout.recompute_kv=false", "rollout.recompute_kv must be true when"),
         ("native.batch_invariant=true", "native.batch_invariant must be false when"),
     ],

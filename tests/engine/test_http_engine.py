@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from tiny import tiny_model, write_tiny_model
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import HttpGenerationResult, ModelRequest, WeightUpdateMeta
 from areal.engine.http_client import Draft
@@ -223,6 +224,11 @@ async def test_what_does_not_verify_or_does_not_fit_disturbs_nobody(model, tmp_p
             await asyncio.to_thread(engine.update_weights, absent)
         with pytest.raises(ValueError, match="weight_update_mode"):
             engine.update_weights(WeightUpdateMeta(type="direct", version=5), iter(()))
+        by_group = WeightUpdateMeta(
+            type="xccl", version=5, gen_allocation=ModelAllocation.from_str("sglang:d1")
+        )
+        with pytest.raises(ValueError, match="a SGLang server takes whole models from a folder, "):
+            engine.update_weights(by_group, iter(()))
         assert server.orders == []
         assert (await engine.agenerate(request())).output_versions == [0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from server_checks import (
+    RECEIVER,
     ServerWorld,
     check_generation,
     check_grpo_run,
@@ -22,9 +24,12 @@ from server_checks import (
     check_replacement,
     check_update_in_the_middle,
     check_updates_while_generating,
+    read_weights,
     request,
 )
 
+from areal.api.engine_api import EngineLostError
+from areal.api.io_struct import WeightUpdateMeta
 from areal.cli.demo import make_model
 from areal.engine.http_engine import HttpEngine
 from areal.engine.server_process import ServerProcess
@@ -121,11 +126,13 @@ async def test_one_server_through_its_life(world, children, tmp_path):
     await check_update_in_the_middle(world)
     await check_update_in_the_middle(world, "disk")
     await check_updates_while_generating(world)
+    await check_weights_by_group(world)
     assert world.engine.stats()["generated_tokens"] > 1000
     with PublicationRoot("disk", run_name="vllm", disk_root=tmp_path / "published") as root:
         await check_replacement(world, root, lambda: os.kill(children[-1].pid, signal.SIGKILL))
     assert len(children) == 2 and not processes_of_group(children[0].pid)
     await check_another_hand(world)
+    await check_death_after_a_broadcast(world, children)
 
 
 def processes_of_group(leader: int) -> list[str]:
@@ -181,12 +188,61 @@ async def check_adapter(world, tmp_path):
         await world.engine.agenerate(request(lora_name="mine"))
 
 
+async def check_weights_by_group(world):
+    """A broadcast to the workers, again and again, also after one that broke off."""
+    for _ in range(2):
+        version = await asyncio.to_thread(world.publish, "xccl")
+        await check_serves(world, version)
+    await check_update_in_the_middle(world, "xccl")
+    version = next(world.versions)
+    weights = read_weights(world.folders[version % 2])
+    meta = WeightUpdateMeta(type="xccl", version=version, gen_allocation=RECEIVER)
+    with pytest.raises(OSError, match="the trainer lost a weight"):
+        await asyncio.to_thread(world.engine.update_weights, meta, cut_short(weights))
+    with pytest.raises(RuntimeError, match=f"no weights serve: version {version} did not load"):
+        await world.engine.agenerate(request())
+    await check_serves(world, await asyncio.to_thread(world.publish, "xccl"))
+
+
+def cut_short(weights):
+    yield from itertools.islice(weights, 3)
+    raise OSError("the trainer lost a weight")
+
+
+async def check_serves(world, version):
+    """Greedy tokens are those of transformers with the weights of `version`, which is noted."""
+    from transformers import AutoModelForCausalLM
+
+    assert await asyncio.to_thread(world.engine.get_version) == version
+    reply = await world.engine.agenerate(request(greedy=True, max_new_tokens=12))
+    judge = AutoModelForCausalLM.from_pretrained(
+        world.folders[version % 2], dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = torch.tensor([reply.input_tokens + reply.output_tokens])
+    with torch.no_grad():
+        logprobs = judge(ids).logits[0, reply.input_len - 1 : -1].log_softmax(-1)
+    best, tokens = logprobs.max(-1)
+    assert reply.output_tokens == tokens.tolist() and set(reply.output_versions) == {version}
+    assert reply.output_logprobs == pytest.approx(best.tolist(), abs=1e-4)
+
+
 async def check_another_hand(world):
     """A server whose note of its version is not ours is not believed."""
     control, version = world.engine._controls[0], world.engine.get_version()
     await asyncio.to_thread(control.post, "/update_weight_version", new_version="99")
     with pytest.raises(RuntimeError, match=f"serves version 99, expected {version}"):
         world.engine.get_version()
+
+
+async def check_death_after_a_broadcast(world, children):
+    """Nothing holds the weights for another server."""
+    version = await asyncio.to_thread(world.publish, "xccl")
+    await check_serves(world, version)
+    os.kill(children[-1].pid, signal.SIGKILL)
+    lost = f"SIGKILL.* cannot be replaced: the weights of version {version} came through a process"
+    with pytest.raises(EngineLostError, match=f"(?s){lost}"):
+        await world.engine.agenerate(request())
+    assert len(children) == 2
 
 
 def test_a_server_that_ends_says_why(folders, tmp_path):

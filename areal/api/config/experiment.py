@@ -370,9 +370,19 @@ class PPOConfig(BaseExperimentConfig):
             return
         chosen = f"when rollout.backend is {self.rollout.backend!r}"
         mode = self.actor.weight_update_mode
-        require(
-            mode in ("shm", "disk"), f"actor.weight_update_mode must be shm or disk {chosen}", mode
-        )
+        if engine == "vllm":
+            require(
+                mode in ("shm", "disk", "xccl"),
+                f"actor.weight_update_mode must be shm, disk or xccl {chosen}",
+                mode,
+            )
+        else:
+            require(
+                mode in ("shm", "disk"),
+                f"actor.weight_update_mode must be shm or disk {chosen}: it reads weights from a "
+                "folder alone",
+                mode,
+            )
         require(
             self.rollout.recompute_kv,
             f"rollout.recompute_kv must be true {chosen}: what an update interrupts is sent again",

@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.engine.collective_sender import CollectiveSender
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.deadlines import Deadlines
 from areal.engine.native.exchange import GenerateClient
 from areal.engine.native.members import Members
 from areal.engine.native.score_rows import padded_scores, token_lists
-from areal.engine.native.weight_senders import CollectiveSender, DeltaSender
+from areal.engine.native.weight_senders import DeltaSender, NativeGroupRoutes
 from areal.engine.native.wire import check_supported
 from areal.engine.server_control import ControlClient
 from areal.engine.server_process import ServerProcess
@@ -84,7 +85,7 @@ class NativeRemoteEngine(InferenceEngine):
         )
         self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
-        self._collective = CollectiveSender(timeout_s=weight_group_timeout_s)
+        self._collective = CollectiveSender(NativeGroupRoutes(), timeout_s=weight_group_timeout_s)
         self._delta = DeltaSender()
 
     def __getstate__(self) -> dict[str, Any]:

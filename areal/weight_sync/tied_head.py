@@ -1,0 +1,21 @@
+"""The head of a language model whose weights have none: it is tied to the embedding.
+
+For inference servers that hold it as a weight of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LM_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+
+
+def embedding_for_head(names: Iterable[str], *, where: str) -> str:
+    """The weight that is also the head. ValueError when there is no such, or several."""
+    found = [name for name in names if name.endswith(_EMBEDDING)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{where}: expected one weight named *{_EMBEDDING} to make {LM_HEAD} of, got {found}"
+        )
+    return found[0]
