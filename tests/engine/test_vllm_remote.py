@@ -262,10 +262,36 @@ def test_an_environment_without_vllm_says_so(folders, tmp_path):
         launch_vllm_server(folders[0], python=sys.executable, token=TOKEN, scratch=tmp_path / "s")
 
 
-def test_asynchronous_grpo_through_it(tmp_path):
+async def test_a_server_of_two_processes_takes_a_broadcast(folders, tmp_path):
+    child, address = launch_vllm_server(
+        folders[0],
+        python=PYTHON,
+        token=TOKEN,
+        scratch=tmp_path / "scratch",
+        dtype="float32",
+        max_model_len=256,
+        cpu_cache_gb=1,
+        enforce_eager=True,
+        tensor_parallel=2,
+        setup_timeout_s=SETUP_TIMEOUT_S,
+    )
+    engine = HttpEngine(VLLMProtocol(), [address], TOKEN, model_path=folders[0])
+    try:
+        engine.initialize()
+        world = ServerWorld(engine, folders, "vllm-two", tolerance=1e-3)
+        for _ in range(2):
+            await check_serves(world, await asyncio.to_thread(world.publish, "xccl"))
+    finally:
+        await asyncio.to_thread(engine.destroy)
+        child.terminate()
+
+
+@pytest.mark.parametrize("mode", ["shm", "xccl"])
+def test_asynchronous_grpo_through_it(tmp_path, mode):
     write_model(tmp_path / "tiny_model", seed=1)
     check_grpo_run(
         tmp_path,
+        f"actor.weight_update_mode={mode}",
         "rollout.backend=vllm:d1",
         f"vllm.python={PYTHON}",
         "vllm.enforce_eager=true",
