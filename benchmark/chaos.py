@@ -33,6 +33,8 @@ from pathlib import Path
 from chaos_run import ChaosError, ChaosRun, Fault, Result
 from report import Row, print_table, write_json
 
+from areal.cli.demo import make_model
+
 EVERY_RUN_HAS = ("server", "controller", "everything")
 # What a run is made of -> the overrides that make it so, and what can be killed there besides.
 KINDS = {
@@ -65,11 +67,11 @@ def plan(seed: int, run: int, num_faults: int) -> list[Fault]:
     return faults
 
 
-def survive(seed: int, run: int, num_faults: int) -> list[Result]:
+def survive(model: Path, seed: int, run: int, num_faults: int) -> list[Result]:
     folder = Path(tempfile.mkdtemp(prefix="areal-chaos-"))
     kind = kind_of(seed, run)
     try:
-        results = ChaosRun(run, folder, plan(seed, run, num_faults), KINDS[kind][0]).go()
+        results = ChaosRun(run, folder, model, plan(seed, run, num_faults), KINDS[kind][0]).go()
     except RuntimeError as error:
         where = f"run {run} ({kind}) of seed {seed} failed, its folder is {folder}"
         raise ChaosError(f"{where}: {error}") from error
@@ -117,12 +119,20 @@ def main() -> int:
     done = {result.run for result in results}
     missing = [pair for pair in enumerate(sizes(args.faults)) if pair[0] not in done]
     failures = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for ended in as_completed(pool.submit(survive, args.seed, *pair) for pair in missing):
-            if isinstance(ended.exception(), ChaosError):
-                failures.append(ended.exception())
-                print(failures[-1], flush=True)
-                pool.shutdown(wait=False, cancel_futures=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        model = Path(folder) / "model"
+        make_model(model)
+        runs = [pool.submit(survive, model, args.seed, *pair) for pair in missing]
+        for ended in as_completed(runs):
+            if ended.cancelled():
+                continue
+            error = ended.exception()
+            if error is not None:
+                pool.shutdown(wait=False, cancel_futures=True)  # those under way go to their end
+                if not isinstance(error, ChaosError):
+                    raise error
+                failures.append(error)
+                print(error, flush=True)
                 continue
             results = sorted([*results, *ended.result()], key=lambda result: result.run)
             if args.json:

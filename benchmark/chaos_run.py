@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from areal.cli.demo import make_model, recipe_path
+from areal.cli.demo import recipe_path
 from areal.rollout.books import balance
 from areal.utils.run_db import open_read_only
 from areal.utils.stacks import descendants
@@ -75,16 +75,20 @@ class ChaosRun:
     """`overrides` make the run what its faults need: give it ranks, or rollout workers."""
 
     def __init__(
-        self, number: int, folder: Path, faults: list[Fault], overrides: tuple[str, ...]
+        self,
+        number: int,
+        folder: Path,
+        model: Path,
+        faults: list[Fault],
+        overrides: tuple[str, ...],
     ) -> None:
         self._number = number
         self._folder = folder / "arithmetic" / "chaos"
         self._faults = faults
         self._num_steps = STEPS_PER_FAULT * (len(faults) + 1)
-        make_model(folder / "model")
         command = [sys.executable, "-m", "areal.cli.main", "train"]
         command += [recipe_path("arithmetic_grpo.yaml"), f"cluster.fileroot={folder}"]
-        command += [f"actor.path={folder / 'model'}", f"total_train_steps={self._num_steps}"]
+        command += [f"actor.path={model}", f"total_train_steps={self._num_steps}"]
         self._command = [*command, *SMALL, *overrides]
         self._log = folder / "console.log"
         self._struck: list[tuple[Fault, float]] = []  # not yet recovered from, and when
