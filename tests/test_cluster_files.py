@@ -110,6 +110,12 @@ def launched(words: list[str]) -> Any:
     return load_config([str(GSM8K), *args.overrides, "scheduler.type=ray"])
 
 
+def num_gpus(config: Any) -> int:
+    job = config.server_job()
+    servers = sum(job.num_gpus_of(index, has_gpus=True) for index in range(job.replicas))
+    return config.num_processes()["actor"] + servers
+
+
 def test_kuberay():
     job = read("kuberay.yaml")
     assert faults(job, RAY_JOB) == []
@@ -120,8 +126,8 @@ def test_kuberay():
     config = launched(shlex.split(job["spec"]["entrypoint"]))
     assert config.cluster.n_nodes == 1 + workers["replicas"]
     (container,) = workers["template"]["spec"]["containers"]
-    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"]) * workers["replicas"]
-    assert config.num_processes()["actor"] == gpus
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"]) * config.cluster.n_nodes
+    assert num_gpus(config) == gpus
     assert_mounted(config.cluster.fileroot, cluster["headGroupSpec"], workers)
 
 
@@ -145,5 +151,5 @@ def test_skypilot():
     filled = command.replace("$SKYPILOT_NUM_NODES", str(task["num_nodes"]))
     config = launched(shlex.split(filled))
     assert config.cluster.n_nodes == task["num_nodes"]
-    assert config.num_processes()["actor"] == 8 * (task["num_nodes"] - 1)
+    assert num_gpus(config) == 8 * task["num_nodes"]
     assert any(Path(config.cluster.fileroot).is_relative_to(mount) for mount in task["volumes"])

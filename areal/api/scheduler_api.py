@@ -23,9 +23,11 @@ class SchedulingSpec:
     """What one worker needs of its machine."""
 
     cpu: int | None = None
-    """CPU cores. Default: an equal share of those this process may use; with Ray 1."""
+    """CPU cores. Default: an equal share of those this process may use; with Ray 1 for a rank, and
+    the threads of an inference server."""
     gpu: int | None = None
-    """GPUs of its own. Default: 1 where there are GPUs."""
+    """GPUs of its own. Default: where there are GPUs, 1 for a rank, and 1 for each process of an
+    inference server."""
     mem: int | None = None
     """Gigabytes of memory that Ray sets aside. Default: none."""
     env_vars: dict[str, str] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class Job:
     replicas: int
     tasks: list[SchedulingSpec] = field(default_factory=lambda: [SchedulingSpec()])
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
+    default_gpus: int = 1  # of a worker whose spec names no number, where there are GPUs
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -76,6 +79,10 @@ class Job:
 
     def spec_of(self, index: int) -> SchedulingSpec:
         return self.tasks[index if len(self.tasks) > 1 else 0]
+
+    def num_gpus_of(self, index: int, *, has_gpus: bool) -> int:
+        wanted = self.spec_of(index).gpu
+        return (self.default_gpus if has_gpus else 0) if wanted is None else wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,12 @@ class Scheduler(ABC):
     def get_workers(self, role: str, timeout: float) -> list[Worker]:
         """The workers of `role`, all ready. WorkerTimeoutError, or WorkerFailedError with the
         process's last words, when they are not."""
+
+    @abstractmethod
+    def replace_worker(self, worker_id: str, timeout: float) -> Worker:
+        """A new process, ready and without engines, in the place of one that has ended, maybe on
+        another machine; for a worker that meets no others in torch.distributed. WorkerTimeoutError
+        when there is no room for it."""
 
     @abstractmethod
     def delete_workers(self, role: str | None = None) -> None:

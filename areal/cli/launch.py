@@ -153,7 +153,6 @@ def _slurm_job(args: argparse.Namespace, config: Any, overrides: list[str]) -> A
         arguments=(args.config, *overrides),
         num_nodes=config.cluster.n_nodes,
         gpus_per_node=config.cluster.n_gpus_per_node,
-        server_gpus=_server_gpus(config),
         cpus_per_node=args.cpus_per_node,
         time=args.time,
         partition=args.partition,
@@ -161,8 +160,3 @@ def _slurm_job(args: argparse.Namespace, config: Any, overrides: list[str]) -> A
         options=tuple(args.sbatch),
         join_timeout_s=args.join_timeout,
     )
-
-
-def _server_gpus(config: Any) -> int:
-    has_server = config.trainer == "ppo" and config.cluster.n_gpus_per_node > 0
-    return config.rollout.num_servers * config.rollout.tensor_parallel if has_server else 0

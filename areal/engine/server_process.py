@@ -1,4 +1,4 @@
-"""Inference servers that this process started, and starts again when they die.
+"""Inference servers that this process had started, and starts again when they die.
 
     process = ServerProcess(lambda: launch_native_server(path, token=token))
     seats = ServerSeats([process.address], [process], max_restarts=3)
@@ -6,7 +6,8 @@
     address = seats.replace(address, prepare)          # the same one, unless the process is gone
     process.close()
 
-Only the ways to end and to start are known here. `prepare` makes a new server what the dead one was
+Only the ways to end and to start are known here; the child may be one of this process, or of a
+worker on another machine (server_host.py). `prepare` makes a new server what the dead one was
 (its weights, whether it is paused); what becomes of the requests it had is up to its client.
 """
 
@@ -14,23 +15,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from areal.api.engine_api import EngineLostError
 from areal.utils import logging
-from areal.utils.child_process import ChildProcess
 from areal.utils.waits import waiting
 
 logger = logging.getLogger("ServerProcess")
 
 _DYING_S = 2.0  # a killed process closes its connections a little before it has ended
-_LOOK_S = 0.2  # between two looks whether it still runs
+_LOOK_S = 0.5  # between two looks whether it still runs
+
+
+class Child(Protocol):
+    """The process of a server: `ChildProcess`, or one that a worker holds."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout_s: float) -> int | None: ...
+
+    def describe_end(self) -> str: ...
+
+    def terminate(self) -> object: ...
+
+
+Launch = Callable[[], tuple[Child, str]]
 
 
 class ServerProcess:
     """`launch` starts a server and returns its process and "host:port" once it answers."""
 
-    def __init__(self, launch: Callable[[], tuple[ChildProcess, str]]) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._child, self.address = launch()
         self._closed = threading.Event()
@@ -140,6 +155,8 @@ class ServerSeats:
                 address = self._processes[seat].start_again()
                 prepare(seat, address)
                 return address
+            except EngineLostError:  # there is no place left to start it
+                raise
             except RuntimeError as error:  # it did not start, or died again
                 end = str(error)
         raise EngineLostError(end)

@@ -2,16 +2,15 @@
 
 In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
 it. `rollout.backend` names the engine; `actor.weight_update_mode=direct` keeps the native one in
-this process, the other transports mean server processes of their own, each on a share of `gpus`
-where they are given. A server that dies is replaced. What is opened here is closed by the ExitStack
-it was opened on.
+this process, the other transports mean server processes of their own: children of this process,
+each on a share of `gpus` where they are given, or of Ray's workers (server_places.py). A server
+that dies is replaced. What is opened here is closed by the ExitStack it was opened on.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -23,12 +22,13 @@ from areal.api.io_struct import WeightUpdateMeta
 from areal.api.secret_text import remember_secret
 from areal.engine.http_engine import HttpEngine
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
-from areal.engine.server_process import ServerProcess
+from areal.engine.native.remote_engine import NativeRemoteEngine
+from areal.engine.server_process import Launch, ServerProcess
 from areal.engine.server_protocol import ServerProtocol
 from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
 from areal.models.hf_io import read_hf_config
+from areal.trainer.server_places import place_servers
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
 from areal.utils.server_envs import find_interpreter
@@ -36,17 +36,25 @@ from areal.weight_sync.transports import PublicationRoot
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
-    from areal.utils.child_process import ChildProcess
+    from areal.api.scheduler_api import Scheduler
     from areal.utils.run_paths import RunPaths
 
 
 def open_inference(
-    config: PPOConfig, paths: RunPaths, stack: ExitStack, *, gpus: list[str] | None = None
+    config: PPOConfig,
+    paths: RunPaths,
+    stack: ExitStack,
+    scheduler: Scheduler | None,
+    *,
+    gpus: list[str] | None = None,
 ) -> tuple[InferenceEngine, WeightUpdateMeta]:
     mode = config.actor.weight_update_mode
     name = f"{config.experiment_name}-{config.trial_name}"
     root = stack.enter_context(PublicationRoot(mode, run_name=name, disk_root=paths.weights))
-    engine = _OPENERS[config.rollout.engine](config, paths, stack, gpus)
+    if config.rollout.engine == "native":
+        engine = _native_engine(config, paths, stack, scheduler, gpus)
+    else:
+        engine = _STOCK[config.rollout.engine](config, paths, stack, gpus)
     stack.callback(engine.destroy)
     engine.initialize()
     receiver = ModelAllocation.from_str(config.rollout.backend)
@@ -55,11 +63,14 @@ def open_inference(
 
 
 def _native_engine(
-    config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
+    config: PPOConfig,
+    paths: RunPaths,
+    stack: ExitStack,
+    scheduler: Scheduler | None,
+    gpus: list[str] | None,
 ) -> InferenceEngine:
     native, rollout = config.native, config.rollout
     options = {
-        "device": best_device(),
         "dtype": native.dtype or config.actor.dtype,
         "page_size": native.page_size,
         "num_pages": native.num_pages,
@@ -67,30 +78,32 @@ def _native_engine(
         "batch_invariant": native.batch_invariant,
     }
     if config.actor.weight_update_mode == "direct":
-        return NativeLocalEngine(config.actor.path, seed=config.seed, **options)
+        device = best_device()
+        return NativeLocalEngine(config.actor.path, seed=config.seed, device=device, **options)
     token = _new_token()
-
-    def launch(index: int) -> tuple[ChildProcess, str]:
-        own = slice(index * rollout.tensor_parallel, (index + 1) * rollout.tensor_parallel)
-        return launch_native_server(
-            config.actor.path,
-            token=token,
-            threads=native.threads,
-            tensor_parallel=rollout.tensor_parallel,
-            gpus=None if gpus is None else gpus[own],
-            log_path=paths.logs / f"server{index}.log",
-            setup_timeout_s=rollout.setup_timeout,
-            seed=config.seed + index,  # else two servers would draw alike
+    servers = [
+        {
+            "model_path": config.actor.path,
+            "token": token,
+            "threads": native.threads,
+            "tensor_parallel": rollout.tensor_parallel,
+            "device": None,  # the best of the machine it comes to
+            "log_path": paths.logs / f"server{index}.log",
+            "setup_timeout_s": rollout.setup_timeout,
+            "seed": config.seed + index,  # else two servers would draw alike
             **options,
-        )
+        }
+        for index in range(rollout.num_servers)
+    ]
 
-    def start(index: int) -> ServerProcess:
-        process = ServerProcess(lambda: launch(index))
+    def start(launch: Launch) -> ServerProcess:
+        process = ServerProcess(launch)
         stack.callback(process.close)
         return process
 
+    launches = place_servers(config, servers, scheduler, gpus)
     with ThreadPoolExecutor(rollout.num_servers, thread_name_prefix="launch") as pool:
-        processes = list(pool.map(start, range(rollout.num_servers)))
+        processes = list(pool.map(start, launches))
     # Only a publication is there for a new server to load; what the other modes sent has passed.
     can_load_again = config.actor.weight_update_mode in ("shm", "disk")
     restarts = {} if can_load_again else {"max_restarts": 0}
@@ -150,12 +163,12 @@ def _sglang_engine(
     return _http_engine(SGLangProtocol(), launch, token, config, stack)
 
 
-_OPENERS = {"native": _native_engine, "vllm": _vllm_engine, "sglang": _sglang_engine}
+_STOCK = {"vllm": _vllm_engine, "sglang": _sglang_engine}
 
 
 def _http_engine(
     protocol: ServerProtocol,
-    launch: Callable[[], tuple[ChildProcess, str]],
+    launch: Launch,
     token: str,
     config: PPOConfig,
     stack: ExitStack,

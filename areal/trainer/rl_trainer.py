@@ -59,7 +59,7 @@ class PPOTrainer(Trainer):
         self.turns = Turns([self.models[role] for role in self.config.models_in_turns()])
         runner = self._start_runner(stack)
         self.inference, self.weights = open_inference(
-            self.config, self.run.paths, stack, gpus=self._server_gpus()
+            self.config, self.run.paths, stack, self.scheduler, gpus=self._server_gpus()
         )
         self.turns.connect(self.inference)
         self._connect()
@@ -122,8 +122,10 @@ class PPOTrainer(Trainer):
 
     def _server_gpus(self) -> list[str] | None:
         """Those of the ranks it takes turns with, or those that training on this machine has left;
-        None shares what there is."""
+        None shares what there is, or leaves it to Ray."""
         rollout, gpus = self.config.rollout, visible_gpus()
+        if self.config.scheduler.type == "ray":
+            return None
         wanted = rollout.num_servers * rollout.tensor_parallel
         target = rollout.scheduling_strategy.target
         if target is not None:
@@ -134,7 +136,7 @@ class PPOTrainer(Trainer):
         elif rollout.num_servers == 1:
             return None
         else:
-            others = gpus if self.scheduler is not None else gpus[1:]  # the first trains
+            others = gpus[1:]  # the first trains
             free = others[:wanted] if len(others) >= wanted else None
         if free is None and rollout.num_servers > 1 and len(gpus) > 1:
             raise ValueError(

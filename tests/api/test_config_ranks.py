@@ -37,9 +37,21 @@ def test_replicas_are_a_part_of_the_layout(tmp_path: Path) -> None:
     [("native:d1", 1, 1), ("native:t4", 1, 4), ("native:d3", 3, 1), ("native:d2t2", 2, 2)],
 )
 def test_servers_and_their_ranks(tmp_path, backend: str, num_servers: int, num_ranks: int) -> None:
-    config = load(tmp_path, "ppo", f"rollout.backend={backend}")
+    config = load(tmp_path, "ppo", f"rollout.backend={backend}", "native.threads=3")
     assert config.rollout.num_servers == num_servers
     assert config.rollout.tensor_parallel == num_ranks
+    job = config.server_job()
+    assert (job.role, job.replicas) == ("rollout", num_servers)
+    assert job.spec_of(num_servers - 1).cpu == 3 * num_ranks
+    counts = [job.num_gpus_of(0, has_gpus=has_gpus) for has_gpus in (True, False)]
+    assert counts == [num_ranks, 0]
+
+
+def test_what_a_server_needs_can_be_said(tmp_path) -> None:
+    specs = "rollout.scheduling_spec=[{cpu: 8, mem: 64}, {gpu: 0}]"
+    job = load(tmp_path, "ppo", "rollout.backend=native:d2", specs).server_job()
+    assert [(spec.cpu, spec.mem) for spec in job.tasks] == [(8, 64), (1, None)]
+    assert [job.num_gpus_of(index, has_gpus=True) for index in range(2)] == [1, 0]
 
 
 def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
@@ -103,6 +115,10 @@ def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
         (
             [*REF, "ref.scheduling_spec=[{cpu: 1}, {cpu: 1}]"],
             "ref.scheduling_spec must have one entry, or one for each of the 1 ranks",
+        ),
+        (
+            ["rollout.backend=native:d3", "rollout.scheduling_spec=[{cpu: 1}, {cpu: 1}]"],
+            "rollout.scheduling_spec must have one entry, or one for each of the 3 servers",
         ),
         (["actor.scheduling_spec=[{gpus: 1}]"], "actor.scheduling_spec.gpus: unknown key; did you"),
         (["actor.scheduling_spec=[{cpu: 0}]"], "actor.scheduling_spec.cpu must be at least 1"),

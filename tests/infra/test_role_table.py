@@ -15,6 +15,9 @@ def test_a_guest_finds_the_workers_of_its_host_and_goes_with_it():
     table.share(Job("ref", 2), "actor")
     assert table.find("ref/1") == table.find("actor/1") == "b"
     assert table.of("critic") == ["c"]
+    table.put("actor/1", "d")  # in the place of one that has ended
+    assert table.of("ref") == ["a", "d"]
+    table.put("actor/1", "b")
     assert table.take("ref") == {}  # it has none of its own
     assert table.find("actor/0") == "a"
     table.share(Job("ref", 2), "actor")

@@ -119,10 +119,6 @@ def test_any_argument_survives_the_shell(arguments):
         ({"account": ""}, "--account"),
         ({"options": ("qos=high",)}, "write it like --qos=high"),
         ({"options": ("--comment=a\nrm -rf x",)}, "--sbatch"),
-        (
-            {"server_gpus": 9},
-            "server needs 9 GPUs of the first machine, and cluster.n_gpus_per_node is 8",
-        ),
         ({"logs": Path('/runs/"x"/logs')}, "cluster.fileroot"),
     ],
 )

@@ -8,7 +8,7 @@ sections are here; a section checks itself.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from areal.api.alloc_mode import ModelAllocation
@@ -25,6 +25,7 @@ from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
 from areal.api.config.turns import check_turns
 from areal.api.config.watchdog import WatchdogConfig
+from areal.api.scheduler_api import Job, SchedulingSpec
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
@@ -167,9 +168,9 @@ class BaseExperimentConfig:
             self.scheduler.type,
         )
         require(
-            self.trainer != "ppo" or weight_update_mode == "disk",
-            f"actor.weight_update_mode must be disk when cluster.n_nodes is {machines}: memory is "
-            "not shared between machines",
+            self.trainer != "ppo" or weight_update_mode in ("disk", "delta"),
+            f"actor.weight_update_mode must be disk or delta when cluster.n_nodes is {machines}: "
+            "memory is not shared between machines",
             weight_update_mode,
         )
 
@@ -343,6 +344,13 @@ class PPOConfig(BaseExperimentConfig):
         )
 
     def _check_ranks(self) -> None:
+        num_servers = self.rollout.num_servers
+        require(
+            len(self.rollout.scheduling_spec) in (0, 1, num_servers),
+            f"rollout.scheduling_spec must have one entry, or one for each of the {num_servers} "
+            f"servers of {self.rollout.backend!r}",
+            f"{len(self.rollout.scheduling_spec)} entries",
+        )
         if self.rollout.num_servers * self.rollout.tensor_parallel == 1:
             return
         several = f"when rollout.backend is {self.rollout.backend!r}, several processes"
@@ -356,6 +364,18 @@ class PPOConfig(BaseExperimentConfig):
             not self.native.batch_invariant or self.rollout.tensor_parallel == 1,
             f"native.batch_invariant must be false {several}",
             True,
+        )
+
+    def server_job(self) -> Job:
+        """The inference servers as workers of a scheduler, one for each."""
+        rollout = self.rollout
+        num_threads = self.server.threads * rollout.tensor_parallel
+        specs = rollout.scheduling_spec or [SchedulingSpec()]
+        return Job(
+            role="rollout",
+            replicas=rollout.num_servers,
+            tasks=[replace(spec, cpu=spec.cpu or num_threads) for spec in specs],
+            default_gpus=rollout.tensor_parallel,
         )
 
     @property

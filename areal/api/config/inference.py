@@ -9,7 +9,7 @@ from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.agent import AgentConfig
 from areal.api.config.checks import require_above, require_at_least, require_fraction
 from areal.api.config.train_engine import check_inference_backend
-from areal.api.scheduler_api import SchedulingStrategy
+from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 
 @dataclass(kw_only=True)
@@ -44,6 +44,9 @@ class InferenceEngineConfig:
     0: the controller's event loop runs them, which carries about a thousand samples a second."""
     recompute_kv: bool = True
     """After a weight update, compute the cache of running requests again with the new weights."""
+    scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
+    """With Ray, what each server needs of its machine: one entry for all servers, or one for each.
+    Default: a CPU for each of its threads, and a GPU for each of its processes."""
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
     """Devices of its own, or those of a model, in turns: `{type: colocation, target: actor}`. While
     one generates or trains, the other waits in the memory of the host."""

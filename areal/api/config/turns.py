@@ -49,7 +49,7 @@ def _check_server(config: PPOConfig, target: str, in_turns: str) -> None:
     )
     require(
         config.scheduler.type == "local",
-        f"scheduler.type must be local {in_turns}: a server runs on the controller's machine",
+        f"scheduler.type must be local {in_turns}: Ray gives servers devices of their own",
         config.scheduler.type,
     )
     require(

@@ -41,6 +41,7 @@ from areal.engine.native.wire import check_supported
 from areal.engine.server_control import ControlClient
 from areal.engine.server_process import ServerProcess
 from areal.utils.child_process import ChildProcess
+from areal.utils.device import best_device
 
 if TYPE_CHECKING:
     import torch
@@ -244,15 +245,17 @@ def launch_native_server(
     batch_invariant: bool = False,
     tensor_parallel: int = 1,
     dtype: str | None = None,
-    device: str = "cpu",
+    device: str | None = "cpu",
     seed: int = 0,
     gpus: Sequence[str] | None = None,
+    host: str = "127.0.0.1",
     log_path: str | Path | None = None,
     setup_timeout_s: float = 300.0,
 ) -> tuple[ChildProcess, str]:
     """Starts `areal serve` as a child of this process; (the child, its "host:port").
 
-    `gpus` are those it may use, by default the ones this process sees.
+    `gpus` are those it may use, by default the ones this process sees; `device` None is the best it
+    has. `host` is the address to listen on.
 
     RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
     """
@@ -264,8 +267,9 @@ def launch_native_server(
         "max-running": max_running,
         "tensor-parallel": tensor_parallel,
         "dtype": dtype,
-        "device": device,
+        "device": device or best_device(),
         "seed": seed,
+        "host": host,
     }
     argv = [sys.executable, "-m", "areal.cli.main", "serve", "--port", "0"]
     for name, value in options.items():

@@ -52,7 +52,9 @@ def check_resources(config: BaseExperimentConfig) -> None:
         for role, section in config.models().items()
         if counts[role]
     ]
-    bundles = [resources_of(job.spec_of(rank)) for job in jobs for rank in range(job.replicas)]
+    if config.trainer == "ppo":
+        jobs.append(config.server_job())
+    bundles = [resources_of(job, index) for job in jobs for index in range(job.replicas)]
     check_fits(" and ".join(job.role for job in jobs), bundles)
 
 

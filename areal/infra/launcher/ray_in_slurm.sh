@@ -89,17 +89,11 @@ port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(
 
 ray_step 1 --nodelist="${nodes[0]}" \
   --head --node-ip-address="$head_ip" --port="$port" --include-dashboard=false \
-  --num-gpus=$((num_gpus - server_gpus))
+  --num-gpus="$num_gpus"
 wait_for_head
 if ((${#nodes[@]} > 1)); then
   ray_step $((${#nodes[@]} - 1)) --exclude="${nodes[0]}" --address="$head_ip:$port" \
     --num-gpus="$num_gpus"
-fi
-
-# Ray gives ranks the first GPUs of a machine; the run's inference servers have the last ones here.
-if ((server_gpus > 0)); then
-  CUDA_VISIBLE_DEVICES=$(cut -d, -f"$((num_gpus - server_gpus + 1))-" <<<"$CUDA_VISIBLE_DEVICES")
-  export CUDA_VISIBLE_DEVICES
 fi
 
 "$python" -m areal.cli.main launch ray --address "$head_ip:$port" \

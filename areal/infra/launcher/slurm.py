@@ -33,7 +33,6 @@ class SlurmJob:
     arguments: tuple[str, ...]  # of `areal launch ray`: config file and overrides
     num_nodes: int
     gpus_per_node: int
-    server_gpus: int = 0  # of those on the first machine, for inference servers
     cpus_per_node: int | None = None  # None: whole machines
     time: str | None = None
     partition: str | None = None
@@ -46,11 +45,6 @@ class SlurmJob:
             value = getattr(self, key)
             if value is not None and not _WORD.fullmatch(value):
                 raise ValueError(f"--{key}: {value!r} is no {key} Slurm can have")
-        if self.server_gpus > self.gpus_per_node:
-            raise ValueError(
-                f"rollout.backend: inference servers need {self.server_gpus} GPUs of the first "
-                f"machine, and cluster.n_gpus_per_node is {self.gpus_per_node}"
-            )
         for option in self.options:
             if not _OPTION.fullmatch(option):
                 raise ValueError(
@@ -110,6 +104,5 @@ def _values(job: SlurmJob) -> dict[str, str]:
         "folder": str(job.folder),
         "logs": str(job.logs),
         "num_gpus": str(job.gpus_per_node),
-        "server_gpus": str(job.server_gpus),
         "join_timeout": str(job.join_timeout_s),
     }

@@ -77,6 +77,15 @@ class LocalScheduler(Scheduler):
             process.wait_ready(deadline)
         return [Worker(f"{role}/{i}", "127.0.0.1") for i in range(len(processes))]
 
+    def replace_worker(self, worker_id: str, timeout: float) -> Worker:
+        old = self._processes.find(worker_id)
+        old.channel.close()
+        old.child.terminate()
+        new = _Process(old.child.name, old.env, old.gpus, old.log_path)
+        self._processes.put(worker_id, new)
+        new.wait_ready(time.monotonic() + timeout)
+        return Worker(worker_id, "127.0.0.1")
+
     def delete_workers(self, role: str | None = None) -> None:
         """A colocated role is forgotten; its processes end with the role that owns them."""
         ending = [process for own in self._processes.take(role).values() for process in own]
@@ -126,8 +135,8 @@ class LocalScheduler(Scheduler):
 
     def _take_gpus(self, job: Job) -> list[list[str]]:
         """The GPUs of each worker; it sees no others."""
-        specs = [job.spec_of(index) for index in range(job.replicas)]
-        counts = [int(self._has_gpus) if spec.gpu is None else spec.gpu for spec in specs]
+        indices = range(job.replicas)
+        counts = [job.num_gpus_of(index, has_gpus=self._has_gpus) for index in indices]
         if sum(counts) > len(self._free_gpus):
             raise GPUAllocationError(
                 job.role,
@@ -142,7 +151,7 @@ class _Process:
     """One worker: the child, its end of the channel, and what was set aside for it."""
 
     def __init__(self, id_: str, env: dict[str, str], gpus: list[str], log_path: Path) -> None:
-        self.gpus = gpus
+        self.env, self.gpus, self.log_path = env, gpus, log_path
         ours, theirs = socket.socketpair()
         argv = [sys.executable, "-m", "areal.infra.scheduler.local_worker"]
         argv += ["--channel", str(theirs.fileno())]

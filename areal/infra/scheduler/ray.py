@@ -23,18 +23,18 @@ from areal.api.scheduler_api import (
     GPUAllocationError,
     Job,
     Scheduler,
-    SchedulingSpec,
     Worker,
     WorkerFailedError,
     WorkerTimeoutError,
 )
-from areal.infra.engine_host import Answer, EngineHost
+from areal.infra.engine_host import EngineHost
 from areal.infra.scheduler.role_table import RoleTable
 from areal.utils import logging
 
 logger = logging.getLogger("RayScheduler")
 
 _GIGABYTE = 1 << 30
+_ROOM_S = 30.0  # for Ray to find room for a worker whose machine is gone
 
 
 class RayScheduler(Scheduler):
@@ -43,6 +43,7 @@ class RayScheduler(Scheduler):
             join_cluster()
         self._placement = placement
         self._actors: RoleTable[Any] = RoleTable()
+        self._jobs: dict[str, Job] = {}  # of roles with a group of their own, as below
         self._groups: dict[str, PlacementGroup] = {}
 
     def create_workers(self, job: Job) -> list[str]:
@@ -50,15 +51,14 @@ class RayScheduler(Scheduler):
         if target is not None:
             self._actors.share(job, target)
         else:
-            specs = [job.spec_of(index) for index in range(job.replicas)]
-            bundles = [resources_of(spec) for spec in specs]
+            bundles = [resources_of(job, index) for index in range(job.replicas)]
             check_fits(job.role, bundles)
             group = placement_group(bundles, strategy=self._placement)
-            self._groups[job.role] = group
+            self._groups[job.role], self._jobs[job.role] = group, job
             actors: list[Any] = []
             self._actors.own(job, actors)
-            for index, (bundle, spec) in enumerate(zip(bundles, specs, strict=True)):
-                actors.append(_start(group, index, bundle, spec, job.replicas))
+            for index in range(job.replicas):
+                actors.append(_start(group, job, index))
         return [f"{job.role}/{index}" for index in range(job.replicas)]
 
     def get_workers(self, role: str, timeout: float) -> list[Worker]:
@@ -77,12 +77,24 @@ class RayScheduler(Scheduler):
             raise WorkerFailedError(role, str(error)) from error
         return [Worker(f"{role}/{i}", ip) for i, (ip, _) in enumerate(addresses)]
 
+    def replace_worker(self, worker_id: str, timeout: float) -> Worker:
+        role, _, index = worker_id.rpartition("/")
+        ray.kill(self._actors.find(worker_id))  # it may be out of reach, and alive
+        # Ray moves what was reserved on a machine that is gone to another, if one has room.
+        if not self._groups[role].wait(min(timeout, _ROOM_S)):
+            raise WorkerTimeoutError(worker_id, "no machine of the Ray cluster has room for it")
+        actor = _start(self._groups[role], self._jobs[role], int(index))
+        self._actors.put(worker_id, actor)
+        ip, _ = _wait(actor.address.remote(), worker_id, timeout)
+        return Worker(worker_id, ip)
+
     def delete_workers(self, role: str | None = None) -> None:
         """A colocated role is forgotten; its actors end with the role that owns them."""
         for name, actors in self._actors.take(role).items():
             for actor in actors:
                 ray.kill(actor)
             remove_placement_group(self._groups.pop(name))
+            del self._jobs[name]
 
     def create_engine(
         self,
@@ -137,16 +149,15 @@ class _RayWorker(EngineHost):
         os.environ.setdefault("AREAL_RENDEZVOUS", rendezvous)  # the first role's, when it is shared
 
 
-def _start(
-    group: PlacementGroup, index: int, bundle: dict[str, float], spec: SchedulingSpec, ranks: int
-) -> Any:
+def _start(group: PlacementGroup, job: Job, index: int) -> Any:
+    bundle = group.bundle_specs[index]
     env = {
         "RANK": str(index),
         "LOCAL_RANK": "0",  # of the GPUs Ray lets it see
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(job.replicas),
         "OMP_NUM_THREADS": str(int(bundle["CPU"])),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        **spec.env_vars,
+        **job.spec_of(index).env_vars,
     }
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     options = {
@@ -160,12 +171,13 @@ def _start(
     return ray.remote(_RayWorker).options(**options).remote(os.getcwd())
 
 
-def resources_of(spec: SchedulingSpec) -> dict[str, float]:
+def resources_of(job: Job, index: int) -> dict[str, float]:
     """The bundle of one worker, by Ray's names."""
+    spec = job.spec_of(index)
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     resources: dict[str, float] = {"CPU": spec.cpu or 1}
-    if (gpu := int(has_gpus) if spec.gpu is None else spec.gpu) > 0:
-        resources["GPU"] = gpu
+    if (num_gpus := job.num_gpus_of(index, has_gpus=has_gpus)) > 0:
+        resources["GPU"] = num_gpus
     if spec.mem is not None:
         resources["memory"] = spec.mem * _GIGABYTE
     return resources
@@ -184,7 +196,7 @@ def check_fits(role: str, bundles: list[dict[str, float]]) -> None:
             )
 
 
-def _wait(reply: Any, worker_id: str, timeout_s: float) -> Answer:
+def _wait(reply: Any, worker_id: str, timeout_s: float) -> Any:
     try:
         return ray.get(reply, timeout=timeout_s)
     except GetTimeoutError:

@@ -45,6 +45,11 @@ class RoleTable(Generic[W]):
         role, _, index = worker_id.rpartition("/")
         return self.of(role)[int(index)]
 
+    def put(self, worker_id: str, worker: W) -> None:
+        """In the place of the one that has this id."""
+        role, _, index = worker_id.rpartition("/")
+        self.of(role)[int(index)] = worker
+
     def take(self, role: str | None) -> dict[str, list[W]]:
         """Forget `role`, or all, and the roles it is the host of. A guest has no workers to end."""
         roles = [role] if role is not None else list(self._workers)

@@ -1,0 +1,103 @@
+"""Inference servers by Ray on two machines: one is killed, then the worker of the other one, and
+the run goes to its end with every prompt accounted for and no server left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import areal, overrides, query
+
+from areal.cli.demo import recipe_path
+from areal.rollout.ledger import Ledger
+from areal.utils.run_db import RunDatabase
+from areal.utils.stacks import descendants
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 12
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    pytest.importorskip("ray", reason="scheduler.type=ray needs the extra `ray`")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cluster = Cluster()
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=2, num_gpus=0)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def servers_on(node) -> list[int]:
+    """The native servers of one machine of the cluster: below its own Ray."""
+    (raylet,) = node.all_processes["raylet"]
+    found = {pid: words_of(pid)[1:4] for pid in descendants(raylet.process.pid)}
+    return [pid for pid, words in found.items() if words == [b"-m", b"areal.cli.main", b"serve"]]
+
+
+def words_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def wait_for_steps(run, folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 300
+    while num_steps(folder) < count:
+        assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
+        time.sleep(0.1)
+
+
+def num_steps(folder: Path) -> int:
+    try:
+        return len(query(folder, "SELECT step FROM steps"))
+    except sqlite3.OperationalError:  # the file or its tables are still to be made
+        return 0
+
+
+def test_servers_on_two_machines_are_replaced(tmp_path, cluster):
+    more = [
+        "rollout.backend=native:d2",
+        "actor.weight_update_mode=disk",
+        "scheduler.placement=SPREAD",
+        "cluster.n_nodes=2",
+        "trial_name=two",
+        f"total_train_steps={NUM_STEPS}",
+        "rollout.max_head_offpolicyness=1",
+    ]
+    tests = str(Path(__file__).parents[1])
+    env = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    options = ["launch", "ray", "--address", cluster.address]
+    run = areal(*options, recipe_path("arithmetic_grpo.yaml"), *overrides(tmp_path, *more), env=env)
+    folder = tmp_path / "arithmetic" / "two"
+    wait_for_steps(run, folder, 2)
+    (first,), (second,) = (servers_on(node) for node in cluster.list_all_nodes())
+    os.kill(first, signal.SIGKILL)
+    wait_for_steps(run, folder, 5)
+    os.kill(parent_of(second), signal.SIGKILL)  # takes its server with it
+    _, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    assert f"(pid {first}) was ended by signal SIGKILL" in err
+    assert "worker is gone: rollout/" in err
+    assert not any(servers_on(node) for node in cluster.list_all_nodes())
+    logs = {file.name for file in (folder / "logs").glob("server*.log")}
+    assert logs == {"server0.log", "server1.log"}
+    stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
+    assert len(stats) == NUM_STEPS and stats[-1]["server/version"] == NUM_STEPS
+    assert stats[-1]["server/servers"] == stats[-1]["server/restarts"] == 2
+    with RunDatabase(folder / "run.db") as database:
+        balance = Ledger(database).balance()
+    assert balance["trained"] == balance["total"] == NUM_STEPS * 8
