@@ -1,5 +1,6 @@
 """Inference servers by Ray on two machines: one is killed, then the worker of the other one, and
-the run goes to its end with every prompt accounted for and no server left behind."""
+the run goes to its end with every prompt accounted for and no server left behind; and a machine
+that is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from pathlib import Path
 import pytest
 from tiny_run import areal, overrides, query
 
-from areal.cli.demo import recipe_path
+from areal.api.engine_api import EngineLostError
+from areal.api.scheduler_api import Job
+from areal.cli.demo import make_model, recipe_path
+from areal.engine.server_control import ControlClient
+from areal.engine.server_host import HostedServer
+from areal.engine.server_process import ServerProcess
 from areal.rollout.ledger import Ledger
 from areal.utils.run_db import RunDatabase
 from areal.utils.stacks import descendants
@@ -21,20 +27,27 @@ from areal.utils.stacks import descendants
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 12
+LAUNCH = "areal.engine.native.remote_engine.launch_native_server"
+WAIT_S = 200.0
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster_of(monkeypatch):
+    """Machines with so many CPUs each."""
     pytest.importorskip("ray", reason="scheduler.type=ray needs the extra `ray`")
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster = Cluster()
+
+    def add(*nums_cpus: int) -> Cluster:
+        for num_cpus in nums_cpus:
+            cluster.add_node(num_cpus=num_cpus, num_gpus=0)
+        return cluster
+
     try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=2, num_gpus=0)
-        yield cluster
+        yield add
     finally:
         cluster.shutdown()
 
@@ -68,7 +81,8 @@ def num_steps(folder: Path) -> int:
         return 0
 
 
-def test_servers_on_two_machines_are_replaced(tmp_path, cluster):
+def test_servers_on_two_machines_are_replaced(tmp_path, cluster_of):
+    cluster = cluster_of(2, 2)
     more = [
         "rollout.backend=native:d2",
         "actor.weight_update_mode=disk",
@@ -101,3 +115,32 @@ def test_servers_on_two_machines_are_replaced(tmp_path, cluster):
     with RunDatabase(folder / "run.db") as database:
         balance = Ledger(database).balance()
     assert balance["trained"] == balance["total"] == NUM_STEPS * 8
+
+
+def test_a_server_whose_machine_is_gone(tmp_path, cluster_of):
+    """The only machine with room goes; the next `launch` finds none, until another one joins."""
+    import ray
+
+    from areal.infra.scheduler.ray import RayScheduler
+
+    cluster = cluster_of(0, 1)
+    ray.init(cluster.address)
+    try:
+        scheduler = RayScheduler()
+        scheduler.create_workers(Job(role="rollout", replicas=1))
+        (worker,) = scheduler.get_workers("rollout", WAIT_S)
+        make_model(tmp_path / "model")
+        options = {"model_path": tmp_path / "model", "token": "secret", "num_pages": 64}
+        server = HostedServer(scheduler, worker, LAUNCH, options, setup_timeout_s=WAIT_S)
+        process = ServerProcess(server.launch)
+        cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
+        assert process.wait_end()
+        assert "worker is gone: rollout/0: " in process.describe_end()
+        with pytest.raises(EngineLostError, match="no machine of the Ray cluster has room for it"):
+            process.start_again()
+        cluster.add_node(num_cpus=1, num_gpus=0)
+        address = process.start_again()
+        ControlClient(address, "secret", timeout_s=WAIT_S).wait_until_healthy(WAIT_S)
+        scheduler.delete_workers()
+    finally:
+        ray.shutdown()

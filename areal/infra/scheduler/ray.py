@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from typing import Any, Literal
 
 import ray
@@ -35,6 +36,7 @@ logger = logging.getLogger("RayScheduler")
 
 _GIGABYTE = 1 << 30
 _ROOM_S = 30.0  # for Ray to find room for a worker whose machine is gone
+_LOOK_S = 1.0  # between two attempts at that
 
 
 class RayScheduler(Scheduler):
@@ -78,10 +80,20 @@ class RayScheduler(Scheduler):
         return [Worker(f"{role}/{i}", ip) for i, (ip, _) in enumerate(addresses)]
 
     def replace_worker(self, worker_id: str, timeout: float) -> Worker:
-        role, _, index = worker_id.rpartition("/")
         ray.kill(self._actors.find(worker_id))  # it may be out of reach, and alive
+        deadline = time.monotonic() + min(timeout, _ROOM_S)
+        while True:
+            try:
+                return self._start_again(worker_id, deadline, timeout)
+            except WorkerFailedError:  # Ray had yet to learn that the machine is gone
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_S)
+
+    def _start_again(self, worker_id: str, deadline: float, timeout: float) -> Worker:
+        role, _, index = worker_id.rpartition("/")
         # Ray moves what was reserved on a machine that is gone to another, if one has room.
-        if not self._groups[role].wait(min(timeout, _ROOM_S)):
+        if not self._groups[role].wait(max(_LOOK_S, deadline - time.monotonic())):
             raise WorkerTimeoutError(worker_id, "no machine of the Ray cluster has room for it")
         actor = _start(self._groups[role], self._jobs[role], int(index))
         self._actors.put(worker_id, actor)
