@@ -89,15 +89,17 @@ class HostedServer:
         self._options = options
         self._setup_timeout_s = setup_timeout_s
         self._worker = worker
+        self._is_open = False  # whether the first worker has its host
         self._loss: str | None = None  # how the worker ended
-        self._open_host()
 
     def launch(self) -> tuple[HostedServer, str]:
         """This, and the address of a new server. RuntimeError with its last output when it does not
         start, EngineLostError when there is no worker any more to start it in."""
-        if self._loss is not None:
-            self._renew_worker()
         try:
+            if self._loss is not None:
+                self._renew_worker()
+            if self._loss is not None or not self._is_open:
+                self._open_host()
             return self, self._call("start")
         except (WorkerFailedError, WorkerTimeoutError) as error:
             self._loss = str(error)
@@ -130,14 +132,13 @@ class HostedServer:
         except EngineCreationError as error:
             error.__cause__.add_note(str(error))
             raise error.__cause__ from None
+        self._is_open, self._loss = True, None
 
     def _renew_worker(self) -> None:
         try:
             self._worker = self._scheduler.replace_worker(self._worker.id, self._setup_timeout_s)
         except WorkerTimeoutError as error:
             raise EngineLostError(f"{self._loss}; {error}") from None
-        self._open_host()
-        self._loss = None
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """The host's answer; None when its worker is gone, which is then known for good."""
