@@ -28,7 +28,7 @@ from areal.engine.server_protocol import ServerProtocol
 from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
 from areal.models.hf_io import read_hf_config
-from areal.trainer.server_places import place_servers
+from areal.trainer.server_places import place_servers, sender_address
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
 from areal.utils.server_envs import find_interpreter
@@ -58,7 +58,11 @@ def open_inference(
     stack.callback(engine.destroy)
     engine.initialize()
     receiver = ModelAllocation.from_str(config.rollout.backend)
-    meta = root.meta(recompute_kv=config.rollout.recompute_kv, gen_allocation=receiver)
+    meta = root.meta(
+        recompute_kv=config.rollout.recompute_kv,
+        gen_allocation=receiver,
+        nccl_master_address=sender_address(config, scheduler),
+    )
     return engine, meta
 
 

@@ -43,6 +43,13 @@ def place_servers(
     ]
 
 
+def sender_address(config: PPOConfig, scheduler: Scheduler | None) -> str:
+    """Where servers find the first rank of the actor, for weights that go through a group."""
+    if config.scheduler.type == "local":
+        return "127.0.0.1"
+    return scheduler.get_workers("actor", config.actor.setup_timeout)[0].ip
+
+
 def _in_workers(
     config: PPOConfig, servers: Sequence[dict[str, Any]], scheduler: Scheduler
 ) -> list[Launch]:
@@ -61,6 +68,6 @@ def _require_one_machine(workers: Sequence[Worker]) -> None:
     machines = sorted({worker.ip for worker in workers})
     if len(machines) > 1:
         raise ValueError(
-            "actor.weight_update_mode must be disk or delta, got 'shm': Ray has placed actor and "
-            f"rollout on {', '.join(machines)}, and memory is not shared between machines"
+            "actor.weight_update_mode must be disk, delta or xccl, got 'shm': Ray has placed actor "
+            f"and rollout on {', '.join(machines)}, and memory is not shared between machines"
         )

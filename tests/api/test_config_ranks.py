@@ -102,7 +102,7 @@ def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
         ),
         (
             ["scheduler.type=ray", "actor.weight_update_mode=ipc"],
-            "actor.weight_update_mode must be shm, disk or delta when scheduler.type is ray",
+            "actor.weight_update_mode must be shm, disk, delta or xccl when scheduler.type is ray",
         ),
         (
             ["actor.backend=archon:d2t2", "actor.batch_invariant=true"],

@@ -94,7 +94,7 @@ def test_weights_between_machines_go_by_disk(root, capsys):
     code, err = fails(capsys, "slurm", "--nodes", "2", grpo, *overrides)
     assert (
         code == 2
-        and "actor.weight_update_mode must be disk or delta when cluster.n_nodes is 2" in err
+        and "actor.weight_update_mode must be disk, delta or xccl when cluster.n_nodes is 2" in err
     )
 
 

@@ -81,21 +81,29 @@ def num_steps(folder: Path) -> int:
         return 0
 
 
-def test_servers_on_two_machines_are_replaced(tmp_path, cluster_of):
-    cluster = cluster_of(2, 2)
-    more = [
-        "rollout.backend=native:d2",
-        "actor.weight_update_mode=disk",
-        "scheduler.placement=SPREAD",
-        "cluster.n_nodes=2",
-        "trial_name=two",
-        f"total_train_steps={NUM_STEPS}",
-        "rollout.max_head_offpolicyness=1",
-    ]
+def launch(root: Path, address: str, *more: str):
     tests = str(Path(__file__).parents[1])
     env = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
-    options = ["launch", "ray", "--address", cluster.address]
-    run = areal(*options, recipe_path("arithmetic_grpo.yaml"), *overrides(tmp_path, *more), env=env)
+    more = ("rollout.backend=native:d2", "scheduler.placement=SPREAD", "cluster.n_nodes=2", *more)
+    options = ["launch", "ray", "--address", address]
+    return areal(*options, recipe_path("arithmetic_grpo.yaml"), *overrides(root, *more), env=env)
+
+
+def test_two_ranks_send_weights_through_a_group(tmp_path, cluster_of):
+    cluster = cluster_of(2, 2)
+    more = ["actor.backend=archon:d2", "actor.weight_update_mode=xccl", "trial_name=xccl"]
+    run = launch(tmp_path, cluster.address, *more, "total_train_steps=2")
+    _, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    folder = tmp_path / "arithmetic" / "xccl"
+    stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
+    assert (stats[-1]["server/version"], stats[-1]["server/servers"]) == (2, 2)
+
+
+def test_servers_on_two_machines_are_replaced(tmp_path, cluster_of):
+    cluster = cluster_of(2, 2)
+    more = ["actor.weight_update_mode=disk", "trial_name=two", f"total_train_steps={NUM_STEPS}"]
+    run = launch(tmp_path, cluster.address, *more, "rollout.max_head_offpolicyness=1")
     folder = tmp_path / "arithmetic" / "two"
     wait_for_steps(run, folder, 2)
     (first,), (second,) = (servers_on(node) for node in cluster.list_all_nodes())

@@ -125,8 +125,8 @@ class BaseExperimentConfig:
         models, sizes = self.models(), self.num_ranks()
         mode = models["actor"].weight_update_mode
         require(
-            self.scheduler.type == "local" or mode in ("shm", "disk", "delta"),
-            "actor.weight_update_mode must be shm, disk or delta when scheduler.type is ray",
+            self.scheduler.type == "local" or mode in ("shm", "disk", "delta", "xccl"),
+            "actor.weight_update_mode must be shm, disk, delta or xccl when scheduler.type is ray",
             mode,
         )
         self._check_machines(mode)
@@ -168,9 +168,9 @@ class BaseExperimentConfig:
             self.scheduler.type,
         )
         require(
-            self.trainer != "ppo" or weight_update_mode in ("disk", "delta"),
-            f"actor.weight_update_mode must be disk or delta when cluster.n_nodes is {machines}: "
-            "memory is not shared between machines",
+            self.trainer != "ppo" or weight_update_mode in ("disk", "delta", "xccl"),
+            "actor.weight_update_mode must be disk, delta or xccl when cluster.n_nodes is "
+            f"{machines}: memory is not shared between machines",
             weight_update_mode,
         )
 
