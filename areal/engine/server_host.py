@@ -100,10 +100,12 @@ class HostedServer:
                 self._renew_worker()
             if self._loss is not None or not self._is_open:
                 self._open_host()
-            return self, self._call("start")
+            address = self._call("start")
         except (WorkerFailedError, WorkerTimeoutError) as error:
             self._loss = str(error)
             raise
+        self._loss = None  # only now: a thread that watches must find a server in the host
+        return self, address
 
     def poll(self) -> int | None:
         return self.wait(0.0)
@@ -132,7 +134,7 @@ class HostedServer:
         except EngineCreationError as error:
             error.__cause__.add_note(str(error))
             raise error.__cause__ from None
-        self._is_open, self._loss = True, None
+        self._is_open = True
 
     def _renew_worker(self) -> None:
         try:
