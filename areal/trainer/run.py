@@ -80,7 +80,7 @@ class Run:
             stack.enter_context(self._no_folder_for_a_mistake())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
-            stacks.share(self.paths.stacks)
+            stack.enter_context(stacks.shared(self.paths.stacks))
             self.watchdog = Watchdog(config.watchdog.seconds, stacks=self.paths.stacks)
             stack.callback(self.watchdog.close)
             self._recovery = stack.enter_context(

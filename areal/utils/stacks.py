@@ -1,8 +1,8 @@
 """The stacks of a process and of all it started, in one file: where does everybody stand?
 
-    share(logs / "stacks.txt")     # in the parent, before it starts children
-    listen()                       # in a child, first thing: SIGUSR1 writes its stacks there
-    collect(logs / "stacks.txt")   # in the parent: its own, then one child after another
+    with shared(logs / "stacks.txt"):   # in the parent, while it starts children
+    listen()                            # in a child, first: SIGUSR1 writes its stacks there
+    collect(logs / "stacks.txt")        # in the parent: its own, then one child after another
 
 `kill -USR1 PID` does it for one process by hand; a child whose parent shares no file writes to its
 standard error. A process that does not listen is listed without stacks, and is not signalled: the
@@ -29,17 +29,27 @@ _SETTLED_S = 0.1
 _listening: TextIO | None = None  # kept open: the handler writes to its descriptor
 
 
-def share(path: Path) -> None:
-    """Children that are started from now on write to `path`."""
+@contextlib.contextmanager
+def shared(path: Path) -> Iterator[None]:
+    """Children that are started meanwhile write to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
 
 
 def listen() -> None:
     """Write the stacks of all threads of this process when SIGUSR1 comes."""
     global _listening
     path = os.environ.get(VARIABLE)
-    _listening = open(path, "a") if path else sys.stderr  # noqa: SIM115 (see above)
+    # The real standard error: what a caller put in its place may have no descriptor.
+    _listening = open(path, "a") if path else sys.__stderr__  # noqa: SIM115 (see above)
     faulthandler.register(signal.SIGUSR1, file=_listening, all_threads=True)
 
 

@@ -28,6 +28,7 @@ ON_POLICY = (
     "ref={}",
     "perf_tracer.enabled=true",
 )
+PASSING = ("timeperf/", "server/", "rollout/", "eval-rollout/")
 STEP = ["forward", "advantages", "train", "update_weights"]
 TRAINING = {*STEP, "save", "recover"}
 # What is saved after an evaluation wants the models back.
@@ -57,13 +58,14 @@ def run(root: Path, trial: str, *more: str) -> RunPaths:
 
 
 def numbers(paths: RunPaths) -> list[dict[str, float]]:
-    """What each step computed: all but times, and what was under way at that moment."""
+    """What each step computed: all but times, what was under way at that moment, and the means of
+    episodes, which are added up in the order they end in."""
     rows = query(paths.root, "SELECT stats FROM steps ORDER BY step")
     return [
         {
             key: value
             for key, value in json.loads(row).items()
-            if not key.startswith(("timeperf/", "server/", "rollout/")) and "per_second" not in key
+            if not key.startswith(PASSING) and "per_second" not in key
         }
         for (row,) in rows
     ]

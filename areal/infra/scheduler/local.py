@@ -105,7 +105,7 @@ class LocalScheduler(Scheduler):
 
     def gpus_of(self, role: str) -> list[str]:
         """Those of its ranks, for a process that takes turns with them."""
-        return [gpu for process in self._of(role) for gpu in process.gpus]
+        return [gpu for process in self._processes.of(role) for gpu in process.gpus]
 
     def create_engine(
         self,
