@@ -3,7 +3,7 @@
     here                                     worker of role `rollout`, on its machine
     HostedServer  -- Scheduler.call_engine ->  ServerHost  -- launch ->  the server, its child
 
-    hosted = HostedServer(scheduler, worker, "package.module.launch", {"token": ...}, ...)
+    hosted = HostedServer(scheduler, worker, launch_native_server, {"token": ...}, ...)
     process = ServerProcess(hosted.launch)   # as if the server were a child of this process
 
 A worker takes its server with it when it ends; `launch` then asks for another worker first.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,11 @@ from areal.api.scheduler_api import (
     WorkerTimeoutError,
 )
 from areal.api.secret_text import remember_secret
-from areal.utils.import_path import load
 
 if TYPE_CHECKING:
     from areal.utils.child_process import ChildProcess
+
+Launch = Callable[..., "tuple[ChildProcess, str]"]
 
 _HOST = "areal.engine.server_host.ServerHost"
 _NAME = "server"
@@ -41,14 +42,14 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "AREAL_RENDEZVOUS")
 
 
 class ServerHost:
-    """Lives in a worker. `launch` is the import path of a function that starts a server there and
+    """Lives in a worker. `launch` is a function of a module, which starts a server there and
     returns its process and "host:port" once it answers."""
 
-    def __init__(self, launch: str, *, token: str, **options: Any) -> None:
+    def __init__(self, launch: Launch, *, token: str, **options: Any) -> None:
         remember_secret(token)
         for name in _RANK_VARIABLES:
             os.environ.pop(name, None)
-        self._launch = partial(load(launch, key="launch"), token=token, **options)
+        self._launch = partial(launch, token=token, **options)
         self._child: ChildProcess | None = None
 
     def start(self) -> str:
@@ -79,7 +80,7 @@ class HostedServer:
         self,
         scheduler: Scheduler,
         worker: Worker,
-        launch: str,
+        launch: Launch,
         options: Mapping[str, Any],
         *,
         setup_timeout_s: float,

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from areal.api.scheduler_api import Scheduler, Worker
     from areal.engine.server_process import Launch
 
-_LAUNCH = "areal.engine.native.remote_engine.launch_native_server"
-
 
 def place_servers(
     config: PPOConfig,
@@ -59,7 +57,9 @@ def _in_workers(
     if config.actor.weight_update_mode == "shm":
         _require_one_machine([*workers, *scheduler.get_workers("actor", timeout_s)])
     return [
-        HostedServer(scheduler, worker, _LAUNCH, options, setup_timeout_s=timeout_s).launch
+        HostedServer(
+            scheduler, worker, launch_native_server, options, setup_timeout_s=timeout_s
+        ).launch
         for worker, options in zip(workers, servers, strict=True)
     ]
 

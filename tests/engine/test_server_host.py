@@ -11,13 +11,13 @@ import pytest
 
 from areal.api.scheduler_api import Job, Worker
 from areal.cli.demo import make_model
+from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.server_control import ControlClient
 from areal.engine.server_host import HostedServer
 from areal.engine.server_process import ServerProcess
 from areal.infra.scheduler.local import LocalScheduler
 from areal.utils.stacks import descendants
 
-LAUNCH = "areal.engine.native.remote_engine.launch_native_server"
 TOKEN = "a-token-nobody-guesses"
 WAIT_S = 120.0
 
@@ -38,7 +38,7 @@ def worker(scheduler) -> Worker:
 def hosted(scheduler, worker, model: Path, logs: Path) -> HostedServer:
     options = {"model_path": model, "token": TOKEN, "num_pages": 100, "device": None}
     options |= {"log_path": logs / "server0.log", "setup_timeout_s": WAIT_S}
-    return HostedServer(scheduler, worker, LAUNCH, options, setup_timeout_s=WAIT_S)
+    return HostedServer(scheduler, worker, launch_native_server, options, setup_timeout_s=WAIT_S)
 
 
 def pids_of(address: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from tiny_run import areal, overrides, query
 from areal.api.engine_api import EngineLostError
 from areal.api.scheduler_api import Job
 from areal.cli.demo import make_model, recipe_path
+from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.server_control import ControlClient
 from areal.engine.server_host import HostedServer
 from areal.engine.server_process import ServerProcess
@@ -27,7 +28,6 @@ from areal.utils.stacks import descendants
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 12
-LAUNCH = "areal.engine.native.remote_engine.launch_native_server"
 WAIT_S = 200.0
 
 
@@ -139,7 +139,9 @@ def test_a_server_whose_machine_is_gone(tmp_path, cluster_of):
         (worker,) = scheduler.get_workers("rollout", WAIT_S)
         make_model(tmp_path / "model")
         options = {"model_path": tmp_path / "model", "token": "secret", "num_pages": 64}
-        server = HostedServer(scheduler, worker, LAUNCH, options, setup_timeout_s=WAIT_S)
+        server = HostedServer(
+            scheduler, worker, launch_native_server, options, setup_timeout_s=WAIT_S
+        )
         process = ServerProcess(server.launch)
         cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
         assert process.wait_end()
