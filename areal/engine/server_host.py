@@ -31,7 +31,7 @@ from areal.api.secret_text import remember_secret
 if TYPE_CHECKING:
     from areal.utils.child_process import ChildProcess
 
-Launch = Callable[..., "tuple[ChildProcess, str]"]
+StartServer = Callable[..., "tuple[ChildProcess, str]"]
 
 _HOST = "areal.engine.server_host.ServerHost"
 _NAME = "server"
@@ -45,7 +45,7 @@ class ServerHost:
     """Lives in a worker. `launch` is a function of a module, which starts a server there and
     returns its process and "host:port" once it answers."""
 
-    def __init__(self, launch: Launch, *, token: str, **options: Any) -> None:
+    def __init__(self, launch: StartServer, *, token: str, **options: Any) -> None:
         remember_secret(token)
         for name in _RANK_VARIABLES:
             os.environ.pop(name, None)
@@ -80,7 +80,7 @@ class HostedServer:
         self,
         scheduler: Scheduler,
         worker: Worker,
-        launch: Launch,
+        launch: StartServer,
         options: Mapping[str, Any],
         *,
         setup_timeout_s: float,

@@ -41,9 +41,11 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
     @app.post("/abort", openapi_extra=json_body(ABORT))
     async def abort(request: Request) -> dict[str, int]:
         order = parse_object(await request.body(), "body")
-        everything = field(order, "all", bool, default=False)
-        rid = field(order, "rid", str, **({"default": ""} if everything else {}))
-        rids = None if everything else [rid]
+        if field(order, "all", bool, default=False):
+            field(order, "rid", str, default="")  # of no use then, but still no nonsense
+            rids = None
+        else:
+            rids = [field(order, "rid", str)]
         return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
 
     @app.post("/offload", openapi_extra=json_body(TAGS, required=False))
