@@ -28,7 +28,7 @@ from areal.engine.server_protocol import ServerProtocol
 from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
 from areal.models.hf_io import read_hf_config
-from areal.trainer.server_places import place_servers, sender_address
+from areal.trainer.server_places import place_servers, sender_address, server_gpus
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
 from areal.utils.server_envs import find_interpreter
@@ -45,9 +45,8 @@ def open_inference(
     paths: RunPaths,
     stack: ExitStack,
     scheduler: Scheduler | None,
-    *,
-    gpus: list[str] | None = None,
 ) -> tuple[InferenceEngine, WeightUpdateMeta]:
+    gpus = server_gpus(config, scheduler)
     mode = config.actor.weight_update_mode
     name = f"{config.experiment_name}-{config.trial_name}"
     root = stack.enter_context(PublicationRoot(mode, run_name=name, disk_root=paths.weights))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
-from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
@@ -59,7 +58,7 @@ class PPOTrainer(Trainer):
         self.turns = Turns([self.models[role] for role in self.config.models_in_turns()])
         runner = self._start_runner(stack)
         self.inference, self.weights = open_inference(
-            self.config, self.run.paths, stack, self.scheduler, gpus=self._server_gpus()
+            self.config, self.run.paths, stack, self.scheduler
         )
         self.turns.connect(self.inference)
         self._connect()
@@ -119,31 +118,6 @@ class PPOTrainer(Trainer):
         if together and config.actor.weight_update_mode != "direct":
             taken = config.rollout.num_servers * config.server.threads
             torch.set_num_threads(max(1, num_cores() - taken))
-
-    def _server_gpus(self) -> list[str] | None:
-        """Those of the ranks it takes turns with, or those that training on this machine has left;
-        None shares what there is, or leaves it to Ray."""
-        rollout, gpus = self.config.rollout, visible_gpus()
-        if self.config.scheduler.type == "ray":
-            return None
-        wanted = rollout.num_servers * rollout.tensor_parallel
-        target = rollout.scheduling_strategy.target
-        if target is not None:
-            in_controller = self.config.hosts()[target] == "controller"
-            return None if in_controller else self.scheduler.gpus_of(target) or None
-        if isinstance(self.scheduler, LocalScheduler):
-            free = self.scheduler.take_free_gpus(wanted)
-        elif rollout.num_servers == 1:
-            return None
-        else:
-            others = gpus[1:]  # the first trains
-            free = others[:wanted] if len(others) >= wanted else None
-        if free is None and rollout.num_servers > 1 and len(gpus) > 1:
-            raise ValueError(
-                f"rollout.backend {rollout.backend!r} needs {wanted} GPUs that do not train, and "
-                f"there are not as many among {', '.join(gpus)}: use fewer d"
-            )
-        return free
 
     def _connect(self) -> None:
         """Tell the actor, whose ranks have copies of the client, where its weights go."""

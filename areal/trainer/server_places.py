@@ -1,4 +1,4 @@
-"""Who starts the native servers of a run, and on which machine.
+"""Who starts the servers of a run, on which machine and on which GPUs.
 
 | `scheduler.type` | a server is                                                                  |
 |------------------|------------------------------------------------------------------------------|
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.server_host import HostedServer
+from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
@@ -39,6 +40,32 @@ def place_servers(
         partial(launch_native_server, gpus=share, **options)
         for share, options in zip(shares, servers, strict=True)
     ]
+
+
+def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | None:
+    """Those of the ranks they take turns with, or those that training on this machine has left;
+    None shares what there is, or leaves it to Ray."""
+    rollout, gpus = config.rollout, visible_gpus()
+    if config.scheduler.type == "ray":
+        return None
+    wanted = rollout.num_servers * rollout.tensor_parallel
+    target = rollout.scheduling_strategy.target
+    if target is not None:
+        in_controller = config.hosts()[target] == "controller"
+        return None if in_controller else scheduler.gpus_of(target) or None
+    if isinstance(scheduler, LocalScheduler):
+        free = scheduler.take_free_gpus(wanted)
+    elif rollout.num_servers == 1:
+        return None
+    else:
+        others = gpus[1:]  # the first trains
+        free = others[:wanted] if len(others) >= wanted else None
+    if free is None and rollout.num_servers > 1 and len(gpus) > 1:
+        raise ValueError(
+            f"rollout.backend {rollout.backend!r} needs {wanted} GPUs that do not train, and "
+            f"there are not as many among {', '.join(gpus)}: use fewer d"
+        )
+    return free
 
 
 def sender_address(config: PPOConfig, scheduler: Scheduler | None) -> str:
