@@ -164,9 +164,10 @@ class WorkflowExecutor:
         )
         self._version = resume.version
         self._next_task_id = resume.next_task_id
-        self._reissue.extend(resume.reissue)
         waiting = [*resume.finished, *(resume.rejected if dynamic_bs else ())]
-        self._pool.restore(resume.version, waiting, keep_rejected=dynamic_bs)
+        no_room = self._pool.restore(resume.version, waiting, keep_rejected=dynamic_bs)
+        self._ledger.issue_again(no_room)
+        self._reissue.extend(sorted([*resume.reissue, *no_room]))
         self._runner.call(self._admit)
 
     def prepare_batch(self) -> Batch:

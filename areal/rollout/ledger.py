@@ -148,6 +148,18 @@ class Ledger:
             connection.execute("DELETE FROM steps WHERE step > :step", where)
         return self._resume(version)
 
+    def issue_again(self, task_ids: Sequence[int]) -> None:
+        """Groups that ended, but for which a run that resumes has no room; their work is undone."""
+        with self._db.transaction() as connection:
+            _write(
+                connection,
+                f"""UPDATE tasks SET {_ISSUED}
+                    WHERE task_id = ? AND state IN ('finished', 'rejected')""",
+                [(task_id,) for task_id in task_ids],
+                "finished or rejected",
+            )
+            _delete_trajectories(connection, "state = 'issued'")
+
     def prune(self, step: int) -> None:
         """Forget trajectories trained at or before `step`: no recover point needs them any more."""
         with self._db.transaction() as connection:
@@ -185,10 +197,11 @@ class Ledger:
         )
 
 
+_ISSUED = """state = 'issued', why = '', head_version = NULL, tail_version = NULL,
+    closed_version = NULL, step = NULL, reward = NULL, finished_at = NULL, closed_at = NULL"""
 # Work whose weights are gone goes back to `issued`.
-_REOPEN = """
-UPDATE tasks SET state = 'issued', why = '', head_version = NULL, tail_version = NULL,
-    closed_version = NULL, step = NULL, reward = NULL, finished_at = NULL, closed_at = NULL
+_REOPEN = f"""
+UPDATE tasks SET {_ISSUED}
 WHERE (state IN ('finished', 'trained', 'rejected') AND tail_version > :version)
    OR (state = 'trained' AND step > :step AND task_id NOT IN (SELECT task_id FROM trajectories))
    OR (state = 'stale' AND closed_version > :version)

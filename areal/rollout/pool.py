@@ -33,11 +33,21 @@ class GroupPool:
         self.num_stale = 0
         self.progress_at = time.monotonic()  # when a group last came to wait for its batch
 
-    def restore(self, version: int, waiting: Sequence[Finished], *, keep_rejected: bool) -> None:
-        """Begin. `keep_rejected`: rejected groups wait for a batch too, and make it smaller."""
+    def restore(
+        self, version: int, waiting: Sequence[Finished], *, keep_rejected: bool
+    ) -> list[int]:
+        """Begin. `keep_rejected`: rejected groups wait for a batch too, and make it smaller.
+
+        Returns the tasks that have no room, to be issued again. There are some when the step that
+        is done again had dropped a batch of nothing but rejected groups (`give_back`): these wait
+        again, and so do the groups that got their places, the newest of all.
+        """
         self._keep_rejected = keep_rejected
-        self._finished = {result.task_id: result for result in waiting}
-        self._gate.restore(version, len(waiting))
+        oldest_first = sorted(waiting, key=lambda result: (result.issued_version, result.task_id))
+        room = self._gate.most_waiting
+        self._finished = {result.task_id: result for result in oldest_first[:room]}
+        self._gate.restore(version, len(self._finished))
+        return [result.task_id for result in oldest_first[room:]]
 
     def start(self, groups: Sequence[Running]) -> None:
         self._gate.on_submitted(len(groups))

@@ -53,6 +53,11 @@ class StalenessManager:
                 budget - (self._accepted + self._running),
             )
 
+    @property
+    def most_waiting(self) -> int:
+        """More untrained groups than this there never are, or some would turn too old."""
+        return (self.max_staleness + 1) * self.consumer_batch_size
+
     def oldest_fresh(self, version: int) -> int:
         """The oldest token version that a step of `version` may train on."""
         return version - self.max_staleness

@@ -342,6 +342,28 @@ def test_random_schedules(seed, batch_size, eta, max_concurrent, group_size):
         assert balance["issued"] + balance["finished"] <= (eta + 1) * batch_size
 
 
+def test_a_dynamic_batch_that_was_dropped_whole_leaves_nothing_stale_after_a_rewind(tmp_path):
+    """Its places were given to other groups; after the rewind both would want them."""
+
+    def act(task_id, sample, attempt):
+        return (0.3 if task_id in (2, 5) else 0.0), "ok"
+
+    def start(world, **options):
+        rejects_3_and_4 = {"should_accept_fn": lambda group: int(group["rewards"][0]) not in (3, 4)}
+        world.start(FakeWorkflow(act=act), dynamic_bs=True, **rejects_3_and_4, **options)
+
+    with open_world(tmp_path, batch_size=2, max_staleness=2) as world:
+        start(world)
+        train(world, 1)
+        lost = world.executor.prepare_batch()
+        assert (lost.task_ids, lost.dropped) == ([6, 7], [3, 4])
+        wait_until(lambda: world.executor.stats()["finished"] == 4)  # 2 and 5; 8 and 9 for 3 and 4
+    with open_world(tmp_path, batch_size=2, max_staleness=2) as world:
+        start(world, resume=world.ledger.rewind(step=0, version=1))
+        train(world, 5, first=1)
+        assert world.ledger.balance()["stale"] == 0
+
+
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
