@@ -130,7 +130,7 @@ def main() -> int:
         results, missing = Results.read(Path(args.results)), 0
     else:
         budget = Budget(args.model, args.steps, args.jobs, args.cpu, args.deadline)
-        runs = [Run(name, eta) for name in args.only or _all_algorithms() for eta in STALENESS]
+        runs = [Run(name, eta) for name in args.only or _all_algorithms() for eta in args.staleness]
         results = _earlier(args.json, args.steps)
         _measure(runs, budget, results, args.json)
         missing = sum(run not in results.curves for run in runs)
@@ -152,6 +152,14 @@ def _parse() -> argparse.Namespace:
     source.add_argument("--model", help="folder of the warm-started model every run begins with")
     source.add_argument("--results", metavar="FILE", help="draw these results, run nothing")
     parser.add_argument("--only", nargs="*", help="names of algorithms; default: all")
+    parser.add_argument(
+        "--staleness",
+        nargs="*",
+        type=int,
+        choices=STALENESS,
+        default=STALENESS,
+        help="default: all",
+    )
     parser.add_argument("--steps", type=int, default=240, help="training steps per run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--cpu", action="store_true", help="leave a GPU of this machine alone")

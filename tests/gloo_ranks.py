@@ -3,61 +3,68 @@
     def body(folder: str) -> float: ...               # in tests/engine/test_x.py
     results = run_ranks(2, "engine.test_x:body", str(tmp_path))   # one result per rank
 
-Each rank is a fresh Python process with RANK and WORLD_SIZE set and torch.distributed initialised.
+Each rank is a process of its own with RANK and WORLD_SIZE set and torch.distributed initialised.
 Modules are named from the folder of tests; arguments and results travel as JSON (pass tensors as
-files). The first rank that fails ends all others, and its traceback becomes the test's failure. A
-start costs seconds of importing torch: let one body answer several questions.
+files). The first rank that fails ends all others, and its traceback becomes the test's failure.
+
+Ranks are forked from one process that has imported torch and done nothing else: importing it takes
+seconds of a core, for every rank of every test.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_TESTS = Path(__file__).resolve().parent
+# What the bodies use, and slow to import. None of it starts a thread, which a fork would lose.
+_PRELOAD = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+]
 
 
 def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """What `target` ("module:function") returned on each rank, given `args`."""
     with tempfile.TemporaryDirectory(prefix="areal-ranks-") as folder:
-        ranks = [_start(folder, rank, world_size, target, args) for rank in range(world_size)]
+        ranks = [
+            _fork_server().Process(
+                target=_run_rank, args=(folder, rank, world_size, target, json.dumps(args))
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
         try:
             _wait(ranks, folder, target, time.monotonic() + timeout_s)
         finally:
             for process in ranks:
                 process.kill()
-                process.wait()
+                process.join()
         return [json.loads(_file(folder, rank, "json").read_text()) for rank in range(world_size)]
 
 
-def _start(
-    folder: str, rank: int, world_size: int, target: str, args: tuple[Any, ...]
-) -> subprocess.Popen:
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(
-            [str(_TESTS.parent), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
-    }
-    command = [sys.executable, __file__, folder, target, json.dumps(args)]
-    with _file(folder, rank, "log").open("wb") as log:
-        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+@cache
+def _fork_server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
-def _wait(ranks: list[subprocess.Popen], folder: str, target: str, deadline: float) -> None:
+def _wait(ranks: list[BaseProcess], folder: str, target: str, deadline: float) -> None:
     while True:
-        codes = [process.poll() for process in ranks]
+        codes = [process.exitcode for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             # A rank that lost its partner fails too, but later: the marker is written by time.
@@ -86,16 +93,25 @@ def _failed_at(folder: str, rank: int) -> float:
     return float(marker.read_text()) if marker.is_file() else 0.0
 
 
-def _run_rank(folder: str, target: str, args: str) -> None:
+def _run_rank(folder: str, rank: int, world_size: int, target: str, args: str) -> None:
     import torch
     import torch.distributed as dist
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    with _file(folder, rank, "log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "rendezvous"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    module, _, function = target.partition(":")
     try:
+        store = dist.FileStore(str(Path(folder) / "rendezvous"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        module, _, function = target.partition(":")
         result = getattr(importlib.import_module(module), function)(*json.loads(args))
         _file(folder, rank, "json").write_text(json.dumps(result))
         dist.barrier()  # nobody leaves while another still talks to it
@@ -103,7 +119,3 @@ def _run_rank(folder: str, target: str, args: str) -> None:
         _file(folder, rank, "failed").write_text(str(time.time()))
         raise
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _run_rank(*sys.argv[1:])
