@@ -1,8 +1,7 @@
 """Which of several servers gets a request: samples of one prompt together, the rest by load.
 
     server = fleet.take(prompt, num_tokens)     # where to send it
-    ...                                         # its answer, or its loss: fleet.avoid(server),
-                                                # unless `await caretaker.is_replaced(server, ...)`
+    ...                                         # its answer, or its loss: fleet.avoid(server)
     fleet.give_back(server, prompt, num_tokens)
 
 A server computes and caches a prompt once, so a request whose prompt is in flight follows it; any
@@ -13,10 +12,9 @@ like the rest. Used on one event loop: there is no lock.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _AVOID_S = 5.0  # how long others are preferred to a server that lost a connection
@@ -80,40 +78,6 @@ class Fleet:
 
     def _least_loaded(self) -> Server:
         return min(self.servers, key=lambda server: (server.is_avoided, server.tokens_in_flight))
-
-
-class Caretaker:
-    """Has a dead server replaced, once for all who lost a connection to it.
-
-    `replace(address)` blocks; its answer is the address of the process that is there now.
-    """
-
-    def __init__(self, replace: Callable[[str], str]) -> None:
-        self._replace = replace
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
-
-    async def is_replaced(self, server: Server, address: str) -> bool:
-        """Whether another process is in the place of the one that had `address`; to be asked when a
-        connection to it was lost. Raises what `replace` does."""
-        if server.address == address:
-            if address not in self._tasks:
-                task = asyncio.create_task(self._look_after(server), name="server-replacement")
-                self._tasks[address] = task
-            await asyncio.shield(self._tasks[address])
-        return server.address != address
-
-    async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _look_after(self, server: Server) -> None:
-        address = server.address
-        try:
-            server.address = await asyncio.to_thread(self._replace, address)
-        finally:
-            del self._tasks[address]
 
 
 def retry_delay_s(attempts: int) -> float:

@@ -34,9 +34,10 @@ from areal.api.io_struct import (
     ModelResponse,
     StopReason,
 )
-from areal.engine.fleet import Caretaker, Fleet, Server, retry_delay_s
+from areal.engine.fleet import Fleet, Server, retry_delay_s
 from areal.engine.server_control import ServerError, error_text
 from areal.engine.server_protocol import ServerProtocol
+from areal.engine.shared_work import SharedWork
 from areal.engine.update_gate import UpdateGate
 from areal.utils import logging
 
@@ -140,7 +141,8 @@ class HttpClient:
         self._retries = retries
         self._max_context = max_context
         self._fleet = Fleet(addresses)
-        self._caretaker = Caretaker(replace)
+        self._replace = replace
+        self._replacements = SharedWork()  # by the address that was lost
         self.num_resent = 0  # requests sent again after a lost connection
         self._attempts: set[_Attempt] = set()
         self._callers: set[asyncio.Task] = set()
@@ -167,7 +169,7 @@ class HttpClient:
                     progressed = await self._extend(draft, server)
                 except (aiohttp.ClientError, OSError, ServerError) as err:
                     # Also after an answer: a server that is about to end may still say 500.
-                    if await self._caretaker.is_replaced(server, address):
+                    if await self._is_replaced(server, address):
                         self.num_resent += 1
                         continue
                     if isinstance(err, ServerError):
@@ -195,8 +197,18 @@ class HttpClient:
         for task in callers:
             task.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
-        await self._caretaker.close()
+        await self._replacements.close()
         await self._session.close()
+
+    async def _is_replaced(self, server: Server, address: str) -> bool:
+        """Whether another process is in the place of the one that had `address`; asked when it
+        failed. Raises what `replace` does."""
+        if server.address == address:
+            await self._replacements.do(address, self._look_after, server)
+        return server.address != address
+
+    async def _look_after(self, server: Server) -> None:
+        server.address = await asyncio.to_thread(self._replace, server.address)
 
     def _budget(self, request: ModelRequest) -> int:
         gconfig, prompt = request.gconfig, len(request.input_ids)

@@ -19,9 +19,8 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -33,6 +32,7 @@ from areal.engine.native.members import Members
 from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests
 from areal.engine.server_control import ServerEndedError, ServerError, error_text
+from areal.engine.shared_work import SharedWork
 from areal.utils import logging
 from areal.utils.waits import waiting
 
@@ -108,12 +108,13 @@ class GenerateClient:
         self._deadlines = deadlines
         self._retries = retries
         self._members = members
-        self._seeing_to: dict[tuple[str, str], asyncio.Task] = {}  # by task and address
+        # What is done once for all exchanges that a server has lost, by its address.
+        self._verdicts, self._replacements = SharedWork(), SharedWork()
         # After a lost connection: requests sent again, and the tokens they had.
         self.counts = {"requests_resent": 0, "tokens_kept": 0}
         self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
         self._outbox: list[_Pending] = []  # calls of this tick
-        self._tasks: dict[asyncio.Task, Server] = {}  # and whom they are about
+        self._tasks: dict[asyncio.Task, Server] = {}  # of exchanges, and to whom they go
         # Two callers may use one rid (copies of a request): on the wire each try has its own tail.
         self._client_id = secrets.token_hex(4)
         self._num_sent = itertools.count()
@@ -148,7 +149,7 @@ class GenerateClient:
         if server is None:
             return
         self._fleet.remove(server)
-        tasks = [task for task, about in self._tasks.items() if about is server]
+        tasks = [task for task, to in self._tasks.items() if to is server]
         if tasks:
             await asyncio.wait(tasks)
 
@@ -158,6 +159,8 @@ class GenerateClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._verdicts.close()
+        await self._replacements.close()
         await self._session.close()
         # Last: the event loop may end as soon as its callers have.
         for future in list(self._open):
@@ -176,15 +179,9 @@ class GenerateClient:
             exchange = _Exchange(server, server.address, calls_by_rid, num_wanted=len(share))
             for pending in share:
                 pending.exchange = exchange
-            exchange.task = self._start(self._carry(exchange), "native-exchange", server)
-
-    def _start(
-        self, coroutine: Coroutine[Any, Any, None], name: str, server: Server
-    ) -> asyncio.Task:
-        task = self.events.create_task(coroutine, name=name)
-        self._tasks[task] = server
-        task.add_done_callback(self._tasks.pop)
-        return task
+            task = exchange.task = self.events.create_task(self._carry(exchange))
+            self._tasks[task] = server
+            task.add_done_callback(self._tasks.pop)
 
     def _server_of(self, address: str) -> Server | None:
         return next((one for one in self._fleet.servers if one.address == address), None)
@@ -263,29 +260,15 @@ class GenerateClient:
         """Send again what is unanswered: at once when the server has died, else a bit later."""
         server, address = exchange.server, exchange.address
         calls = exchange.waiting.values()
-        if not await self._shared("native-verdict", server, address, self._judge):
+        if not await self._verdicts.do(address, self._judge, server, address):
             return self._retry(calls, server, err)
-        replacement = self._shared("native-replace", server, address, self._look_after)
+        self._replacements.start(address, self._look_after, server, address)
         if not self._others(server):
             try:
-                await replacement
+                await self._replacements.do(address, self._look_after, server, address)
             except (ServerError, EngineLostError) as lost:
                 return _fail(calls, lost)
         return self._send_again(calls)
-
-    def _shared(
-        self,
-        name: str,
-        server: Server,
-        address: str,
-        act: Callable[[Server, str], Coroutine[Any, Any, Any]],
-    ) -> asyncio.Future[Any]:
-        """What is done once for all exchanges that a server has lost."""
-        key = (name, address)
-        if key not in self._seeing_to:
-            task = self._seeing_to[key] = self._start(act(server, address), name, server)
-            task.add_done_callback(lambda _: self._seeing_to.pop(key))
-        return asyncio.shield(self._seeing_to[key])
 
     async def _judge(self, server: Server, address: str) -> bool:
         """Whether the server that had this address is gone."""

@@ -71,11 +71,13 @@ class Members:
         self._weights: dict[str, Any] | None = None  # the order that brings them, if any can
         self._paused = False
         self.offloaded: frozenset[str] = frozenset()
+        self._follows = False  # a copy: whoever owns the processes decides, the file tells
         self._changing = threading.Lock()  # guards all above but reading `controls`
 
     def __getstate__(self) -> dict[str, Any]:
         left = {"_changing": None, "_processes": ()}
         if self._file is not None:
+            left["_follows"] = True
             left["_seats"] = FollowedSeats(
                 self._seats.addresses, self._token, self._file, timeout_s=self._setup_timeout_s
             )
@@ -95,7 +97,7 @@ class Members:
 
     def open(self) -> None:
         """Waits until all answer, and from here on sees when one of ours ends."""
-        if isinstance(self._seats, FollowedSeats):  # one it cannot reach is just being replaced
+        if self._follows:  # one it cannot reach is just being replaced
             return
         # One of our own has said that it is ready; if it is gone by now it will not come back.
         timeout_s = 0.0 if self._processes else self._setup_timeout_s
@@ -172,7 +174,7 @@ class Members:
             try:
                 successor = self._seats.replace(address, self._prepare_new)
             except EngineLostError as lost:
-                if self.addresses == [address] or isinstance(self._seats, FollowedSeats):
+                if self.addresses == [address] or self._follows:
                     raise
                 self._leave_out(address, str(lost))
                 return None
@@ -264,7 +266,7 @@ class Members:
         self._tell_copies()
 
     def _tell_copies(self) -> None:
-        if self._file is not None and not isinstance(self._seats, FollowedSeats):
+        if self._file is not None and not self._follows:
             gone = self._left_out
             self._file.write([None if a in gone else a for a in self._seats.addresses])
 
