@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
@@ -106,7 +107,7 @@ class OneReply(RolloutWorkflow):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured part of each run")
+    parser.add_argument("--seconds", type=float, default=10.0, help="least measured part of a run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=[load.name for load in LOADS])
     parser.add_argument("--workers", type=int, nargs="*", default=[0], help="processes, to compare")
@@ -131,6 +132,8 @@ def measure(load: Load, seconds: float, workers: int) -> list[Row]:
         controller = Controller(load, workers, stack)
         # Until the first answers have been replaced by others, the load is not the one that lasts.
         controller.train(until=time.monotonic() + max(2.0, 1.2 * load.group_s))
+        # Groups that started together end together, for many rounds: only whole rounds say enough.
+        seconds = load.group_s * math.ceil(seconds / load.group_s)
         with StackSampler(controller.loop_thread_id, PARTS) as sampler:
             probe = controller.start_probe()
             cpu_began = controller.loop_cpu_s()
