@@ -80,6 +80,10 @@ class Job:
     def spec_of(self, index: int) -> SchedulingSpec:
         return self.tasks[index if len(self.tasks) > 1 else 0]
 
+    def num_cpus_of(self, index: int) -> int:
+        """Where cores are counted, as with Ray."""
+        return self.spec_of(index).cpu or 1
+
     def num_gpus_of(self, index: int, *, has_gpus: bool) -> int:
         wanted = self.spec_of(index).gpu
         return (self.default_gpus if has_gpus else 0) if wanted is None else wanted

@@ -96,7 +96,9 @@ class Trainer(ABC):
         self, role: str, config: TrainEngineConfig, layout: ParallelStrategy, stack: ExitStack
     ) -> TrainEngine:
         if self.scheduler is None:
-            self.scheduler = open_scheduler(self.config.scheduler, logs=self.run.paths.logs)
+            self.scheduler = open_scheduler(
+                self.config.scheduler, self.config.jobs(), logs=self.run.paths.logs
+            )
             stack.callback(self.scheduler.delete_workers)
         job = Job(
             role=role,

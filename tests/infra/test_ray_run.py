@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_run import query
 
+from areal.api.scheduler_api import GPUAllocationError, Job
 from areal.cli.demo import make_model
 from areal.cli.main import main
 
@@ -69,6 +70,23 @@ def test_machines_that_are_too_small(root, address, capsys):
     error = capsys.readouterr().err
     assert "actor" in error and "4 workers need 4 CPUs and the Ray cluster has 2" in error
     assert not (root / "arithmetic" / "big").exists()
+
+
+def test_a_role_that_finds_no_room_beside_another(address, monkeypatch):
+    import ray
+
+    from areal.infra.scheduler.ray import RayScheduler
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    scheduler = RayScheduler()
+    try:
+        scheduler.create_workers(Job("actor", 2))
+        says = "rollout.*its 1 workers need 1 CPUs beside the 2 of other roles.* cluster has 2"
+        with pytest.raises(GPUAllocationError, match=says):
+            scheduler.create_workers(Job("rollout", 1))
+        scheduler.delete_workers()
+    finally:
+        ray.shutdown()
 
 
 def test_two_machines_train_one_model(root, address):

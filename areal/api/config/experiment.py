@@ -102,6 +102,15 @@ class BaseExperimentConfig:
         hosts = self.hosts()
         return {role: n if hosts[role] == role else 0 for role, n in self.num_ranks().items()}
 
+    def jobs(self) -> list[Job]:
+        """The workers of all roles that have some of their own."""
+        counts = self.num_processes()
+        return [
+            Job(role, counts[role], tasks=section.scheduling_spec or [SchedulingSpec()])
+            for role, section in self.models().items()
+            if counts[role]
+        ]
+
     def hosts(self) -> dict[str, str]:
         """Role -> the role whose processes its model is in, or `controller`."""
         sizes = self.num_ranks()
@@ -365,6 +374,9 @@ class PPOConfig(BaseExperimentConfig):
             f"native.batch_invariant must be false {several}",
             True,
         )
+
+    def jobs(self) -> list[Job]:
+        return [*super().jobs(), self.server_job()]
 
     def server_job(self) -> Job:
         """The inference servers as workers of a scheduler, one for each."""

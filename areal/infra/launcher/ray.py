@@ -11,17 +11,18 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import ray
 
-from areal.api.scheduler_api import Job, SchedulingSpec
 from areal.infra.scheduler.ray import check_fits, join_cluster, resources_of
 from areal.utils import logging
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
+    from areal.api.scheduler_api import Job
 
 logger = logging.getLogger("RayLauncher")
 
@@ -39,21 +40,14 @@ def open_cluster(config: BaseExperimentConfig, *, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     if address is not None:
         _wait_for_port(address, deadline)
-    join_cluster()
+    jobs = config.jobs()
+    join_cluster(jobs)
     _wait_for_nodes(num_nodes, deadline)
-    check_resources(config)
+    check_resources(jobs)
 
 
-def check_resources(config: BaseExperimentConfig) -> None:
+def check_resources(jobs: Sequence[Job]) -> None:
     """The workers of all roles together find room on the cluster."""
-    counts = config.num_processes()
-    jobs = [
-        Job(role=role, replicas=counts[role], tasks=section.scheduling_spec or [SchedulingSpec()])
-        for role, section in config.models().items()
-        if counts[role]
-    ]
-    if config.trainer == "ppo":
-        jobs.append(config.server_job())
     bundles = [resources_of(job, index) for job in jobs for index in range(job.replicas)]
     check_fits(" and ".join(job.role for job in jobs), bundles)
 

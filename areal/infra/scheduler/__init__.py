@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,16 @@ from areal.infra.scheduler.local import LocalScheduler
 
 if TYPE_CHECKING:
     from areal.api.config.cluster import SchedulerConfig
-    from areal.api.scheduler_api import Scheduler
+    from areal.api.scheduler_api import Job, Scheduler
 
 
-def open_scheduler(config: SchedulerConfig, *, logs: Path) -> Scheduler:
-    """`logs` is the folder of the workers' logs, where the scheduler writes them itself."""
+def open_scheduler(config: SchedulerConfig, jobs: Sequence[Job], *, logs: Path) -> Scheduler:
+    """`jobs` are all that it will be asked for. `logs` is the folder of the workers' logs, where
+    the scheduler writes them itself."""
     if config.type == "local":
         return LocalScheduler(logs)
     if importlib.util.find_spec("ray") is None:
         raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
     from areal.infra.scheduler.ray import RayScheduler
 
-    return RayScheduler(placement=config.placement)
+    return RayScheduler(jobs, placement=config.placement)

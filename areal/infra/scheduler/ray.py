@@ -3,8 +3,9 @@
     scheduling_spec -> one bundle (CPU, GPU, memory) per worker
     scheduler.placement -> PACK them on few machines, or SPREAD them
 
-The cluster is the one RAY_ADDRESS names, or a new one on this machine that ends with this process.
-All machines see the same files at the same paths. Arguments and answers go through Ray's store.
+The cluster is the one RAY_ADDRESS names, or a new one on this machine that ends with this process;
+that one has room for all workers of the run, which share the cores where there are fewer. All
+machines see the same files at the same paths. Arguments and answers go through Ray's store.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import ray
@@ -31,6 +33,7 @@ from areal.api.scheduler_api import (
 from areal.infra.engine_host import EngineHost
 from areal.infra.scheduler.role_table import RoleTable
 from areal.utils import logging
+from areal.utils.device import num_cores
 
 logger = logging.getLogger("RayScheduler")
 
@@ -40,9 +43,12 @@ _LOOK_S = 1.0  # between two attempts at that
 
 
 class RayScheduler(Scheduler):
-    def __init__(self, *, placement: Literal["PACK", "SPREAD"] = "PACK") -> None:
+    def __init__(
+        self, jobs: Sequence[Job] = (), *, placement: Literal["PACK", "SPREAD"] = "PACK"
+    ) -> None:
+        """`jobs` are all that will be asked for, as far as they are known."""
         if not ray.is_initialized():
-            join_cluster()
+            join_cluster(jobs)
         self._placement = placement
         self._actors: RoleTable[Any] = RoleTable()
         self._jobs: dict[str, Job] = {}  # of roles with a group of their own, as below
@@ -54,7 +60,8 @@ class RayScheduler(Scheduler):
             self._actors.share(job, target)
         else:
             bundles = [resources_of(job, index) for index in range(job.replicas)]
-            check_fits(job.role, bundles)
+            others = [spec for group in self._groups.values() for spec in group.bundle_specs]
+            check_fits(job.role, bundles, others)
             group = placement_group(bundles, strategy=self._placement)
             self._groups[job.role], self._jobs[job.role] = group, job
             actors: list[Any] = []
@@ -133,14 +140,23 @@ class RayScheduler(Scheduler):
         return _wait(reply, worker_id, timeout_s).result_or_raise(worker_id)
 
 
-def join_cluster() -> None:
+def join_cluster(jobs: Sequence[Job]) -> None:
     """This process becomes a driver of the cluster RAY_ADDRESS names, else of a new one here."""
     if "RAY_ADDRESS" in os.environ:
         ray.init()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # On the loopback device: nobody else is meant to reach it.
-    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
+    ray.init(
+        address="local",
+        num_cpus=max(num_cores(), sum(_num_cpus(job) for job in jobs)),
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def _num_cpus(job: Job) -> int:
+    return sum(job.num_cpus_of(index) for index in range(job.replicas))
 
 
 class _RayWorker(EngineHost):
@@ -185,26 +201,29 @@ def _start(group: PlacementGroup, job: Job, index: int) -> Any:
 
 def resources_of(job: Job, index: int) -> dict[str, float]:
     """The bundle of one worker, by Ray's names."""
-    spec = job.spec_of(index)
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    resources: dict[str, float] = {"CPU": spec.cpu or 1}
+    resources: dict[str, float] = {"CPU": job.num_cpus_of(index)}
     if (num_gpus := job.num_gpus_of(index, has_gpus=has_gpus)) > 0:
         resources["GPU"] = num_gpus
-    if spec.mem is not None:
-        resources["memory"] = spec.mem * _GIGABYTE
+    if (gigabytes := job.spec_of(index).mem) is not None:
+        resources["memory"] = gigabytes * _GIGABYTE
     return resources
 
 
-def check_fits(role: str, bundles: list[dict[str, float]]) -> None:
-    """A group that can never be placed would wait for ever."""
+def check_fits(
+    role: str, bundles: list[dict[str, float]], others: Sequence[dict[str, float]] = ()
+) -> None:
+    """A group that can never be placed beside those of `others` would wait for ever."""
     there = ray.cluster_resources()
     for kind in ("CPU", "GPU"):
         wanted = sum(bundle.get(kind, 0) for bundle in bundles)
-        if wanted > there.get(kind, 0):
+        taken = sum(bundle.get(kind, 0) for bundle in others)
+        if wanted + taken > there.get(kind, 0):
+            beside = f" beside the {taken:g} of other roles" if taken else ""
             raise GPUAllocationError(
                 role,
-                f"its {len(bundles)} workers need {wanted:g} {kind}s and the Ray cluster has "
-                f"{there.get(kind, 0):g}: use fewer ranks, or lower scheduling_spec",
+                f"its {len(bundles)} workers need {wanted:g} {kind}s{beside} and the Ray cluster "
+                f"has {there.get(kind, 0):g}: use fewer ranks, or lower scheduling_spec",
             )
 
 
