@@ -23,27 +23,29 @@ import asyncio
 import json
 import os
 import pickle
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import EngineLostError
 from areal.api.reward_process import main_module
 from areal.rollout.failures import WorkerError
 from areal.rollout.trajectory import decode
+from areal.rollout.worker_places import spawn_here
 from areal.rollout.worker_process import DOWN, UP, WorkflowRecipe
 from areal.utils import logging, stats_tracker
-from areal.utils.child_process import ChildProcess
 from areal.utils.waits import progress
 
 if TYPE_CHECKING:
+    import socket
+
     import torch
 
     from areal.api.engine_api import InferenceEngine
     from areal.rollout.task_runner import TaskRunner
+    from areal.rollout.worker_places import WorkerProcess
 
 logger = logging.getLogger("RolloutWorkers")
 
@@ -80,7 +82,7 @@ class _Call:
 @dataclass(slots=True, eq=False)
 class _Worker:
     index: int
-    child: ChildProcess
+    process: WorkerProcess
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     calls: dict[int, _Call] = field(default_factory=dict)
@@ -94,7 +96,8 @@ class _Worker:
 class RolloutWorkers:
     """workers = RolloutWorkers(runner, engine, count=4); workers.start(); ...; workers.close()
 
-    `engine` is copied to every worker by pickle and initialized there.
+    `engine` is copied to every worker by pickle and initialized there. `spawn(index)` starts the
+    process of one and returns it with its socket; by default it is a child of this one.
     """
 
     def __init__(
@@ -105,14 +108,14 @@ class RolloutWorkers:
         count: int,
         max_retries: int = 3,
         setup_timeout_s: float = 300.0,
-        logs: Path | None = None,
+        spawn: Callable[[int], tuple[WorkerProcess, socket.socket]] | None = None,
     ) -> None:
         self._runner = runner
         self._engine = engine
         self._count = count
         self._max_retries = max_retries
         self._setup_timeout_s = setup_timeout_s
-        self._logs = logs
+        self._spawn = spawn or partial(spawn_here, logs=None)
         self.num_replaced = 0
         self._alive: list[_Worker] = []
         self._someone = asyncio.Event()  # set while `alive` is not empty
@@ -122,7 +125,7 @@ class RolloutWorkers:
 
     @property
     def pids(self) -> list[int]:
-        return [worker.child.pid for worker in self._alive]
+        return [worker.process.pid for worker in self._alive]
 
     def start(self) -> None:
         """Blocks until every worker is ready; RuntimeError with its last output if one is not."""
@@ -168,7 +171,7 @@ class RolloutWorkers:
         """Ends the processes. The executor is closed before: nothing waits for an answer."""
         self._closing = True
         for worker in list(self._alive):
-            worker.child.terminate(grace_s=2.0)
+            worker.process.terminate(grace_s=2.0)
 
     async def _call(self, worker: _Worker, groups: PlacedGroups, task_id: int, data: Any) -> Any:
         if groups.stream not in worker.opened:
@@ -191,7 +194,7 @@ class RolloutWorkers:
         self._runner.spawn(self._read(worker), name=f"rollout-worker-{index}")
 
     async def _start_worker(self, index: int, kills_left: int) -> _Worker:
-        child, channel = await asyncio.to_thread(self._spawn, index)
+        process, channel = await asyncio.to_thread(self._spawn, index)
         reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
         # Described anew each time: a server may have another address by now.
         setup = _describe_process(self._engine)
@@ -199,30 +202,17 @@ class RolloutWorkers:
         try:
             async with asyncio.timeout(self._setup_timeout_s):
                 await _next_answer(reader)
-                return _Worker(index, child, reader, writer)
+                return _Worker(index, process, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             writer.close()
-            await asyncio.to_thread(child.wait, _DYING_S)
-            was_killed = child.was_killed
-            await asyncio.to_thread(child.terminate)
-        end = child.describe_end()
-        if not was_killed or kills_left == 0:
+            code = await asyncio.to_thread(process.wait, _DYING_S)
+            await asyncio.to_thread(process.terminate)
+        end = await asyncio.to_thread(process.describe_end)
+        if code is None or code >= 0 or kills_left == 0:
             raise RuntimeError(f"it was not ready: {end}")
         self.num_replaced += 1
         logger.warning("%s before it was ready; starting another", end)
         return await self._start_worker(index, kills_left - 1)
-
-    def _spawn(self, index: int) -> tuple[ChildProcess, socket.socket]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = ChildProcess(
-                [sys.executable, "-m", "areal.rollout.worker_process", str(theirs.fileno())],
-                name=f"rollout worker {index}",
-                env={"OMP_NUM_THREADS": "1"},
-                log_path=None if self._logs is None else self._logs / f"rollout_worker{index}.log",
-                pass_fds=(theirs.fileno(),),
-            )
-        return child, ours
 
     async def _read(self, worker: _Worker) -> None:
         try:
@@ -258,12 +248,11 @@ class RolloutWorkers:
             self._someone.clear()
         lost = [call.answer for call in worker.calls.values() if not call.answer.done()]
         for answer in lost:
-            answer.set_exception(WorkerLostError(f"{worker.child.name} has ended"))
-        await asyncio.to_thread(worker.child.terminate)
+            answer.set_exception(WorkerLostError(f"{worker.process.name} has ended"))
+        await asyncio.to_thread(worker.process.terminate)
         self.num_replaced += 1
-        logger.warning(
-            "%s; its %d groups run again elsewhere", worker.child.describe_end(), len(lost)
-        )
+        end = await asyncio.to_thread(worker.process.describe_end)
+        logger.warning("%s; its %d groups run again elsewhere", end, len(lost))
         await self._bring_up(worker.index)
 
 

@@ -3,7 +3,7 @@
 In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
 it. `rollout.backend` names the engine; `actor.weight_update_mode=direct` keeps the native one in
 this process, the other transports mean server processes of their own: children of this process,
-each on a share of `gpus` where they are given, or of Ray's workers (server_places.py). A server
+each on a share of `gpus` where they are given, or of Ray's workers (places.py). A server
 that dies is replaced. What is opened here is closed by the ExitStack it was opened on.
 """
 
@@ -28,7 +28,7 @@ from areal.engine.server_protocol import ServerProtocol
 from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
 from areal.models.hf_io import read_hf_config
-from areal.trainer.server_places import place_servers, sender_address, server_gpus
+from areal.trainer.places import place_servers, sender_address, server_gpus
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
 from areal.utils.server_envs import find_interpreter

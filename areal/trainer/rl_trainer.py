@@ -30,6 +30,7 @@ from areal.rollout.workers import RolloutWorkers
 from areal.trainer.base import Trainer
 from areal.trainer.episodes import build_filter, build_workflow, describe_batch, mean_reward
 from areal.trainer.inference import ServerTrace, open_inference
+from areal.trainer.places import place_rollout_workers
 from areal.trainer.ppo.learner import Learner
 from areal.trainer.run import StepObserver
 from areal.trainer.turns import Turns
@@ -152,7 +153,7 @@ class PPOTrainer(Trainer):
             count=config.workers,
             max_retries=config.request_retries,
             setup_timeout_s=config.setup_timeout,
-            logs=self.run.paths.logs,
+            spawn=place_rollout_workers(self.config, self.scheduler, self.run.paths.logs),
         )
         stack.callback(workers.close)
         workers.start()

@@ -53,10 +53,15 @@ def cluster_of(monkeypatch):
 
 
 def servers_on(node) -> list[int]:
-    """The native servers of one machine of the cluster: below its own Ray."""
+    return processes_on(node, "-m", "areal.cli.main", "serve")
+
+
+def processes_on(node, *words: str) -> list[int]:
+    """Those of one machine of the cluster, below its own Ray, whose command goes on like this."""
     (raylet,) = node.all_processes["raylet"]
-    found = {pid: words_of(pid)[1:4] for pid in descendants(raylet.process.pid)}
-    return [pid for pid, words in found.items() if words == [b"-m", b"areal.cli.main", b"serve"]]
+    wanted = [word.encode() for word in words]
+    found = {pid: words_of(pid)[1 : 1 + len(words)] for pid in descendants(raylet.process.pid)}
+    return [pid for pid, begin in found.items() if begin == wanted]
 
 
 def words_of(pid: int) -> list[bytes]:
@@ -100,19 +105,24 @@ def test_two_ranks_send_weights_through_a_group(tmp_path, cluster_of):
     assert (stats[-1]["server/version"], stats[-1]["server/servers"]) == (2, 2)
 
 
-def test_servers_on_two_machines_are_replaced(tmp_path, cluster_of):
-    cluster = cluster_of(2, 2)
+def test_servers_and_rollout_workers_on_two_machines_are_replaced(tmp_path, cluster_of):
+    cluster = cluster_of(3, 3)
     more = ["actor.weight_update_mode=disk", "trial_name=two", f"total_train_steps={NUM_STEPS}"]
-    run = launch(tmp_path, cluster.address, *more, "rollout.max_head_offpolicyness=1")
+    more += ["rollout.max_head_offpolicyness=1", "rollout.workers=2"]
+    run = launch(tmp_path, cluster.address, *more)
     folder = tmp_path / "arithmetic" / "two"
     wait_for_steps(run, folder, 2)
-    (first,), (second,) = (servers_on(node) for node in cluster.list_all_nodes())
+    nodes = cluster.list_all_nodes()
+    (first,), (second,) = (servers_on(node) for node in nodes)
+    (worker,), (_,) = (processes_on(node, "-m", "areal.rollout.worker_process") for node in nodes)
     os.kill(first, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
     wait_for_steps(run, folder, 5)
     os.kill(parent_of(second), signal.SIGKILL)  # takes its server with it
     _, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
     assert f"(pid {first}) was ended by signal SIGKILL" in err
+    assert f"(pid {worker}) was ended by signal SIGKILL" in err
     assert "worker is gone: rollout/" in err
     assert not any(servers_on(node) for node in cluster.list_all_nodes())
     logs = {file.name for file in (folder / "logs").glob("server*.log")}
@@ -120,6 +130,7 @@ def test_servers_on_two_machines_are_replaced(tmp_path, cluster_of):
     stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
     assert len(stats) == NUM_STEPS and stats[-1]["server/version"] == NUM_STEPS
     assert stats[-1]["server/servers"] == stats[-1]["server/restarts"] == 2
+    assert stats[-1]["rollout/workers_replaced"] == 1
     with RunDatabase(folder / "run.db") as database:
         balance = Ledger(database).balance()
     assert balance["trained"] == balance["total"] == NUM_STEPS * 8

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from socket import socket
+from typing import Any
 
 import pytest
 import torch
 from placed_world import DeadlyEngine, Echo, QuietEngine
 from rollout_world import World, open_world
 
+from areal.api.scheduler_api import Job
+from areal.infra.scheduler.local import LocalScheduler
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits, RolloutFailedError
 from areal.rollout.source import PromptSource
+from areal.rollout.worker_places import HostedWorker, WorkerProcess
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.utils import stats_tracker
@@ -23,14 +29,33 @@ from areal.utils import stats_tracker
 ECHO = "placed_world.Echo"
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@contextmanager
+def hosts(folder: Path, count: int) -> Iterator[Callable[[int], tuple[WorkerProcess, socket]]]:
+    """What starts rollout workers below workers of a scheduler, as Ray's are."""
+    scheduler = LocalScheduler(folder, gpus=[])
+    try:
+        scheduler.create_workers(Job("rollout_worker", count))
+        hosted = [
+            HostedWorker(scheduler, worker, index, folder, setup_timeout_s=60.0)
+            for index, worker in enumerate(scheduler.get_workers("rollout_worker", 60.0))
+        ]
+        yield lambda index: hosted[index].spawn()
+    finally:
+        scheduler.delete_workers()
+
+
 @contextmanager
 def placed(
-    world: World, count: int = 2, **limits: float
+    world: World, count: int = 2, spawn: Any = None, **limits: float
 ) -> Iterator[tuple[WorkflowExecutor, RolloutWorkers]]:
     """An executor of this world whose groups run in worker processes."""
     limits = FailureLimits(**{"retry_delay_s": 0.0, "timeout_s": 60.0, "max_retries": 1} | limits)
     workers = RolloutWorkers(
-        world.runner, QuietEngine(), count=count, max_retries=limits.max_retries
+        world.runner, QuietEngine(), count=count, max_retries=limits.max_retries, spawn=spawn
     )
     executor = WorkflowExecutor(
         world.runner,
@@ -90,6 +115,44 @@ def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
         ex.close()
         books = world.ledger.balance()
         assert books["trained"] == len(trained) and books["stale"] == books["failed"] == 0
+
+
+def test_below_workers_of_a_scheduler(tmp_path):
+    """First a rollout worker is killed, then the process the other one is a child of."""
+    with (
+        hosts(tmp_path, 2) as spawn,
+        open_world(tmp_path, batch_size=8, max_staleness=3) as world,
+        placed(world, spawn=spawn, max_retries=3) as (ex, pool),
+    ):
+        rows = [{"i": i} for i in range(6)]
+        here = world.executor.rollout_batch(rows, Echo(), group_size=3)
+        there = ex.rollout_batch(rows, WorkflowRecipe(ECHO), group_size=3)
+        for mine, theirs in zip(here, there, strict=True):
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+        first, second = pool.pids
+        kills = {2: first, 8: parent_of(second)}
+        ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
+        trained: list[int] = []
+        for step in range(14):
+            if step in kills:
+                os.kill(kills[step], signal.SIGKILL)
+            batch = ex.prepare_batch()
+            trained += batch.task_ids
+            ex.mark_trained(batch, step)
+            ex.set_version(step + 1)
+        deadline = time.monotonic() + 60
+        while len(pool.pids) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(pool.pids) == 2 and not {first, second} & set(pool.pids)
+        assert pool.num_replaced == 2 and ex.stats()["failed"] == 0
+        assert sorted(trained) == list(range(14 * 8)), "each prompt once, in order of issue"
+        alive = pool.pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in alive)
+    assert {file.name for file in tmp_path.glob("rollout_worker?.log")} == {
+        "rollout_worker0.log",
+        "rollout_worker1.log",
+    }
 
 
 def test_a_worker_killed_before_it_is_ready_is_started_again_within_the_bound(tmp_path):

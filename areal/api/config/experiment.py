@@ -376,7 +376,12 @@ class PPOConfig(BaseExperimentConfig):
         )
 
     def jobs(self) -> list[Job]:
-        return [*super().jobs(), self.server_job()]
+        workers = [self.rollout_worker_job()] if self.rollout.workers else []
+        return [*super().jobs(), self.server_job(), *workers]
+
+    def rollout_worker_job(self) -> Job:
+        """The processes of episodes as workers of a scheduler."""
+        return Job("rollout_worker", self.rollout.workers, default_gpus=0)
 
     def server_job(self) -> Job:
         """The inference servers as workers of a scheduler, one for each."""

@@ -40,8 +40,9 @@ class InferenceEngineConfig:
     dump_to_file: bool = False
     """Write every trajectory as text under the run's logs."""
     workers: int = 0
-    """Processes that run the episodes beside the controller, each with an event loop of its own.
-    0: the controller's event loop runs them, which carries about a thousand samples a second."""
+    """Processes that run the episodes, each with an event loop of its own: beside the controller,
+    with Ray on whatever machines have a CPU for them. 0: the controller's event loop runs them,
+    which carries more than a thousand samples a second."""
     recompute_kv: bool = True
     """After a weight update, compute the cache of running requests again with the new weights."""
     scheduling_spec: list[SchedulingSpec] = field(default_factory=list)

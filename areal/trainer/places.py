@@ -1,27 +1,34 @@
-"""Who starts the servers of a run, on which machine and on which GPUs.
+"""Who starts the servers and rollout workers of a run, on which machine and on which GPUs.
 
-| `scheduler.type` | a server is                                                                  |
-|------------------|------------------------------------------------------------------------------|
-| `local`          | a child of this process, on its share of `gpus`                              |
-| `ray`            | a child of one worker of role `rollout`, on the GPUs Ray gave to that worker |
+| `scheduler.type` | a server is                                 | a rollout worker is           |
+|------------------|---------------------------------------------|-------------------------------|
+| `local`          | a child of this process, on its share of    | a child of this process       |
+|                  | `gpus`                                      |                               |
+| `ray`            | a child of one worker of role `rollout`, on | a child of one worker of role |
+|                  | the GPUs Ray gave to that worker            | `rollout_worker`              |
 
-Out: for each server the function that starts it, now and after it died.
+Out: for each the function that starts it, now and after it died.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.server_host import HostedServer
 from areal.infra.scheduler.local import LocalScheduler, visible_gpus
+from areal.rollout.worker_places import HostedWorker, spawn_here
 
 if TYPE_CHECKING:
+    import socket
+
     from areal.api.config.experiment import PPOConfig
     from areal.api.scheduler_api import Scheduler, Worker
     from areal.engine.server_process import Launch
+    from areal.rollout.worker_places import WorkerProcess
 
 
 def place_servers(
@@ -40,6 +47,21 @@ def place_servers(
         partial(launch_native_server, gpus=share, **options)
         for share, options in zip(shares, servers, strict=True)
     ]
+
+
+def place_rollout_workers(
+    config: PPOConfig, scheduler: Scheduler | None, logs: Path
+) -> Callable[[int], tuple[WorkerProcess, socket.socket]]:
+    """What starts the rollout worker of an index."""
+    if config.scheduler.type == "local":
+        return partial(spawn_here, logs=logs)
+    job, timeout_s = config.rollout_worker_job(), config.rollout.setup_timeout
+    scheduler.create_workers(job)
+    hosted = [
+        HostedWorker(scheduler, worker, index, logs, setup_timeout_s=timeout_s)
+        for index, worker in enumerate(scheduler.get_workers(job.role, timeout_s))
+    ]
+    return lambda index: hosted[index].spawn()
 
 
 def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | None:

@@ -1,0 +1,111 @@
+"""One object in a worker of a scheduler, called from here as long as that worker lives.
+
+here                                     a worker of some role, on its machine
+HostedObject  -- Scheduler.call_engine ->  the object, made there from its import path
+
+hosted = HostedObject(scheduler, worker, "package.module.Class", arguments, setup_timeout_s=60)
+hosted.start("begin")       # in another worker, when the last one has ended
+hosted.ask("how_are_you")   # None when its worker is gone; `loss` then says how
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from areal.api.engine_api import EngineLostError
+from areal.api.scheduler_api import (
+    EngineCallError,
+    EngineCreationError,
+    Scheduler,
+    Worker,
+    WorkerFailedError,
+    WorkerTimeoutError,
+)
+
+_NAME = "hosted"
+_MARGIN_S = 60.0  # beyond the start's own deadline, which says more about what is wrong
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "AREAL_RENDEZVOUS")
+
+
+class HostedObject:
+    """`path` is that of its class, `arguments(worker)` are the keyword arguments. `setup_timeout_s`
+    bounds how long a start takes there, and how long the scheduler may take for another worker."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        path: str,
+        arguments: Callable[[Worker], dict[str, Any]],
+        *,
+        setup_timeout_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self._path = path
+        self._arguments = arguments
+        self._setup_timeout_s = setup_timeout_s
+        self._is_made = False  # whether the first worker has it
+        self.loss: str | None = None  # how the worker ended
+
+    def start(self, method: str) -> Any:
+        """What `method` returns there, or raises. EngineLostError when there is no worker any more
+        to call it in."""
+        try:
+            if self.loss is not None:
+                self._renew_worker()
+            if self.loss is not None or not self._is_made:
+                self._make()
+            answer = self.call(method)
+        except (WorkerFailedError, WorkerTimeoutError) as error:
+            self.loss = str(error)
+            raise
+        self.loss = None  # only now: a thread that asks must find what was started
+        return answer
+
+    def ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Its answer; None when its worker is gone, which is then known until the next start."""
+        if self.loss is None:
+            try:
+                return self.call(method, *args, timeout_s=timeout_s)
+            except (WorkerFailedError, WorkerTimeoutError) as error:
+                self.loss = str(error)
+        return None
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        # A question may have to wait for a start that another thread has asked for.
+        limit_s = timeout_s or self._setup_timeout_s + _MARGIN_S
+        try:
+            return self._scheduler.call_engine(
+                self._worker.id, method, _NAME, *args, timeout_s=limit_s
+            )
+        except EngineCallError as error:
+            raise error.__cause__ from None
+
+    def _make(self) -> None:
+        try:
+            self._scheduler.create_engine(
+                self._worker.id,
+                self._path,
+                _NAME,
+                timeout_s=self._setup_timeout_s,
+                **self._arguments(self._worker),
+            )
+        except EngineCreationError as error:
+            error.__cause__.add_note(str(error))
+            raise error.__cause__ from None
+        self._is_made = True
+
+    def _renew_worker(self) -> None:
+        try:
+            self._worker = self._scheduler.replace_worker(self._worker.id, self._setup_timeout_s)
+        except WorkerTimeoutError as error:
+            raise EngineLostError(f"{self.loss}; {error}") from None
+
+
+def forget_rank() -> None:
+    """For a host: what it starts is no rank of the job its worker is one of."""
+    for name in _RANK_VARIABLES:
+        os.environ.pop(name, None)
