@@ -74,6 +74,26 @@ def placed(
         workers.close()
 
 
+def train(executor: WorkflowExecutor, steps: int, kills: dict[int, int]) -> list[int]:
+    """The prompts trained on; `kills` has the processes that are killed, by the step before."""
+    trained: list[int] = []
+    for step in range(steps):
+        if step in kills:
+            os.kill(kills[step], signal.SIGKILL)
+        batch = executor.prepare_batch()
+        trained += batch.task_ids
+        executor.mark_trained(batch, step)
+        executor.set_version(step + 1)
+    return trained
+
+
+def wait_for_two(workers: RolloutWorkers) -> None:
+    deadline = time.monotonic() + 60
+    while len(workers.pids) != 2:
+        assert time.monotonic() < deadline, "no worker took the place of the one that was killed"
+        time.sleep(0.05)
+
+
 def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
     rows = [{"i": i} for i in range(6)]
     with open_world(tmp_path) as world:
@@ -97,19 +117,10 @@ def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
 def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
     with open_world(tmp_path, batch_size=8, max_staleness=3) as world, placed(world) as (ex, pool):
         ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
-        trained: list[int] = []
-        for step in range(12):
-            if step == 2:
-                os.kill(pool.pids[0], signal.SIGKILL)
-            batch = ex.prepare_batch()
-            trained += batch.task_ids
-            ex.mark_trained(batch, step)
-            ex.set_version(step + 1)
-        deadline = time.monotonic() + 60
-        while len(pool.pids) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        trained = train(ex, 12, kills={2: pool.pids[0]})
+        wait_for_two(pool)
         stats = ex.stats()
-        assert len(pool.pids) == 2 and stats["workers_replaced"] == 1
+        assert stats["workers_replaced"] == 1
         assert stats["failed"] == 0 and stats["retried/WorkerLostError"] >= 1
         assert sorted(trained) == list(range(12 * 8)), "each prompt once, in order of issue"
         ex.close()
@@ -133,18 +144,9 @@ def test_below_workers_of_a_scheduler(tmp_path):
         first, second = pool.pids
         kills = {2: first, 8: parent_of(second)}
         ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
-        trained: list[int] = []
-        for step in range(14):
-            if step in kills:
-                os.kill(kills[step], signal.SIGKILL)
-            batch = ex.prepare_batch()
-            trained += batch.task_ids
-            ex.mark_trained(batch, step)
-            ex.set_version(step + 1)
-        deadline = time.monotonic() + 60
-        while len(pool.pids) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(pool.pids) == 2 and not {first, second} & set(pool.pids)
+        trained = train(ex, 14, kills)
+        wait_for_two(pool)
+        assert not {first, second} & set(pool.pids)
         assert pool.num_replaced == 2 and ex.stats()["failed"] == 0
         assert sorted(trained) == list(range(14 * 8)), "each prompt once, in order of issue"
         alive = pool.pids
