@@ -6,7 +6,6 @@ runs `areal.cli.main.main` as `python -m areal.cli.main` would. `python_m` start
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,17 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "areal.trainer.experiment",
-        "areal.engine.native.server",
-        "areal.engine.native.local_engine",
-        "transformers.models.auto.tokenization_auto",
-        "omegaconf",
-        "torch._dynamo",  # imported when a model is built
-    ]
-)
+from fork_server import FORKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +31,7 @@ class Command:
     def __init__(self, argv: list[str], *, cwd: Path, logs: Path, env: dict[str, str]) -> None:
         self._out, self._err = logs / "stdout", logs / "stderr"
         arguments = (argv, str(cwd), str(self._out), str(self._err), {**os.environ, **env})
-        self.process: BaseProcess = _context.Process(target=_run, args=arguments)
+        self.process: BaseProcess = FORKS.Process(target=_run, args=arguments)
         self.process.start()
 
     def wait(self, timeout_s: float = 60) -> Ended:

@@ -6,40 +6,27 @@
 Each rank is a process of its own with RANK and WORLD_SIZE set and torch.distributed initialised.
 Modules are named from the folder of tests; arguments and results travel as JSON (pass tensors as
 files). The first rank that fails ends all others, and its traceback becomes the test's failure.
-
-Ranks are forked from one process that has imported torch and done nothing else: importing it takes
-seconds of a core, for every rank of every test.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import tempfile
 import time
-from functools import cache
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What the bodies use, and slow to import. None of it starts a thread, which a fork would lose.
-_PRELOAD = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "transformers.modeling_utils",
-]
+from fork_server import FORKS
 
 
 def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """What `target` ("module:function") returned on each rank, given `args`."""
     with tempfile.TemporaryDirectory(prefix="areal-ranks-") as folder:
         ranks = [
-            _fork_server().Process(
+            FORKS.Process(
                 target=_run_rank, args=(folder, rank, world_size, target, json.dumps(args))
             )
             for rank in range(world_size)
@@ -53,13 +40,6 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 60.0)
                 process.kill()
                 process.join()
         return [json.loads(_file(folder, rank, "json").read_text()) for rank in range(world_size)]
-
-
-@cache
-def _fork_server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
 
 
 def _wait(ranks: list[BaseProcess], folder: str, target: str, deadline: float) -> None:

@@ -5,10 +5,10 @@ with all its samples is one unit). With B = consumer_batch_size, eta = max_stale
 
     capacity = min(max_concurrent_rollouts - running, (eta + v + 1) * B - (accepted + running))
 
-Why it bounds staleness: the step of version v trains on B groups, so v * B are trained before it.
-While the weights were at v - eta, the gate let at most (v + 1) * B live groups exist. Hence at most
-B untrained groups can be as old as v - eta, and the step of version v has room for all of them
-before they would turn too old. eta = 0 admits exactly the B groups of the current step.
+Why it bounds staleness: the step of version v trains on B groups, so v * B are trained before it,
+and at most (eta + 1) * B live groups are not. Those admitted while the weights were at u have the
+steps up to u + eta; `selection.py` sees to it that they always fit into these. eta = 0 admits
+exactly the B groups of the current step.
 """
 
 from __future__ import annotations

@@ -66,15 +66,29 @@ def test_selection_waits_for_the_one_that_would_turn_stale():
     assert select_batch(finished, {}, count=4, oldest_fresh=1) is None
 
 
+def test_selection_waits_for_slow_ones_that_would_not_find_room_together():
+    """Step 1, eta 2: what version 0 admitted has this step and the next, which takes two."""
+    overtaking = {6: 1, 7: 1}
+    four, two = dict.fromkeys((2, 3, 4, 5), 0), dict.fromkeys((4, 5), 0)
+    assert select_batch(overtaking, four, count=2, oldest_fresh=-1) is None
+    assert select_batch(overtaking, two, count=2, oldest_fresh=-1) == [6, 7]
+    # A finished one is taken first, and then the rest fits.
+    assert select_batch(overtaking | {2: 0}, {3: 0, 4: 0}, count=2, oldest_fresh=-1) == [2, 6]
+
+
 @given(
     st.integers(1, 4),
     st.integers(0, 3),
     st.integers(1, 12),
     st.booleans(),
+    st.booleans(),
     st.data(),
 )
-def test_random_schedules_keep_the_bounds(batch_size, eta, max_concurrent, keep_rejected, data):
-    """Any order of finish / reject / fail / new version, on the real gate, pool and selection."""
+def test_random_schedules_keep_the_bounds(
+    batch_size, eta, max_concurrent, keep_rejected, newest_first, data
+):
+    """Any order of finish / reject / fail / new version, on the real gate, pool and selection; also
+    one in which the answers that began last come first."""
     gate = StalenessManager(
         max_concurrent_rollouts=max_concurrent, consumer_batch_size=batch_size, max_staleness=eta
     )
@@ -103,7 +117,7 @@ def test_random_schedules_keep_the_bounds(batch_size, eta, max_concurrent, keep_
             ended[task_id] = state
 
     admit()
-    while version < 5:
+    while version < 6:
         assert pool.find_stale(version) == [], "nothing turns stale by being overtaken"
         results = pool.take(version) if data.draw(st.booleans()) or not running else None
         if results is not None:
@@ -116,7 +130,8 @@ def test_random_schedules_keep_the_bounds(batch_size, eta, max_concurrent, keep_
         else:
             assert running, "with nothing running a batch must be ready: the gate would deadlock"
             states = st.sampled_from(["finished", "finished", "rejected", "failed"])
-            end(data.draw(st.sampled_from(sorted(running))), data.draw(states))
+            one = max(running) if newest_first else data.draw(st.sampled_from(sorted(running)))
+            end(one, data.draw(states))
         admit()
     waiting = int(pool.counts()["finished"])
     assert next_id == len(ended) + len(running) + waiting, "every prompt is in one place"

@@ -148,6 +148,7 @@ def test_below_workers_of_a_scheduler(tmp_path):
         wait_for_two(pool)
         assert not {first, second} & set(pool.pids)
         assert pool.num_replaced == 2 and ex.stats()["failed"] == 0
+        assert ex.stats()["stale"] == 0
         assert sorted(trained) == list(range(14 * 8)), "each prompt once, in order of issue"
         alive = pool.pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in alive)

@@ -1,0 +1,29 @@
+"""The one process per test process from which others are forked: it has imported torch already.
+
+    FORKS.Process(target=function, args=...).start()
+
+Importing torch and the trainers takes seconds of a core, for every process of every test. Python
+has one such server in a process, so all tests that fork from it share this list.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+FORKS = multiprocessing.get_context("forkserver")
+# Slow to import, and used by what is forked. None of it starts a thread, which a fork would lose.
+FORKS.set_forkserver_preload(
+    [
+        "areal.trainer.experiment",
+        "areal.engine.native.server",
+        "areal.engine.native.local_engine",
+        "omegaconf",
+        "torch._dynamo",  # imported when a model is built
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "transformers.modeling_utils",
+        "transformers.models.auto.tokenization_auto",
+    ]
+)
