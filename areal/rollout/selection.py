@@ -40,11 +40,11 @@ def select_batch(
 def _must_wait(left: Iterable[int], running: Iterable[int], count: int, oldest_fresh: int) -> bool:
     """Whether running tasks and those `left`, given by their admission, would not all find room in
     later steps, and it helps to wait: some that run would be in time for this one."""
-    runs = set(running := list(running))
+    num_running, num_finished = Counter(running), Counter(left)
     num_left, some_run = 0, False
-    for version, number in sorted(Counter([*left, *running]).items()):
-        num_left += number
-        some_run = some_run or version in runs
+    for version in sorted(num_running | num_finished):
+        num_left += num_running[version] + num_finished[version]
+        some_run = some_run or version in num_running
         if some_run and num_left > count * max(0, version - oldest_fresh):
             return True
     return False

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import parent_of
 
 from areal.api.scheduler_api import Job, Worker
 from areal.cli.demo import make_model
@@ -47,7 +48,7 @@ def pids_of(address: str) -> tuple[int, int]:
     ControlClient(address, TOKEN, timeout_s=WAIT_S).wait_until_healthy(WAIT_S)
     serving = [pid for pid in descendants(os.getpid()) if listens(pid, int(port))]
     (server,) = serving
-    return server, int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+    return server, parent_of(server)
 
 
 def listens(pid: int, port: int) -> bool:

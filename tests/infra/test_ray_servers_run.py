@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import parent_of
 from tiny_run import areal, overrides, query
 
 from areal.api.engine_api import EngineLostError
@@ -66,10 +67,6 @@ def processes_on(node, *words: str) -> list[int]:
 
 def words_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def wait_for_steps(run, folder: Path, count: int) -> None:

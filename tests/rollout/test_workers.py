@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from placed_world import DeadlyEngine, Echo, QuietEngine
+from processes import parent_of
 from rollout_world import World, open_world
 
 from areal.api.scheduler_api import Job
@@ -27,10 +28,6 @@ from areal.rollout.workers import RolloutWorkers
 from areal.utils import stats_tracker
 
 ECHO = "placed_world.Echo"
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextmanager
