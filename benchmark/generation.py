@@ -136,26 +136,26 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmark/generation.py needs a CUDA device; none was found", file=sys.stderr)
         return 1
-    rows = measure_apart(args.only) if len(_shapes(args.only)) > 1 else _run(args.only)
+    rows = measure_apart(__file__, args.only) if len(shapes_of(args.only)) > 1 else _run(args.only)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
     return 0
 
 
-def _shapes(names: list[str]) -> list[str]:
+def shapes_of(names: list[str]) -> list[str]:
     return [shape for shape in SHAPES if any(name.startswith(f"{shape}_") for name in names)]
 
 
-def measure_apart(names: list[str]) -> list[Row]:
+def measure_apart(script: str, names: list[str]) -> list[Row]:
     """Each shape in a process of its own: none finds the memory of another in use."""
     rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for shape in _shapes(names):
+        for shape in shapes_of(names):
             file = Path(folder) / f"{shape}.json"
             wanted = [name for name in names if name.startswith(f"{shape}_")]
             subprocess.run(
-                [sys.executable, __file__, "--json", str(file), "--only", *wanted], check=True
+                [sys.executable, script, "--json", str(file), "--only", *wanted], check=True
             )
             for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
                 rows[row["name"]] = Row(**row)
@@ -169,7 +169,7 @@ def _run(names: list[str]) -> list[Row]:
         Row("copy_bandwidth", ceilings.bytes_per_s / 1e12, "TB/s"),
         Row("matrix_rate", ceilings.flop_per_s / 1e12, "TFLOP/s"),
     ]
-    (shape,) = _shapes(names)
+    (shape,) = shapes_of(names)
     engine = NativeEngine(random_model(shape), max_running=1024)
     for name in names:
         rows += _EXTRA_ROWS[name](engine) if name in EXTRA else _speed(name, engine, ceilings)

@@ -11,8 +11,9 @@ cache when its turn comes; the median of 20 replays counts.
 |--------------------|----------------------------------------------------------------------------|
 | `decode_*`         | rows x cached tokens, 1.5B shape (12 heads on 2, 128) or 7B (28 on 4, 128)  |
 | `decode_tail`      | 512 rows, lengths from a long tail: mean 1k, at most 8k                    |
-| `prefill_*`        | prompts x tokens, 1.5B shape                                               |
+| `prefill_*`        | prompts x tokens, 1.5B shape or 7B                                         |
 | `prefill_*_rows`   | the same by `rows_attention`, the price of batch-invariant numerics        |
+| `*_flashinfer`     | the same by FlashInfer, where it is installed                              |
 | `*_share`          | decode: bytes of keys and values over time, as a share of copy bandwidth   |
 | `*_tflops`         | prefill: operations below the diagonal over time                           |
 """
@@ -25,12 +26,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from report import Row, print_table, write_json
 from triton.runtime.errors import OutOfResources
 
 from areal.engine.native.cuda import decode_attention as decode
 from areal.engine.native.cuda import prefill_attention as prefill
+from areal.engine.native.cuda.flashinfer_prefill import FlashInferPrefill, flashinfer_prefill
 
 PAGE_SIZE = 16
 COLD_BYTES = 512 * 2**20  # caches a graph goes through: several times the device's own cache
@@ -90,6 +93,7 @@ PREFILL_CASES = (
     Case("512x256", [256] * 512),
     Case("32x2048", [2048] * 32),
     Case("1x32768", [32768]),
+    Case("7b_64x256", [256] * 64, num_heads=28, num_kv_heads=4),
 )
 DECODE_SHAPES = (  # tile, warps, stages
     (32, 4, 4),
@@ -205,6 +209,9 @@ def prefill_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Va
         variants.append(variant(describe(tiles), tiles))
     if longest <= 2048:
         variants.append(rows_variant(case, layers, q_TNH))
+    flashinfer = flashinfer_prefill(layers.keys[0], case.num_heads)
+    if flashinfer is not None:
+        variants.append(flashinfer_variant(case, layers, q_TNH, flashinfer))
     return variants
 
 
@@ -220,6 +227,19 @@ def rows_variant(case: Case, layers: PagedLayers, q_TNH: torch.Tensor) -> Varian
         return out_TNH
 
     return Variant(f"prefill_{case.name}_rows", "default", run)
+
+
+def flashinfer_variant(
+    case: Case, layers: PagedLayers, q_TNH: torch.Tensor, flashinfer: FlashInferPrefill
+) -> Variant:
+    lengths, out_TNH = np.array(case.lengths), torch.empty_like(q_TNH)
+    flashinfer.plan(lengths, np.zeros_like(lengths), layers.table.cpu().numpy())
+
+    def run(layer: int) -> torch.Tensor:
+        flashinfer.attend(q_TNH, layers.keys[layer], layers.values[layer], out_TNH)
+        return out_TNH
+
+    return Variant(f"prefill_{case.name}_flashinfer", "flashinfer", run)
 
 
 def describe(tiles: decode.DecodeTiles | prefill.PrefillTiles) -> str:

@@ -64,7 +64,7 @@ def test_copies_are_pinned_and_ordered_before_later_work_of_the_stream():
 
 def test_shards_on_the_device_become_shards_on_the_host(tmp_path):
     model = nn.Linear(64, 64, device="cuda")
-    fully_shard(model, mesh=one_rank_mesh(torch.device("cuda")))
+    fully_shard(model, mesh=one_rank_mesh(torch.device("cuda"))["fsdp"])
     snapshot = checkpoint.capture(model, None, 3)
     copy = snapshot.state["weights.weight"]
     assert isinstance(copy, DTensor) and copy.to_local().is_pinned()

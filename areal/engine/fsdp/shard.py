@@ -11,16 +11,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from areal.engine.fsdp.model import PackedModel
 from areal.engine.fsdp.weights import fill_buffers
-from areal.models.parallel_dims import ParallelDims
+from areal.models.parallel_dims import ParallelDims, ParallelMesh
 
 
-def one_rank_mesh(device: torch.device) -> DeviceMesh:
+def one_rank_mesh(device: torch.device) -> ParallelMesh:
     """A mesh of this process alone, for what FSDP does also there: offload."""
     if not dist.is_initialized():
         # Both kinds: sharded tensors that were offloaded are reduced where they lie.
@@ -38,7 +37,7 @@ def recompute_blocks(model: PackedModel) -> None:
 
 
 def shard_model(
-    model: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, offload: bool
+    model: PackedModel, mesh: ParallelMesh, *, compute_dtype: torch.dtype, offload: bool
 ) -> None:
     """Make the weights sharded ones, still on the meta device."""
     options = {

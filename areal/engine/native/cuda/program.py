@@ -22,6 +22,7 @@ from areal.engine.native.cuda.decode_attention import (
     splits_for,
 )
 from areal.engine.native.cuda.decoder import MAX_FEW_ROWS, Attend, FusedDecoder, Rows
+from areal.engine.native.cuda.flashinfer_prefill import flashinfer_prefill
 from areal.engine.native.cuda.module_decoder import ModuleDecoder
 from areal.engine.native.cuda.prefill_attention import prefill_attention
 from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
@@ -70,6 +71,8 @@ class DeviceProgram:
         self._attention_space = Workspace.make(
             max_rows, args.n_heads, args.n_kv_heads, args.head_dim, weight.device
         )
+        keys, _ = self.cache.layer(0)
+        self._flashinfer = None if batch_invariant else flashinfer_prefill(keys, args.n_heads)
         self._step_count = torch.zeros(1, dtype=torch.int32, device=weight.device)
 
     def new_outputs(self, num_steps: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,18 +171,32 @@ class DeviceProgram:
         write = page_T * size + positions % size
         upload = self.slots.upload
         rows_3T = upload(np.stack([tokens, positions, write]).astype(np.int32))
-        pages, first_row_C1 = upload(pages_CP), upload(first_row.astype(np.int32))
-        first_position_C, max_rows = upload(starts.astype(np.int32)), int(lengths.max())
-
-        chunk_T = upload(np.repeat(np.arange(len(chunks), dtype=np.int32), lengths))
-
-        def attend(layer: int, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
-            keys, values = self.cache.layer(layer)
-            if self._invariant:
-                rows_attention(q_TNH, keys, values, pages, chunk_T, rows_3T[1], out_TNH)
-                return
-            prefill_attention(
-                q_TNH, keys, values, pages, first_row_C1, first_position_C, out_TNH, max_rows
-            )
-
+        attend = self._prefill_attend(lengths, starts, pages_CP, rows_3T[1])
         return Rows(*rows_3T), attend, upload(first_row[1:] - 1)
+
+    def _prefill_attend(
+        self,
+        lengths: np.ndarray,
+        starts: np.ndarray,
+        pages_CP: np.ndarray,
+        position_T: torch.Tensor,
+    ) -> Attend:
+        """Attention of chunks of `lengths` rows from the positions `starts` on."""
+        cache, upload = self.cache, self.slots.upload
+        if self._flashinfer is not None:
+            flashinfer = self._flashinfer
+            flashinfer.plan(lengths, starts, pages_CP)
+            return lambda layer, q_TNH, out_TNH: flashinfer.attend(
+                q_TNH, *cache.layer(layer), out_TNH
+            )
+        pages = upload(pages_CP)
+        if self._invariant:
+            chunk_T = upload(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+            return lambda layer, q_TNH, out_TNH: rows_attention(
+                q_TNH, *cache.layer(layer), pages, chunk_T, position_T, out_TNH
+            )
+        first_row_C1 = upload(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        first_position_C, max_rows = upload(starts.astype(np.int32)), int(lengths.max())
+        return lambda layer, q_TNH, out_TNH: prefill_attention(
+            q_TNH, *cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH, max_rows
+        )

@@ -62,8 +62,18 @@ class SkinnyWorkspace:
         )
 
 
-# (padded rows of x, rows of the weight, D) -> a plan that beats `_default_plan`.
-PLANS: dict[tuple[int, int, int], Plan] = {}
+# (padded rows of x, rows of the weight, D) -> a plan that beats `_default_plan`, measured in whole
+# decode steps on an H200: the linears of Qwen2.5 7B.
+PLANS: dict[tuple[int, int, int], Plan] = {
+    (32, 4608, 3584): Plan(64, 64, 4, 8),
+    (32, 3584, 3584): Plan(64, 128, 4, 6),
+    (32, 37888, 3584): Plan(64, 128, 4, 3),
+    (32, 3584, 18944): Plan(64, 128, 4, 5, parts=2),
+    (64, 4608, 3584): Plan(64, 128, 4, 4),
+    (64, 3584, 3584): Plan(64, 128, 4, 4, parts=2),
+    (64, 37888, 3584): Plan(64, 64, 4, 4),
+    (64, 3584, 18944): Plan(64, 128, 4, 5, parts=2),
+}
 
 
 def padded_rows(num_rows: int) -> int:
