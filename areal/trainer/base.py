@@ -22,7 +22,7 @@ from typing import Any, Self
 from areal.api.alloc_mode import ModelAllocation, ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import TrainEngine
-from areal.api.scheduler_api import Job, Scheduler, SchedulingSpec
+from areal.api.scheduler_api import Scheduler
 from areal.engine import train_engine_class, train_engine_path
 from areal.infra.scheduler import open_scheduler
 from areal.infra.train_controller import TrainController
@@ -100,15 +100,9 @@ class Trainer(ABC):
                 self.config.scheduler, self.config.jobs(), logs=self.run.paths.logs
             )
             stack.callback(self.scheduler.delete_workers)
-        job = Job(
-            role=role,
-            replicas=layout.world_size,
-            tasks=config.scheduling_spec or [SchedulingSpec()],
-            scheduling_strategy=config.scheduling_strategy,
-        )
         return TrainController(
             self.scheduler,
-            job,
+            self.config.model_job(role),
             train_engine_path(config.backend),
             layout,
             config,

@@ -104,12 +104,17 @@ class BaseExperimentConfig:
 
     def jobs(self) -> list[Job]:
         """The workers of all roles that have some of their own."""
-        counts = self.num_processes()
-        return [
-            Job(role, counts[role], tasks=section.scheduling_spec or [SchedulingSpec()])
-            for role, section in self.models().items()
-            if counts[role]
-        ]
+        return [self.model_job(role) for role, count in self.num_processes().items() if count]
+
+    def model_job(self, role: str) -> Job:
+        """The ranks of one model as workers of a scheduler."""
+        section = self.models()[role]
+        return Job(
+            role=role,
+            replicas=self.num_ranks()[role],
+            tasks=section.scheduling_spec or [SchedulingSpec()],
+            scheduling_strategy=section.scheduling_strategy,
+        )
 
     def hosts(self) -> dict[str, str]:
         """Role -> the role whose processes its model is in, or `controller`."""
