@@ -25,7 +25,7 @@ def join_ranks() -> torch.device:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = _backend(device)
     if not dist.is_initialized() and _RENDEZVOUS in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
@@ -40,6 +40,20 @@ def join_ranks() -> torch.device:
             )
         dist.init_process_group(backend)
     return device
+
+
+def join_alone(device: torch.device) -> None:
+    """A group of this process alone, for libraries that want one also there, unless it has one.
+
+    It stays as long as the process: other engines in it use it too.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    # Both kinds beside a GPU: tensors that were offloaded are reduced where they lie.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def any_rank(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:

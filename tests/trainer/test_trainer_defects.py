@@ -47,7 +47,7 @@ def fresh_stats():
 
 
 def test_defect_02_timers_in_seconds_work_without_torch_distributed(tmp_path):
-    if torch.distributed.is_initialized():  # left over by another test of this process
+    if torch.distributed.is_initialized():  # an engine of another test joined alone
         torch.distributed.destroy_process_group()
     soon = "{freq_steps: null, freq_secs: 1.0e-6}"
     config = grpo_config(

@@ -10,21 +10,18 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from areal.engine.fsdp.model import PackedModel
 from areal.engine.fsdp.weights import fill_buffers
+from areal.engine.process_group import join_alone
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 
 
 def one_rank_mesh(device: torch.device) -> ParallelMesh:
     """A mesh of this process alone, for what FSDP does also there: offload."""
-    if not dist.is_initialized():
-        # Both kinds: sharded tensors that were offloaded are reduced where they lie.
-        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+    join_alone(device)
     return ParallelDims().build_mesh(device.type)
 
 

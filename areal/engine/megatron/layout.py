@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal.api.alloc_mode import ParallelStrategy, check_equal_stages
+from areal.engine.process_group import join_alone
 from areal.models.common.args import DecoderArgs
 
 
@@ -53,7 +54,7 @@ class Layout:
 
 def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
     """Every rank of torch.distributed calls this; a process that knows no others is one rank."""
-    _join_alone(device)
+    join_alone(device)
     if dist.get_world_size() != strategy.world_size:
         raise ValueError(
             f"the layout megatron:{strategy} needs {strategy.world_size} ranks, but "
@@ -121,12 +122,6 @@ def check_layout(args: DecoderArgs, strategy: ParallelStrategy, stages_per_rank:
             f"does not train: spread them with e{tp}, or cut them like the rest with "
             f"(attn:{strategy}|ffn:d{strategy.data_parallel_size}t{tp})"
         )
-
-
-def _join_alone(device: torch.device) -> None:
-    if not dist.is_initialized():
-        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _check_same(strategy: ParallelStrategy, sizes: dict[str, int]) -> None:
