@@ -17,11 +17,19 @@ from areal.utils import stats_tracker
 
 
 class QuietEngine:
-    """Stands for the client of servers."""
+    """Stands for the client of servers; a copy counts one request for each answer it is part of."""
+
+    num_requests = 0  # that copies have told of
 
     def initialize(self) -> None: ...
 
     def destroy(self) -> None: ...
+
+    def take_counts(self) -> dict[str, int]:
+        return {"requests": 1}
+
+    def add_counts(self, counts: dict[str, int]) -> None:
+        self.num_requests += counts["requests"]
 
 
 @dataclass

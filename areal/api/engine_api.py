@@ -7,7 +7,7 @@ and loss scaling in `engine/base.py`, queues and staleness in `rollout/executor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal.api.dispatch import broadcast, head, split
@@ -67,6 +67,14 @@ class InferenceEngine(ABC):
         `named_tensors` comes with the types that publish nothing by themselves: `direct`, `xccl`
         and `delta`. What does not verify raises RuntimeError and the old weights go on serving.
         """
+
+    def take_counts(self) -> dict[str, int]:
+        """What a copy in another process has counted since the last call, for `add_counts`."""
+        return {}
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        """What a copy in another process has counted; an engine that counts nothing drops it."""
+        del counts
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
         """These weights serve, whoever sent them: a server that dies may be replaced by one with

@@ -131,7 +131,8 @@ class _Worker:
             payload = b"" if trajectory is None else encode(trajectory)
         except Exception as error:
             answer |= {"state": "failed", "kind": kind_of(error), "text": str(error)}
-        self._send(answer | {"stats": stats_tracker.take_all()}, payload)
+        told = {"stats": stats_tracker.take_all(), "counts": self._engine.take_counts()}
+        self._send(answer | told, payload)
 
     def _tell_attempt_failed(self, error: Exception, retried: bool) -> None:
         failed = {"attempt_failed": kind_of(error), "text": str(error), "retried": retried}

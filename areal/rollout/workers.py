@@ -234,6 +234,7 @@ class RolloutWorkers:
                 call.groups.on_attempt_failed(error, message["retried"])
             return
         stats_tracker.add_all(message["stats"])
+        self._engine.add_counts(message["counts"])
         if call is None or call.answer.done():  # cancelled meanwhile
             return
         if message["state"] == "failed":

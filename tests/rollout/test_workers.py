@@ -47,16 +47,17 @@ def hosts(folder: Path, count: int) -> Iterator[Callable[[int], tuple[WorkerProc
 
 @contextmanager
 def placed(
-    world: World, count: int = 2, spawn: Any = None, **limits: float
+    world: World, count: int = 2, spawn: Any = None, engine: Any = None, **limits: float
 ) -> Iterator[tuple[WorkflowExecutor, RolloutWorkers]]:
     """An executor of this world whose groups run in worker processes."""
+    engine = engine or QuietEngine()
     limits = FailureLimits(**{"retry_delay_s": 0.0, "timeout_s": 60.0, "max_retries": 1} | limits)
     workers = RolloutWorkers(
-        world.runner, QuietEngine(), count=count, max_retries=limits.max_retries, spawn=spawn
+        world.runner, engine, count=count, max_retries=limits.max_retries, spawn=spawn
     )
     executor = WorkflowExecutor(
         world.runner,
-        QuietEngine(),
+        engine,
         world.ledger,
         world.gate,
         run_seed=3,
@@ -93,14 +94,16 @@ def wait_for_two(workers: RolloutWorkers) -> None:
 
 def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
     rows = [{"i": i} for i in range(6)]
+    engine = QuietEngine()
     with open_world(tmp_path) as world:
         stats_tracker.export_all()
         here = world.executor.rollout_batch(rows, Echo(), group_size=3)
         recorded_here = stats_tracker.export_all()
-        with placed(world) as (executor, _):
+        with placed(world, engine=engine) as (executor, _):
             recipe = WorkflowRecipe(ECHO)
-            for _ in range(2):  # the second time is the stream of the first
+            for round_ in range(2):  # the second time is the stream of the first
                 there = executor.rollout_batch(rows, recipe, group_size=3)
+                assert engine.num_requests == len(rows) * (round_ + 1), "one for each group"
                 assert stats_tracker.export_all() == recorded_here
                 for mine, theirs in zip(here, there, strict=True):
                     assert mine.keys() == theirs.keys()

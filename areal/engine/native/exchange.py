@@ -19,6 +19,7 @@ import asyncio
 import itertools
 import math
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -102,7 +103,9 @@ class GenerateClient:
         *,
         deadlines: Deadlines,
         retries: int,
+        counts: Counter[str],
     ) -> None:
+        """After a lost connection `counts` gets the `requests_resent` and the `tokens_kept`."""
         self.events = asyncio.get_running_loop()
         self._fleet = Fleet(members.addresses)
         self._deadlines = deadlines
@@ -110,8 +113,7 @@ class GenerateClient:
         self._members = members
         # What is done once for all exchanges that a server has lost, by its address.
         self._verdicts, self._replacements = SharedWork(), SharedWork()
-        # After a lost connection: requests sent again, and the tokens they had.
-        self.counts = {"requests_resent": 0, "tokens_kept": 0}
+        self._counts = counts
         self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
         self._outbox: list[_Pending] = []  # calls of this tick
         self._tasks: dict[asyncio.Task, Server] = {}  # of exchanges, and to whom they go
@@ -320,11 +322,11 @@ class GenerateClient:
             self.events.call_later(delay, self._send_again, again)
 
     def _send_again(self, calls: Collection[_Pending]) -> None:
-        self.counts["requests_resent"] += len(calls)
+        self._counts["requests_resent"] += len(calls)
         for pending in calls:
             pending.exchange = None
             if pending.so_far is not None:
-                self.counts["tokens_kept"] += len(pending.so_far.tokens)
+                self._counts["tokens_kept"] += len(pending.so_far.tokens)
         self._send_soon(calls)
 
 

@@ -23,7 +23,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,12 +87,13 @@ class NativeRemoteEngine(InferenceEngine):
         )
         self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
+        self._counts: Counter[str] = Counter()  # of requests, here and in copies
         self._collective = CollectiveSender(NativeGroupRoutes(), timeout_s=weight_group_timeout_s)
         self._delta = DeltaSender()
 
     def __getstate__(self) -> dict[str, Any]:
         """Training ranks and rollout workers have copies, with connections of their own."""
-        return {**self.__dict__, "_client": None}
+        return {**self.__dict__, "_client": None, "_counts": Counter()}
 
     @property
     def servers(self) -> list[str]:
@@ -200,16 +202,21 @@ class NativeRemoteEngine(InferenceEngine):
         for stats in answers:
             for name, value in stats.items():
                 total[name] = total.get(name, 0) + value
-        resent = {"requests_resent": 0, "tokens_kept": 0}
-        if self._client is not None:
-            resent = self._client.counts
         return {
             **total,
-            **resent,
+            **{name: self._counts[name] for name in ("requests_resent", "tokens_kept")},
             "version": min(stats["version"] for stats in answers),
             "servers": len(answers),
             "restarts": self._members.num_restarts,
         }
+
+    def take_counts(self) -> dict[str, int]:
+        taken = dict(self._counts)
+        self._counts.clear()
+        return taken
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        self._counts.update(counts)
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         """Per server address, when it computed after `since` (`time.time()`): for the trace."""
@@ -228,6 +235,7 @@ class NativeRemoteEngine(InferenceEngine):
                 self._token,
                 deadlines=self._deadlines,
                 retries=self._request_retries,
+                counts=self._counts,
             )
         elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")
