@@ -1,6 +1,6 @@
 """Inference servers by Ray on two machines: one is killed, then the worker of the other one, and
-the run goes to its end with every prompt accounted for and no server left behind; and a machine
-that is gone."""
+the run goes to its end with every prompt accounted for and no server left behind; and machines
+that are gone."""
 
 from __future__ import annotations
 
@@ -128,6 +128,26 @@ def test_servers_and_rollout_workers_on_two_machines_are_replaced(tmp_path, clus
     assert len(stats) == NUM_STEPS and stats[-1]["server/version"] == NUM_STEPS
     assert stats[-1]["server/servers"] == stats[-1]["server/restarts"] == 2
     assert stats[-1]["rollout/workers_replaced"] == 1
+    with RunDatabase(folder / "run.db") as database:
+        balance = Ledger(database).balance()
+    assert balance["trained"] == balance["total"] == NUM_STEPS * 8
+
+
+def test_a_run_goes_on_without_one_of_its_machines(tmp_path, cluster_of):
+    """One with a rollout worker, and perhaps a server; another one has room for both."""
+    cluster = cluster_of(3, 3, 3)
+    more = ["actor.weight_update_mode=disk", "trial_name=gone", f"total_train_steps={NUM_STEPS}"]
+    more += ["rollout.max_head_offpolicyness=1", "rollout.workers=2"]
+    run = launch(tmp_path, cluster.address, *more)
+    folder = tmp_path / "arithmetic" / "gone"
+    wait_for_steps(run, folder, 2)
+    command = ("-m", "areal.rollout.worker_process")
+    node = next(node for node in cluster.worker_nodes if processes_on(node, *command))
+    cluster.remove_node(node, allow_graceful=False)
+    _, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
+    assert len(stats) == NUM_STEPS and stats[-1]["rollout/workers_replaced"] == 1
     with RunDatabase(folder / "run.db") as database:
         balance = Ledger(database).balance()
     assert balance["trained"] == balance["total"] == NUM_STEPS * 8
