@@ -1,0 +1,76 @@
+"""What the benchmarks of GPUs compute without one: least work, kinds of kernels, differences."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from areal.models.hf_io import build_model
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmark"
+
+
+@pytest.fixture
+def profile(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import generation_profile
+
+    return generation_profile
+
+
+@pytest.fixture
+def gpu_check(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu_check
+
+    return gpu_check
+
+
+@pytest.mark.parametrize("shape", ["1.5b", "7b"])
+def test_the_profile_counts_every_matrix(profile, shape):
+    from generation import SHAPES
+
+    model = build_model(SHAPES[shape], device="meta", dtype=torch.bfloat16)
+    matrices = [p.numel() for p in model.layers.parameters() if p.ndim == 2]
+    assert profile.weights(model.args) == (sum(matrices), model.output_weight.numel())
+
+
+def test_the_least_time_of_a_step_by_hand(profile):
+    from generation import Ceilings
+
+    work = profile.Work(
+        matrix_bytes=8e9, matrix_flop=3e12, cache_bytes=2e9, attention_flop=1e12, logit_bytes=4e9
+    )
+    least = work.least_seconds(Ceilings(bytes_per_s=4e9, flop_per_s=1e12))
+    # 8e9 bytes take 2 s, 3e12 operations 3 s: the longer one counts.
+    assert least == {"matrix": 3.0, "attention": 1.0, "sampling": 1.0, "rest": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix"),
+        ("_skinny_kernel", "matrix"),
+        ("_few_rows_kernel", "matrix"),
+        ("_decode_kernel", "attention"),
+        ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
+        ("race_kernel", "sampling"),
+        ("_finish_kernel", "rest"),  # of a step, not of a draw
+        ("_rms_norm_kernel", "rest"),
+    ],
+)
+def test_kernels_have_a_kind(profile, kernel, kind):
+    assert profile.kind_of(kernel) == kind
+
+
+def test_another_order_of_sums_changes_little_in_float32_and_nothing_for_good(gpu_check):
+    model = tiny_model("qwen3", seed=0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gap = gpu_check.sum_order_gap(model, random.Random(0))
+    assert 0 < gap < 1e-5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in model.modules())
