@@ -13,10 +13,11 @@ dim.
 from __future__ import annotations
 
 import importlib.util
-import logging
 
 import numpy as np
 import torch
+
+from areal.utils import logging
 
 logger = logging.getLogger("NativeEngine")
 
@@ -72,14 +73,14 @@ def flashinfer_prefill(keys: torch.Tensor, num_heads: int) -> FlashInferPrefill 
     """For a cache like `keys` `[num_pages, K, page_size, H]`; None where FlashInfer cannot run."""
     if not _may_run(keys):
         return None
+    # Said before: a start that takes too long ends with this line as its last.
+    logger.info("trying FlashInfer for prefill: its first time on a machine takes minutes")
     # No compiler, or one that fails, or a version with other functions: ours does as well.
     try:
-        prefill = _tried(keys, num_heads)
+        return _tried(keys, num_heads)
     except (ImportError, RuntimeError, OSError, TypeError) as error:
         logger.warning("FlashInfer is installed but not used: %s", error)
         return None
-    logger.info("FlashInfer computes the attention of prefill")
-    return prefill
 
 
 def _may_run(keys: torch.Tensor) -> bool:
