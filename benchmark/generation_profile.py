@@ -15,7 +15,7 @@ was started while the one before it ended counts from that end on, so the kinds 
 
 `<load>/in_turn` is the speed if every kind took its least time one after the other; generation.py's
 limit lets reading the cache hide behind arithmetic as well. `in_turn_sustained` is the same at the
-matrix rate that the device holds for seconds, when its power is the limit and not its clock.
+matrix rate that the device holds for seconds, which may be far lower than at first.
 """
 
 from __future__ import annotations
