@@ -222,7 +222,7 @@ def _wait_for_all(works: list[dist.Work], backends: tuple[dist.Backend, ...]) ->
 
 def _gloo(store: dist.Store, place: GroupPlace) -> dist.Backend:
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=place.timeout_s)
+    options._timeout = timedelta(seconds=place.timeout_s + 2)  # `_finish` is to notice first
     # By default gloo listens where the name of the machine leads, which others may reach.
     own_address = _address_towards(place.host, place.port)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]

@@ -28,7 +28,7 @@ def is_running(pid):
         return False
 
 
-def wait_until(condition, timeout_s=5.0):
+def wait_until(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
