@@ -216,7 +216,7 @@ def generate(engine: NativeEngine, requests: list[tuple[list[int], int]]) -> flo
     torch.cuda.synchronize()
     start = time.perf_counter()
     for i, (prompt, length) in enumerate(requests):
-        engine.add(GenRequest(str(i), prompt, _options(length)))
+        engine.add(GenRequest(str(i), prompt, request_options(length)))
     expected = {str(i): length for i, (_, length) in enumerate(requests)}
     while engine.has_work:
         for done in engine.step():
@@ -225,7 +225,7 @@ def generate(engine: NativeEngine, requests: list[tuple[list[int], int]]) -> flo
     return time.perf_counter() - start
 
 
-def _options(length: int) -> GenerationHyperparameters:
+def request_options(length: int) -> GenerationHyperparameters:
     return GenerationHyperparameters(max_new_tokens=length, ignore_eos=True)
 
 
@@ -309,7 +309,7 @@ def _update_stall(engine: NativeEngine) -> list[Row]:
     load = LOADS["1.5b_512_256_1024"]
     weights = [(name, tensor.clone()) for name, tensor in engine.model.named_hf_tensors()]
     for i, (prompt, length) in enumerate(load.requests(num_out=256)):
-        engine.add(GenRequest(str(i), prompt, _options(length)))
+        engine.add(GenRequest(str(i), prompt, request_options(length)))
     while engine.stats()["tokens_generated"] < 64 * load.num_requests:
         engine.step()
     stalls = []
@@ -366,7 +366,10 @@ async def _time_client(address: str) -> float:
     requests = LOADS["1.5b_512_256_1024"].requests()
     start = time.perf_counter()
     replies = await asyncio.gather(
-        *(remote.agenerate(ModelRequest(input_ids=p, gconfig=_options(n))) for p, n in requests)
+        *(
+            remote.agenerate(ModelRequest(input_ids=p, gconfig=request_options(n)))
+            for p, n in requests
+        )
     )
     seconds = time.perf_counter() - start
     assert all(len(r.output_tokens) == n for r, (_, n) in zip(replies, requests, strict=True))

@@ -36,6 +36,7 @@ from generation import (
     measure_apart,
     measure_ceilings,
     random_model,
+    request_options,
     shapes_of,
     warm_up,
 )
@@ -43,7 +44,6 @@ from report import Row, print_table, write_json
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from areal.api.config.generation import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import GenRequest
 from areal.models.common.args import DecoderArgs
@@ -128,8 +128,7 @@ def profile_load(
     warm_up(engine, load)
     prefill = device_seconds(lambda: generate(engine, load.requests(num_out=1)))
     for i, (prompt, num_out) in enumerate(load.requests()):
-        options = GenerationHyperparameters(max_new_tokens=num_out, ignore_eos=True)
-        engine.add(GenRequest(str(i), prompt, options))
+        engine.add(GenRequest(str(i), prompt, request_options(num_out)))
     first = engine.stats()["tokens_generated"]
     step_until(engine, first + load.num_requests * load.num_out // 2)
     before = engine.stats()["tokens_generated"]

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
@@ -40,7 +39,7 @@ from areal.engine.token_layout import lay_out
 from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
 from areal.models.lora import check_lora_layout
-from areal.models.parallel_dims import ParallelDims
+from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 
@@ -63,7 +62,7 @@ class FSDPEngine(TrainEngine):
         self.device = torch.device(best_device())
         self.dp_group: dist.ProcessGroup | None = None
         self._dims = ParallelDims()
-        self._mesh: DeviceMesh | None = None  # None on one rank, unless it offloads
+        self._mesh: ParallelMesh | None = None  # None on one rank, unless it offloads
         self._seed = seed
         self._version = 0
         self._model: PackedModel | None = None

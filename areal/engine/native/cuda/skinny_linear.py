@@ -62,8 +62,8 @@ class SkinnyWorkspace:
         )
 
 
-# (padded rows of x, rows of the weight, D) -> a plan that beats `_default_plan`, measured in whole
-# decode steps on an H200: the linears of Qwen2.5 7B.
+# (padded rows of x, rows of the weight, D) -> a plan that beats `_default_plan`: the linears of
+# Qwen2.5 7B on an H200, each chosen alone; together they shorten a whole step by 3 to 5 %.
 PLANS: dict[tuple[int, int, int], Plan] = {
     (32, 4608, 3584): Plan(64, 64, 4, 8),
     (32, 3584, 3584): Plan(64, 128, 4, 6),
