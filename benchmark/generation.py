@@ -206,7 +206,10 @@ def warm_up(engine: NativeEngine, load: Load) -> None:
     """Capture the graphs the load will meet, and compile its prefill."""
     if load.has_tail:
         lengths = [8 + 4 * (i % 64) for i in range(load.num_requests)]
-        generate(engine, [(p[:64], n) for (p, _), n in zip(load.requests(8), lengths, strict=True)])
+        prompts = [prompt for prompt, _ in load.requests(8)]
+        # The short ones are not worth sharing: rows read them alone.
+        for of_prompt in (slice(64), slice(None)):
+            generate(engine, list(zip((p[of_prompt] for p in prompts), lengths, strict=True)))
     generate(engine, load.requests(num_out=12))
     engine.load_weights(engine.model.named_hf_tensors(), engine.version + 1, recompute_kv=True)
 

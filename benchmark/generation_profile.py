@@ -49,7 +49,7 @@ from areal.engine.native.sequence import GenRequest
 from areal.models.common.args import DecoderArgs
 
 KINDS = {
-    "attention": r"_decode_kernel|_prefill_kernel|PagedKVCache",  # the last: FlashInfer's
+    "attention": r"_(decode|prompt|prefill)_kernel|PagedKVCache",  # the last: FlashInfer's
     "sampling": r"^(cut|race|finish)_kernel",
     "matrix": r"gemm|nvjet|cutlass|splitK|_skinny_kernel|_row_kernel|_rows_kernel",
 }

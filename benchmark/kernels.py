@@ -11,10 +11,13 @@ cache when its turn comes; the median of 20 replays counts.
 |--------------------|----------------------------------------------------------------------------|
 | `decode_*`         | rows x cached tokens, 1.5B shape (12 heads on 2, 128) or 7B (28 on 4, 128)  |
 | `decode_tail`      | 512 rows, lengths from a long tail: mean 1k, at most 8k                    |
+| `decode_groups*`   | 512 rows, 16 to a prompt of 2048 (8192) that they read together, and 512   |
+|                    | tokens of their own                                                        |
+| `decode_*_alone`   | the same when every row reads its prompt itself                            |
 | `prefill_*`        | prompts x tokens, 1.5B shape or 7B                                         |
 | `prefill_*_rows`   | the same by `rows_attention`, the price of batch-invariant numerics        |
 | `*_flashinfer`     | the same by FlashInfer, where it is installed                              |
-| `*_share`          | decode: bytes of keys and values over time, as a share of copy bandwidth   |
+| `*_share`          | decode: keys and values (a prompt's once) over time, of copy bandwidth     |
 | `*_tflops`         | prefill: operations below the diagonal over time                           |
 """
 
@@ -33,6 +36,7 @@ from triton.runtime.errors import OutOfResources
 
 from areal.engine.native.cuda import decode_attention as decode
 from areal.engine.native.cuda import prefill_attention as prefill
+from areal.engine.native.cuda import prompt_attention as prompt
 from areal.engine.native.cuda.flashinfer_prefill import FlashInferPrefill, flashinfer_prefill
 
 PAGE_SIZE = 16
@@ -47,10 +51,13 @@ class Case:
     num_heads: int = 12
     num_kv_heads: int = 2
     head_dim: int = 128
+    samples: int = 1  # rows of one prompt, one after the other
+    prompt: int = 0  # leading tokens of it
 
     @property
     def cache_bytes(self) -> int:
-        return 4 * sum(self.lengths) * self.num_kv_heads * self.head_dim
+        again = len(self.lengths) // self.samples * (self.samples - 1) * self.prompt
+        return 4 * (sum(self.lengths) - again) * self.num_kv_heads * self.head_dim
 
     @property
     def causal_flop(self) -> int:
@@ -88,6 +95,8 @@ DECODE_CASES = (
     Case("1x1024", [1024]),
     Case("7b_1024x512", [512] * 1024, num_heads=28, num_kv_heads=4),
     Case("tail", long_tail(512, 1024, 8192)),
+    Case("groups", [2560] * 512, samples=16, prompt=2048),
+    Case("groups_8k", [8704] * 512, samples=16, prompt=8192),
 )
 PREFILL_CASES = (
     Case("512x256", [256] * 512),
@@ -129,6 +138,8 @@ class PagedLayers:
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for row, own in enumerate(pages.split(counts)):
             table[row, : len(own)] = own
+            leader, shared = row - row % case.samples, case.prompt // PAGE_SIZE
+            table[row, :shared] = table[leader, :shared]
         self.table = table.to(DEVICE)
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
         self.num_layers = min(256, max(2, COLD_BYTES // case.cache_bytes))
@@ -148,33 +159,51 @@ def decode_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Var
     usual = decode.splits_for(num_rows, case.num_kv_heads)
     workspace = decode.Workspace.make(num_rows, *heads, DEVICE, max(most, usual))
 
-    def variant(label: str, splits: int, tiles: decode.DecodeTiles) -> Variant:
+    together = shared_prompts(case, layers)
+
+    def variant(
+        label: str,
+        splits: int,
+        tiles: decode.DecodeTiles,
+        shared: prompt.SharedPrompts | None = together,
+        suffix: str = "",
+    ) -> Variant:
         out_RNH = torch.empty_like(q_RNH)
 
         def run(layer: int) -> torch.Tensor:
+            caches = (layers.keys[layer], layers.values[layer], layers.table, slot_R)
+            if shared is not None:
+                prompt.prompt_attention(q_RNH, *caches, shared)
             decode.decode_attention(
-                q_RNH,
-                layers.keys[layer],
-                layers.values[layer],
-                layers.table,
-                slot_R,
-                layers.lengths,
-                out_RNH,
-                workspace,
-                splits,
-                tiles,
+                q_RNH, *caches, layers.lengths, out_RNH, workspace, splits, shared, tiles
             )
             return out_RNH
 
-        return Variant(f"decode_{case.name}", label, run)
+        return Variant(f"decode_{case.name}{suffix}", label, run)
 
     tiles = decode.tiles_for(usual)
     variants = [variant(f"default: splits {usual}, {describe(tiles)}", usual, tiles)]
+    if together is not None:
+        variants.append(variant("default", usual, tiles, None, "_alone"))
     for splits, min_split in () if defaults else DECODE_SPLITS[num_rows]:
         for tile, warps, stages in DECODE_SHAPES:
             shape = decode.DecodeTiles(tile, min_split, warps, stages)
             variants.append(variant(f"splits {splits}, {describe(shape)}", splits, shape))
     return variants
+
+
+def shared_prompts(case: Case, layers: PagedLayers) -> prompt.SharedPrompts | None:
+    """What the engine would let the rows of the case read together."""
+    num_rows = len(case.lengths)
+    heads = prompt.Heads(case.num_heads, case.num_kv_heads, case.head_dim, DTYPE)
+    space = prompt.PromptSpace.make(num_rows, heads, DEVICE)
+    first_page = layers.table[:, 0].cpu().numpy()
+    plan = prompt.share_prompts(first_page, np.full(num_rows, case.prompt), num_rows, space)
+    if plan is None:
+        return None
+    shared = prompt.SharedPrompts.make(num_rows, space)
+    shared.flat.copy_(torch.from_numpy(plan))
+    return shared
 
 
 def prefill_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Variant]:

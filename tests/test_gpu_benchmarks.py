@@ -57,6 +57,7 @@ def test_the_least_time_of_a_step_by_hand(profile):
         ("_skinny_kernel", "matrix"),
         ("_few_rows_kernel", "matrix"),
         ("_decode_kernel", "attention"),
+        ("_prompt_kernel", "attention"),
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
         ("race_kernel", "sampling"),
         ("_finish_kernel", "rest"),  # of a step, not of a draw

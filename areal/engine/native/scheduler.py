@@ -41,6 +41,7 @@ class SlotTable:
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.pages = np.full((num_slots, max_pages), SCRATCH_PAGE, np.int64)
         self.num_pages = np.zeros(num_slots, np.int64)
+        self.num_shared = np.zeros(num_slots, np.int64)  # leading pages: whole ones of its prompt
         self.num_tokens = np.zeros(num_slots, np.int64)  # prompt and output
         self.num_output = np.zeros(num_slots, np.int64)
         self.max_cached = np.zeros(num_slots, np.int64)  # tokens ever cached: all but the last
@@ -201,6 +202,7 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         self.slots.fill(sequence.slot, sequence)
         self.slots.set_pages(sequence.slot, sequence.pages)
+        self.slots.num_shared[sequence.slot] = num_shared
         return True
 
     def _claim_page(self, sequence: Sequence) -> bool:

@@ -9,7 +9,8 @@ multiprocessor: at least 96 KiB on their way, several times the 25 KiB that hide
 Long rows are cut into splits, so that few rows fill the device and one long row holds up nobody:
 each split leaves (max, sum, acc) in the workspace, and the program that arrives last at its (row,
 head) folds them in the order of the splits: one launch, and the same bits at every replay. With one
-split a row's result depends on nothing but the row.
+split a row's result depends on nothing but the row. Where rows share their prompts, the first split
+starts from what `prompt_attention` made of them.
 
 Shapes: R rows, S slots, P pages per slot, N query heads, K key/value heads, G = N / K, H head dim.
 """
@@ -26,6 +27,12 @@ from triton.language.extra import cuda as device
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles
 from areal.engine.native.cuda.launch import OVERLAP
+from areal.engine.native.cuda.prompt_attention import (
+    PROMPT_TILE,
+    SharedPrompts,
+    fold_prompt,
+    prompt_span,
+)
 
 _NUM_PROCESSORS = 132  # of an H100 or H200; elsewhere the splits are a little off their best
 MAX_SPLITS = 64
@@ -101,11 +108,13 @@ def decode_attention(
     out_RNH: torch.Tensor,
     partial: Workspace | None,
     num_splits: int,
+    shared: SharedPrompts | None = None,
     tiles: DecodeTiles | None = None,
 ) -> None:
     """Row r attends to positions 0..num_tokens[slot[r]]-1; one split needs no workspace.
 
-    `tiles` is for measuring others than those of `tiles_for`.
+    `shared`: `prompt_attention` has filled its space for these rows. `tiles` is for measuring
+    others than those of `tiles_for`.
     """
     tiles = tiles or tiles_for(num_splits)
     _launch(
@@ -119,6 +128,7 @@ def decode_attention(
         out_RNH,
         partial,
         num_splits,
+        shared,
         tiles,
     )
 
@@ -141,7 +151,7 @@ def rows_attention(
         rows = slice(start, start + _MAX_GRID_ROWS)
         _launch(
             q_TNH[rows], keys, values, pages_CP, chunk_T[rows], position_T[rows], 1, out_TNH[rows],
-            None, 1, tiles_for(1),
+            None, 1, None, tiles_for(1),
         )  # fmt: skip
 
 
@@ -156,6 +166,7 @@ def _launch(
     out_RNH: torch.Tensor,
     partial: Workspace | None,
     num_splits: int,
+    shared: SharedPrompts | None,
     tiles: DecodeTiles,
 ) -> None:
     num_rows, num_heads, head_dim = q_RNH.shape
@@ -175,6 +186,11 @@ def _launch(
         partial and partial.score_max,
         partial and partial.weight_sum,
         partial and partial.arrived,
+        shared and shared.shared_R,
+        shared and shared.counts,
+        shared and shared.space.acc,
+        shared and shared.space.score_max,
+        shared and shared.space.weight_sum,
         q_RNH.stride(0),
         out_RNH.stride(0),
         page_table_SP.stride(0),
@@ -187,6 +203,8 @@ def _launch(
         PAGE_SIZE=page_size,
         NUM_SPLITS=num_splits,
         TILE=tiles.tile,
+        PROMPT_TILE=PROMPT_TILE,
+        SHARED=shared is not None,
         OVERLAP=OVERLAP,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -197,7 +215,7 @@ def _launch(
 # One binary serves decode rows and prefill rows, whatever the values and where the indices lie.
 @triton.jit(
     do_not_specialize=["length_by_row", "table_stride"],
-    do_not_specialize_on_alignment=["page_table", "slots", "lengths"],
+    do_not_specialize_on_alignment=["page_table", "slots", "lengths", "shared_tokens", "counts"],
 )
 def _decode_kernel(
     q,
@@ -212,6 +230,11 @@ def _decode_kernel(
     partial_max,
     partial_sum,
     arrived,
+    shared_tokens,
+    counts,
+    prompt_acc,
+    prompt_max,
+    prompt_sum,
     q_stride,
     out_stride,
     table_stride,
@@ -224,6 +247,8 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    PROMPT_TILE: tl.constexpr,
+    SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -236,14 +261,18 @@ def _decode_kernel(
     length = tl.load(lengths + tl.where(length_by_row != 0, row, slot)) + length_by_row
 
     begin, end = 0, length
+    if SHARED:
+        shared = tl.load(shared_tokens + row)
+        begin = shared
     used = 1
     if NUM_SPLITS > 1:
-        used = tl.minimum(NUM_SPLITS, tl.cdiv(length, min_split))
-        span = tl.cdiv(tl.cdiv(length, used), TILE) * TILE
-        used = tl.cdiv(length, span)
+        own = length - begin
+        used = tl.minimum(NUM_SPLITS, tl.cdiv(own, min_split))
+        span = tl.cdiv(tl.cdiv(own, used), TILE) * TILE
+        used = tl.cdiv(own, span)
         if split >= used:
             return
-        begin = split * span
+        begin += split * span
         end = tl.minimum(begin + span, length)
 
     head_M = tl.arange(0, GROUP_PADDED)
@@ -251,12 +280,29 @@ def _decode_kernel(
     real_M1 = (head_M < GROUP)[:, None]
     element_MH = (kv_head * GROUP + head_M)[:, None] * HEAD_DIM + dim_H[None, :]
     q_MH = tl.load(q + row * q_stride + element_MH, mask=real_M1, other=0.0)
+    max_M = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    sum_M = tl.zeros([GROUP_PADDED], tl.float32)
+    acc_MH = tl.zeros([GROUP_PADDED, HEAD_DIM], tl.float32)
+    if SHARED:
+        parts = tl.load(counts + 1)
+        num_parts = tl.cdiv(shared, tl.maximum(prompt_span(shared, parts, PROMPT_TILE), 1))
+        max_M, sum_M, acc_MH = fold_prompt(
+            max_M,
+            sum_M,
+            acc_MH,
+            prompt_acc,
+            prompt_max,
+            prompt_sum,
+            (row * tl.num_programs(0) + kv_head) * parts * GROUP,
+            tl.where(split == 0, num_parts, 0),
+            GROUP,
+        )
     max_M, sum_M, acc_MH = attend_tiles(
         q_MH,
         tl.full([GROUP_PADDED], 0, tl.int32) + (end - 1),
-        tl.full([GROUP_PADDED], float("-inf"), tl.float32),
-        tl.zeros([GROUP_PADDED], tl.float32),
-        tl.zeros([GROUP_PADDED, HEAD_DIM], tl.float32),
+        max_M,
+        sum_M,
+        acc_MH,
         keys + kv_head * PAGE_SIZE * HEAD_DIM,
         values + kv_head * PAGE_SIZE * HEAD_DIM,
         page_table + slot * table_stride,

@@ -25,6 +25,13 @@ from areal.engine.native.cuda.decoder import MAX_FEW_ROWS, Attend, FusedDecoder,
 from areal.engine.native.cuda.flashinfer_prefill import flashinfer_prefill
 from areal.engine.native.cuda.module_decoder import ModuleDecoder
 from areal.engine.native.cuda.prefill_attention import prefill_attention
+from areal.engine.native.cuda.prompt_attention import (
+    Heads,
+    PromptSpace,
+    SharedPrompts,
+    prompt_attention,
+    share_prompts,
+)
 from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
 from areal.engine.native.cuda.slots import DeviceSlots
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
@@ -71,6 +78,10 @@ class DeviceProgram:
         self._attention_space = Workspace.make(
             max_rows, args.n_heads, args.n_kv_heads, args.head_dim, weight.device
         )
+        heads = Heads(args.n_heads, args.n_kv_heads, args.head_dim, weight.dtype)
+        self._prompt_space = None
+        if heads.can_share and not batch_invariant:
+            self._prompt_space = PromptSpace.make(max_rows, heads, weight.device)
         keys, _ = self.cache.layer(0)
         self._flashinfer = None if batch_invariant else flashinfer_prefill(keys, args.n_heads)
         self._step_count = torch.zeros(1, dtype=torch.int32, device=weight.device)
@@ -83,6 +94,17 @@ class DeviceProgram:
             torch.zeros(shape, dtype=torch.float32, device=self.device),
         )
 
+    def share_prompts(self, slots: np.ndarray, num_rows: int) -> np.ndarray | None:
+        """Which rows of a step read their prompts together; None: it would not pay."""
+        if self._prompt_space is None:
+            return None
+        first_page, prompt = self.slots.shared_prompts(slots, self.cache.page_size)
+        return share_prompts(first_page, prompt, num_rows, self._prompt_space)
+
+    def new_shared(self, num_rows: int) -> SharedPrompts:
+        """For `step`, which reads what is copied to its `flat`."""
+        return SharedPrompts.make(num_rows, self._prompt_space)
+
     def begin(self) -> None:
         """The next `step` or `draw` writes to row 0 of its outputs, the one after it to row 1."""
         self._step_count.zero_()
@@ -93,7 +115,11 @@ class DeviceProgram:
         return self._decoder.forward(rows, attend)[last]
 
     def step(
-        self, slot_R: torch.Tensor, tokens_KR: torch.Tensor, logprobs_KR: torch.Tensor
+        self,
+        slot_R: torch.Tensor,
+        tokens_KR: torch.Tensor,
+        logprobs_KR: torch.Tensor,
+        shared: SharedPrompts | None = None,
     ) -> None:
         """One decode step, from the slots' newest tokens to their next ones."""
         slots, num_rows = self.slots, len(slot_R)
@@ -105,9 +131,12 @@ class DeviceProgram:
         num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads)
 
         def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
+            caches = (*self.cache.layer(layer), slots.page_table_SP, slot_R)
+            if shared is not None:
+                prompt_attention(q_RNH, *caches, shared)
             decode_attention(
-                q_RNH, *self.cache.layer(layer), slots.page_table_SP, slot_R, slots.num_tokens_S,
-                out_RNH, self._attention_space, num_splits,
+                q_RNH, *caches, slots.num_tokens_S, out_RNH, self._attention_space, num_splits,
+                shared,
             )  # fmt: skip
 
         few = num_rows <= MAX_FEW_ROWS and self._decoder.can_run_few()

@@ -1,10 +1,11 @@
 """The CUDA runner: whole decode steps as CUDA graphs that run ahead of the host.
 
-A decode step of R rows is captured once per bucket of R: embedding, layers, LM head, sampling, and
-the update of the slots it samples for, so that its output is the next step's input and a launch is
-`num_steps` replays. The host uploads which slots run and reads tokens back when an event says they
-are there. Everything runs on one stream of the engine's own: what is launched later sees what was
-launched before, and a trainer in the same process keeps its stream.
+A decode step of R rows is captured once per bucket of R, and once more where rows share prompts:
+embedding, layers, LM head, sampling, and the update of the slots it samples for, so that its output
+is the next step's input and a launch is `num_steps` replays. The host uploads which slots run and
+reads tokens back when an event says they are there. Everything runs on one stream of the engine's
+own: what is launched later sees what was launched before, and a trainer in the same process keeps
+its stream.
 
 Prefill is not captured: its shapes vary, and its kernels are long enough to hide their launches.
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from areal.engine.native.cuda.program import DeviceProgram
+from areal.engine.native.cuda.prompt_attention import SharedPrompts
 
 if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
@@ -55,12 +57,19 @@ class DeviceTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured step, its fixed input and outputs."""
+    """One captured step, its fixed inputs and outputs."""
 
     graph: torch.cuda.CUDAGraph
     slot_R: torch.Tensor
     tokens_KR: torch.Tensor
     logprobs_KR: torch.Tensor
+    shared: SharedPrompts | None
+
+    def fill(self, rows: np.ndarray, plan: np.ndarray | None) -> None:
+        """Asynchronous: the allocator keeps pinned memory until its copy is done."""
+        self.slot_R.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+        if self.shared is not None:
+            self.shared.flat.copy_(torch.from_numpy(plan).pin_memory(), non_blocking=True)
 
 
 class CudaRunner:
@@ -78,7 +87,9 @@ class CudaRunner:
         with torch.cuda.stream(self.stream):
             max_rows = _bucket_of(len(table.num_tokens))
             self._program = DeviceProgram(model, table, max_rows=max_rows, **program)
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[
+            tuple[int, bool], _Graph
+        ] = {}  # by bucket, and whether prompts are shared
         self._pool: tuple[int, int] | None = None
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
@@ -100,10 +111,12 @@ class CudaRunner:
         bucket = _bucket_of(num_rows)
         with torch.cuda.stream(self.stream):
             program.slots.update(slots)
-            graph = self._graphs.get(bucket) or self._capture(bucket)
+            plan = program.share_prompts(slots, bucket)
+            key = (bucket, plan is not None)
+            graph = self._graphs.get(key) or self._capture(*key)
             rows = np.full(bucket, program.slots.scratch, np.int32)
             rows[:num_rows] = slots
-            graph.slot_R.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+            graph.fill(rows, plan)
             program.begin()
             for _ in range(num_steps):
                 graph.graph.replay()
@@ -124,23 +137,25 @@ class CudaRunner:
                 self._model.load_hf_tensor(name, tensor)
         theirs.wait_stream(self.stream)  # the sources may change as soon as this returns
 
-    def _capture(self, bucket: int) -> _Graph:
+    def _capture(self, bucket: int, is_shared: bool) -> _Graph:
         """Records the step of `bucket` rows; its rows are scratch while it warms up."""
         program = self._program
         slot_R = torch.full((bucket,), program.slots.scratch, dtype=torch.int32).to(self._device)
         outputs = program.new_outputs(self.steps_per_launch, bucket)
-        program.step(slot_R, *outputs)  # compiles kernels, makes cuBLAS's workspace
+        shared = program.new_shared(bucket) if is_shared else None
+        program.step(slot_R, *outputs, shared)  # compiles kernels, makes cuBLAS's workspace
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: a trainer on another thread may allocate meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            program.step(slot_R, *outputs)
+            program.step(slot_R, *outputs, shared)
         finally:
             graph.capture_end()
         self._pool = self._pool or graph.pool()
-        self._graphs[bucket] = _Graph(graph, slot_R, *outputs)
-        return self._graphs[bucket]
+        captured = _Graph(graph, slot_R, *outputs, shared)
+        self._graphs[bucket, is_shared] = captured
+        return captured
 
 
 def _bucket_of(num_rows: int) -> int:

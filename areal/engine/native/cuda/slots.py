@@ -61,6 +61,11 @@ class DeviceSlots:
         if grown.size:
             self._upload_pages(grown)
 
+    def shared_prompts(self, slots: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first page of each, and the tokens of its prompt in pages that others may hold."""
+        table = self._table
+        return table.pages[slots, 0], table.num_shared[slots] * page_size
+
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Asynchronous: pinned memory is kept by the allocator until the copy is done."""
         tensor = torch.from_numpy(array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from paged_world import make_paged_world, relative_error
@@ -13,6 +14,13 @@ from areal.engine.native.cuda.decode_attention import (
     splits_for,
 )
 from areal.engine.native.cuda.prefill_attention import prefill_attention
+from areal.engine.native.cuda.prompt_attention import (
+    Heads,
+    PromptSpace,
+    SharedPrompts,
+    prompt_attention,
+    share_prompts,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -122,3 +130,43 @@ def test_a_captured_launch_follows_lengths_and_slots(device):
     graph.replay()
     wanted = [world.attend(q_RNH[row], slot, [*lengths, 1][slot]) for row, slot in enumerate(slots)]
     assert relative_error(out_RNH, torch.stack(wanted)) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_prompts", "samples"), [(1, 100), (12, 16), (40, 5), (60, 2)])
+def test_a_captured_launch_follows_who_shares_a_prompt(shape, num_prompts, samples, device):
+    """Replayed alone, then with prompts shared: groups as they come, and thinned out at random."""
+    num_heads, num_kv_heads, head_dim, page_size = shape
+    num_rows, prompt = num_prompts * samples, 2 * 960
+    lengths = [prompt + n for n in draw_lengths(num_rows, 700)]
+    world = make_world(lengths, num_kv_heads, head_dim, page_size, device)
+    leader = torch.randint(num_prompts, (num_rows,))
+    table_SP = world.table_SP
+    table_SP[:num_rows, : prompt // page_size] = table_SP[leader, : prompt // page_size]
+    heads = Heads(num_heads, num_kv_heads, head_dim, torch.bfloat16)
+    shared = SharedPrompts.make(num_rows, PromptSpace.make(num_rows, heads, device))
+    workspace = Workspace.make(num_rows, num_heads, num_kv_heads, head_dim, device)
+    slot_R = torch.randperm(num_rows, device=device).int()
+    num_tokens_S = torch.tensor([*lengths, 1], dtype=torch.int32, device=device)
+    q_RNH = torch.randn(num_rows, num_heads, head_dim, dtype=torch.bfloat16, device=device)
+    out_RNH = torch.empty_like(q_RNH)
+
+    def run():
+        caches = (world.keys, world.values, table_SP, slot_R)
+        prompt_attention(q_RNH, *caches, shared)
+        num_splits = splits_for(num_rows, num_kv_heads)
+        decode_attention(q_RNH, *caches, num_tokens_S, out_RNH, workspace, num_splits, shared)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    wanted = [world.attend(q_RNH[r], slot, lengths[slot]) for r, slot in enumerate(slot_R.tolist())]
+    first_page = table_SP[slot_R.long(), 0].cpu().numpy()
+    for tokens in (0, prompt, 640):
+        flat = share_prompts(first_page, np.full(num_rows, tokens), num_rows, shared.space)
+        if flat is not None:
+            shared.flat.copy_(torch.from_numpy(flat))
+        out_RNH.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(out_RNH, torch.stack(wanted)) < TOLERANCE

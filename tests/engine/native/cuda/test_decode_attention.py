@@ -35,7 +35,7 @@ def decode(world, q_RNH, slots, lengths, num_splits, tiles=None, workspace=None)
         out_RNH,
         workspace,
         num_splits,
-        tiles,
+        tiles=tiles,
     )
     return out_RNH
 

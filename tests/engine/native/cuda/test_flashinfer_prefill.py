@@ -16,7 +16,7 @@ TOLERANCE = 1e-2  # weights are rounded to bfloat16 before they meet the values
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(12, 2, 128, 16), (28, 4, 128, 16)])
+@pytest.mark.parametrize("shape", [(12, 2, 128, 16), (28, 4, 128, 16), (14, 2, 64, 16)])
 def test_chunks_attend_to_what_lies_before_them(shape, device):
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     num_heads, num_kv_heads, head_dim, page_size = shape

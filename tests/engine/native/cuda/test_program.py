@@ -16,6 +16,7 @@ from tiny import tiny_model
 from areal.api.config.generation import GenerationHyperparameters
 from areal.engine.native import engine as engine_module
 from areal.engine.native.cuda import program as program_module
+from areal.engine.native.cuda import prompt_attention
 from areal.engine.native.cuda.program import DeviceProgram
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
@@ -42,6 +43,7 @@ class EagerRunner:
     steps_per_launch = 3
     launches_ahead = 1
     max_prefill_tokens = 20
+    shared_launches = 0
 
     def __init__(self, model, table, *, max_prefill_tokens, **program) -> None:
         self._model = model
@@ -63,9 +65,14 @@ class EagerRunner:
         program.slots.update(slots)
         padded = np.append(slots, program.slots.scratch).astype(np.int32)  # one row of padding
         outputs = program.new_outputs(num_steps, len(padded))
+        shared, plan = None, program.share_prompts(slots, len(padded))
+        if plan is not None:
+            shared = program.new_shared(len(padded))
+            shared.flat.copy_(torch.from_numpy(plan))
+        self.shared_launches += plan is not None
         program.begin()
         for _ in range(num_steps):
-            program.step(program.slots.upload(padded), *outputs)
+            program.step(program.slots.upload(padded), *outputs, shared)
         return Outputs(*(x[:, : len(slots)] for x in outputs))
 
     def copy_pages(self, sources, targets):
@@ -139,6 +146,29 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
         out = done[request.rid]
         assert len(out.output_tokens) == request.gconfig.max_new_tokens
         expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens, 0.8)
+        assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
+    monkeypatch.setattr(prompt_attention, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(prompt_attention, "_PROGRAMS", 8)
+    engine, rng = make_engine(), random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (70, 5)]
+    requests = [
+        GenRequest(
+            str(i),
+            prompts[prompt],
+            GenerationHyperparameters(seed=i, max_new_tokens=2 + i % 3, ignore_eos=True),
+        )
+        for i, prompt in enumerate([0, 1, 0, 0, 1, 0])
+    ]
+    for request in requests:
+        engine.add(request)
+    done = run(engine)
+    assert engine._runner.shared_launches > 0
+    for request in requests:
+        out = done[request.rid]
+        expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens)
         assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 
