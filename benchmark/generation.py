@@ -205,7 +205,8 @@ def _speed(name: str, engine: NativeEngine, ceilings: Ceilings) -> list[Row]:
 def warm_up(engine: NativeEngine, load: Load) -> None:
     """Capture the graphs the load will meet, and compile its prefill."""
     if load.has_tail:
-        lengths = [8 + 4 * (i % 64) for i in range(load.num_requests)]
+        # From all rows down to one; the few that are left at the end go one by one.
+        lengths = [8 + 4 * (i % 64 + i // 64 * (i % 64 == 63)) for i in range(load.num_requests)]
         prompts = [prompt for prompt, _ in load.requests(8)]
         # The short ones are not worth sharing: rows read them alone.
         for of_prompt in (slice(64), slice(None)):

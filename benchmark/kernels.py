@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from generation import measure_ceilings
 from report import Row, print_table, write_json
 from triton.runtime.errors import OutOfResources
 
@@ -311,13 +312,6 @@ def replay_seconds(run: Callable[[int], object], num_layers: int, replays: int =
     return statistics.median(times) / 1e3
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / replay_seconds(lambda _: target.copy_(source), 1)
-
-
 def report(case: Case, timings: list[Timing], bandwidth: float) -> list[Row]:
     usual = timings[0]
     same_work = [timing for timing in timings if timing.case == usual.case]
@@ -345,7 +339,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = measure_ceilings().bytes_per_s
     rows = [Row("copy_bandwidth", bandwidth / 1e12, "TB/s")]
     timings: list[Timing] = []
     for kind, cases, make in (
