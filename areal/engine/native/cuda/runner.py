@@ -87,9 +87,8 @@ class CudaRunner:
         with torch.cuda.stream(self.stream):
             max_rows = _bucket_of(len(table.num_tokens))
             self._program = DeviceProgram(model, table, max_rows=max_rows, **program)
-        self._graphs: dict[
-            tuple[int, bool], _Graph
-        ] = {}  # by bucket, and whether prompts are shared
+        # By bucket, and whether rows share prompts.
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool: tuple[int, int] | None = None
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
