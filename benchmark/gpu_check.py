@@ -38,6 +38,7 @@ from report import Row, print_table, write_json
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.archon_engine import ArchonEngine
+from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention_varlen import PackedAttention
@@ -100,10 +101,8 @@ def main() -> int:
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}")
     rng = random.Random(seed)
-    from areal.engine.native.cuda import prompt_attention  # needs Triton
-
     # By its size this load would not make it pay: rows are to read their prompts together here.
-    prompt_attention.MIN_SAVED_BYTES = 1
+    shared_prompts.MIN_SAVED_BYTES = 1
     parts: list[Callable[[], list[Check]]] = [] if args.skip_kernels else [check_kernels]
     parts += [
         lambda: check_parity("heads_64", CONFIG, rng),

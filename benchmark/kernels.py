@@ -37,8 +37,14 @@ from triton.runtime.errors import OutOfResources
 
 from areal.engine.native.cuda import decode_attention as decode
 from areal.engine.native.cuda import prefill_attention as prefill
-from areal.engine.native.cuda import prompt_attention as prompt
 from areal.engine.native.cuda.flashinfer_prefill import FlashInferPrefill, flashinfer_prefill
+from areal.engine.native.cuda.prompt_attention import prompt_attention
+from areal.engine.native.cuda.shared_prompts import (
+    Heads,
+    PromptSpace,
+    SharedPrompts,
+    share_prompts,
+)
 
 PAGE_SIZE = 16
 COLD_BYTES = 512 * 2**20  # caches a graph goes through: several times the device's own cache
@@ -166,7 +172,7 @@ def decode_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Var
         label: str,
         splits: int,
         tiles: decode.DecodeTiles,
-        shared: prompt.SharedPrompts | None = together,
+        shared: SharedPrompts | None = together,
         suffix: str = "",
     ) -> Variant:
         out_RNH = torch.empty_like(q_RNH)
@@ -174,7 +180,7 @@ def decode_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Var
         def run(layer: int) -> torch.Tensor:
             caches = (layers.keys[layer], layers.values[layer], layers.table, slot_R)
             if shared is not None:
-                prompt.prompt_attention(q_RNH, *caches, shared)
+                prompt_attention(q_RNH, *caches, shared)
             decode.decode_attention(
                 q_RNH, *caches, layers.lengths, out_RNH, workspace, splits, shared, tiles
             )
@@ -193,16 +199,16 @@ def decode_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Var
     return variants
 
 
-def shared_prompts(case: Case, layers: PagedLayers) -> prompt.SharedPrompts | None:
+def shared_prompts(case: Case, layers: PagedLayers) -> SharedPrompts | None:
     """What the engine would let the rows of the case read together."""
     num_rows = len(case.lengths)
-    heads = prompt.Heads(case.num_heads, case.num_kv_heads, case.head_dim, DTYPE)
-    space = prompt.PromptSpace.make(num_rows, heads, DEVICE)
+    heads = Heads(case.num_heads, case.num_kv_heads, case.head_dim, DTYPE)
+    space = PromptSpace.make(num_rows, heads, DEVICE)
     first_page = layers.table[:, 0].cpu().numpy()
-    plan = prompt.share_prompts(first_page, np.full(num_rows, case.prompt), num_rows, space)
+    plan = share_prompts(first_page, np.full(num_rows, case.prompt), num_rows, space)
     if plan is None:
         return None
-    shared = prompt.SharedPrompts.make(num_rows, space)
+    shared = SharedPrompts.make(num_rows, space)
     shared.flat.copy_(torch.from_numpy(plan))
     return shared
 

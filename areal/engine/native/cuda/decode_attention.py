@@ -27,12 +27,8 @@ from triton.language.extra import cuda as device
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles
 from areal.engine.native.cuda.launch import OVERLAP
-from areal.engine.native.cuda.prompt_attention import (
-    PROMPT_TILE,
-    SharedPrompts,
-    fold_prompt,
-    prompt_span,
-)
+from areal.engine.native.cuda.prompt_attention import fold_prompt, prompt_span
+from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
 _NUM_PROCESSORS = 132  # of an H100 or H200; elsewhere the splits are a little off their best
 MAX_SPLITS = 64

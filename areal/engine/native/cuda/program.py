@@ -25,14 +25,14 @@ from areal.engine.native.cuda.decoder import MAX_FEW_ROWS, Attend, FusedDecoder,
 from areal.engine.native.cuda.flashinfer_prefill import flashinfer_prefill
 from areal.engine.native.cuda.module_decoder import ModuleDecoder
 from areal.engine.native.cuda.prefill_attention import prefill_attention
-from areal.engine.native.cuda.prompt_attention import (
+from areal.engine.native.cuda.prompt_attention import prompt_attention
+from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
+from areal.engine.native.cuda.shared_prompts import (
     Heads,
     PromptSpace,
     SharedPrompts,
-    prompt_attention,
     share_prompts,
 )
-from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
 from areal.engine.native.cuda.slots import DeviceSlots
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
 from areal.models.common.invariant import row_logprobs

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from areal.engine.native.cuda.program import DeviceProgram
-from areal.engine.native.cuda.prompt_attention import SharedPrompts
+from areal.engine.native.cuda.shared_prompts import SharedPrompts
 
 if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk

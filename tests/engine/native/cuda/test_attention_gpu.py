@@ -14,11 +14,11 @@ from areal.engine.native.cuda.decode_attention import (
     splits_for,
 )
 from areal.engine.native.cuda.prefill_attention import prefill_attention
-from areal.engine.native.cuda.prompt_attention import (
+from areal.engine.native.cuda.prompt_attention import prompt_attention
+from areal.engine.native.cuda.shared_prompts import (
     Heads,
     PromptSpace,
     SharedPrompts,
-    prompt_attention,
     share_prompts,
 )
 

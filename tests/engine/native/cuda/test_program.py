@@ -16,7 +16,7 @@ from tiny import tiny_model
 from areal.api.config.generation import GenerationHyperparameters
 from areal.engine.native import engine as engine_module
 from areal.engine.native.cuda import program as program_module
-from areal.engine.native.cuda import prompt_attention
+from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.program import DeviceProgram
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
@@ -150,8 +150,8 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
 
 
 def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
-    monkeypatch.setattr(prompt_attention, "MIN_SAVED_BYTES", 1)
-    monkeypatch.setattr(prompt_attention, "_PROGRAMS", 8)
+    monkeypatch.setattr(shared_prompts, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(shared_prompts, "_PROGRAMS", 8)
     engine, rng = make_engine(), random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (70, 5)]
     requests = [
