@@ -344,6 +344,9 @@ def main() -> int:
     parser.add_argument("--defaults", action="store_true", help="only the shapes the engine takes")
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmark/kernels.py needs a CUDA device; none was found", file=sys.stderr)
+        return 1
     torch.manual_seed(0)
     bandwidth = measure_ceilings().bytes_per_s
     rows = [Row("copy_bandwidth", bandwidth / 1e12, "TB/s")]

@@ -97,7 +97,7 @@ def _prompt_kernel(
         device.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     num_bundles, parts = tl.load(counts), tl.load(counts + 1)
-    # The parts of a prompt start together, and its first page is in the device's cache.
+    # The parts of a prompt start together.
     bundle = tl.program_id(1) // tl.maximum(parts, 1)
     part = tl.program_id(1) % tl.maximum(parts, 1)
     if bundle >= num_bundles:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from paged_world import make_paged_world, relative_error
 
+from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.decode_attention import (
     Workspace,
     decode_attention,
@@ -134,8 +135,11 @@ def test_a_captured_launch_follows_lengths_and_slots(device):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("num_prompts", "samples"), [(1, 100), (12, 16), (40, 5), (60, 2)])
-def test_a_captured_launch_follows_who_shares_a_prompt(shape, num_prompts, samples, device):
-    """Replayed alone, then with prompts shared: groups as they come, and thinned out at random."""
+def test_a_captured_launch_follows_who_shares_a_prompt(
+    shape, num_prompts, samples, device, monkeypatch
+):
+    """Groups of random sizes: each row alone, then they share the prompt, then a part of it."""
+    monkeypatch.setattr(shared_prompts, "MIN_SAVED_BYTES", 1)
     num_heads, num_kv_heads, head_dim, page_size = shape
     num_rows, prompt = num_prompts * samples, 2 * 960
     lengths = [prompt + n for n in draw_lengths(num_rows, 700)]
@@ -163,8 +167,10 @@ def test_a_captured_launch_follows_who_shares_a_prompt(shape, num_prompts, sampl
         run()
     wanted = [world.attend(q_RNH[r], slot, lengths[slot]) for r, slot in enumerate(slot_R.tolist())]
     first_page = table_SP[slot_R.long(), 0].cpu().numpy()
+    has_bundles = np.unique(first_page, return_counts=True)[1].max() >= 4
     for tokens in (0, prompt, 640):
         flat = share_prompts(first_page, np.full(num_rows, tokens), num_rows, shared.space)
+        assert (flat is not None) == bool(tokens and has_bundles)
         if flat is not None:
             shared.flat.copy_(torch.from_numpy(flat))
         out_RNH.fill_(float("nan"))
