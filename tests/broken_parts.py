@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 
 from areal.api.workflow_api import RolloutWorkflow
@@ -24,6 +25,15 @@ def text_reward(*args, **data):
 
 def raising_filter(trajectory):
     raise KeyError("difficulty")
+
+
+def endless_filter(trajectory):
+    """Holds the interpreter: no other thread of the process runs a line until it returns."""
+    return re.match("(a+)+$", "a" * 64 + "b") is None
+
+
+def hanging_loader(path, *, split, tokenizer, max_length):
+    time.sleep(1e6)
 
 
 def raising_loader(path, *, split, tokenizer, max_length):

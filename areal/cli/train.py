@@ -3,8 +3,8 @@
 The file's `trainer` key chooses the trainer; its data set, workflow and reward are names or import
 paths. A user who needs more writes a script with the same trainers (see examples/).
 
-With `recover.mode=on` training runs in a child process, which is started again when it dies
-(supervise.py); `recover.retries=0` does without.
+Training runs in a child process (supervise.py), so that somebody is there whatever becomes of it;
+with `recover.mode=on` it is started again when it dies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,23 +33,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda: None) -> int:
-    """Run the experiment; `supervised` in a child process that is started again when it dies.
+    """Run the experiment; `supervised`: in a child process.
 
     `prepare` is called in the process that trains, before torch is loaded.
     """
     code = _supervise(config) if supervised else None
     if code is not None:
         return code
-    prepare()
-    from areal.api.scheduler_api import WorkerFailedError
-    from areal.rollout.failures import RolloutFailedError
-    from areal.trainer.experiment import run_experiment
-    from areal.utils.child_process import ProcessKilledError
-    from areal.utils.restart import come_again, stay_down
-    from areal.utils.run_db import RunDatabaseError
-
     # A scheduler's SIGTERM ends the run as Ctrl-C does: children stopped, database closed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    prepare()
+    from areal.utils.startup import stage
+
+    with stage("libraries"):
+        from areal.api.scheduler_api import WorkerFailedError
+        from areal.rollout.failures import RolloutFailedError
+        from areal.trainer.experiment import run_experiment
+        from areal.utils.child_process import ProcessKilledError
+        from areal.utils.restart import come_again, stay_down
+        from areal.utils.run_db import RunDatabaseError
     try:
         run_experiment(config)
     except (OSError, RolloutFailedError, RunDatabaseError):
@@ -61,16 +64,25 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
     return 0
 
 
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    from areal.utils.restart import heard_a_signal
+
+    heard_a_signal()
+    raise KeyboardInterrupt
+
+
 def _supervise(config: Any) -> int | None:
     """None in the process that is to train."""
-    if config.recover.mode != "on" or config.recover.retries == 0:
-        return None
     from areal.cli.supervise import supervise
     from areal.utils.recover import newest_step
     from areal.utils.run_paths import RunPaths
 
-    folder = RunPaths.of(config).recover
-    return supervise(retries=config.recover.retries, newest_point=lambda: newest_step(folder))
+    paths = RunPaths.of(config)
+    return supervise(
+        retries=config.recover.retries if config.recover.mode == "on" else 0,
+        newest_point=lambda: newest_step(paths.recover),
+        stacks_file=paths.stacks,
+    )
 
 
 def checked_config(argv: list[str]) -> Any:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import EngineLostError
 from areal.rollout.direct import run_rows
-from areal.rollout.failures import FailureLimits, FailureMeter
+from areal.rollout.failures import FailureLimits, FailureMeter, RejectionStreak
 from areal.rollout.grouping import GroupRunner
 from areal.rollout.ledger import Resume
 from areal.rollout.outcome import Outcome, Running, failed, judge
@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     Trajectory = dict[str, torch.Tensor]
 
 logger = logging.getLogger("RolloutExecutor")
+
+_REJECTED_BATCHES = 10  # in a row, before a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class WorkflowExecutor:
         self._on_trajectory = on_trajectory
         self._workers = workers
         self._failures = FailureMeter(limits.max_failure_ratio)
+        self._rejections = RejectionStreak(_REJECTED_BATCHES * gate.consumer_batch_size)
         self._submitted = self._new_tasks()
 
         # Shared by both threads, under `changed`.
@@ -410,16 +413,22 @@ class WorkflowExecutor:
         with self._changed:
             for outcome in outcomes:
                 self._pool.end(outcome)
-                if outcome.error is None:
-                    self._failures.on_group_succeeded()
-                else:
-                    self._failures.on_group_failed(outcome.error)
+                self._count(outcome)
             # Waking the trainer for less than a batch would only take the interpreter from others.
             if self._pool.holds_a_batch or self._failures.error is not None:
                 self._changed.notify_all()
         for outcome in outcomes:
             self._show(outcome.task_id, outcome.trajectory, outcome.tail_version, False)
         self._admit()
+
+    def _count(self, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            return self._failures.on_group_failed(outcome.error)
+        self._failures.on_group_succeeded()
+        if outcome.state == "rejected":
+            self._rejections.on_rejected(outcome.why)
+        else:
+            self._rejections.on_kept()
 
     def _show(
         self, task_id: int, trajectory: Trajectory | None, version: int, is_eval: bool

@@ -104,6 +104,31 @@ class FailureMeter:
         self.error.__cause__ = example
 
 
+class RejectionStreak:
+    """Warns of a run that generates and never trains: group after group is turned down."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience  # groups before the first warning; doubles with each one
+        self._reasons: Counter[str] = Counter()  # since the last group that was kept
+
+    def on_kept(self) -> None:
+        self._reasons.clear()
+
+    def on_rejected(self, why: str) -> None:
+        self._reasons[why] += 1
+        count = self._reasons.total()
+        if count >= self._patience:
+            self._patience = 2 * count
+            causes = ", ".join(f"{why} {n}x" for why, n in self._reasons.most_common())
+            logger.warning(
+                "%d groups in a row were rejected (%s): nothing can be trained. A filter of equal "
+                "rewards turns every group down when the task is too hard or already solved, or "
+                "when the reward function gives the same for all",
+                count,
+                causes,
+            )
+
+
 def describe(error: BaseException) -> str:
     """`Kind: message` on one line, for the ledger and for a last line on the terminal."""
     text = " ".join(str(error).split())

@@ -27,7 +27,7 @@ from areal.api.reward_worker import adopt_main
 from areal.rollout.failures import kind_of
 from areal.rollout.grouping import GroupRunner
 from areal.rollout.trajectory import encode
-from areal.utils import import_path, stats_tracker
+from areal.utils import import_path, stacks, stats_tracker
 from areal.utils.garbage import settle_garbage_collector
 
 DOWN = struct.Struct("<Q")  # bytes of pickle
@@ -48,6 +48,7 @@ class WorkflowRecipe:
 
 
 def main(fd: int) -> None:
+    stacks.listen()
     os.dup2(2, 1)  # what a workflow prints is for the log
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)

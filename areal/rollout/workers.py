@@ -36,7 +36,7 @@ from areal.rollout.trajectory import decode
 from areal.rollout.worker_places import spawn_here
 from areal.rollout.worker_process import DOWN, UP, WorkflowRecipe
 from areal.utils import logging, stats_tracker
-from areal.utils.waits import progress
+from areal.utils.waits import progress, waiting
 
 if TYPE_CHECKING:
     import socket
@@ -182,7 +182,8 @@ class RolloutWorkers:
         call = worker.calls[number] = _Call(groups, asyncio.get_running_loop().create_future())
         try:
             worker.send(("run", number, groups.stream, task_id, data))
-            return await call.answer
+            with waiting(worker.process.name):
+                return await call.answer
         finally:
             worker.calls.pop(number, None)
 

@@ -29,6 +29,7 @@ from areal.infra.train_controller import TrainController
 from areal.rollout.source import PromptSource
 from areal.trainer.run import Run
 from areal.utils import logging
+from areal.utils.startup import stage
 from areal.utils.tokenizer import load_hf_tokenizer
 
 logger = logging.getLogger("Trainer")
@@ -81,12 +82,13 @@ class Trainer(ABC):
         Whether it lives in this process or on ranks of its own, the caller cannot tell.
         """
         layout = ModelAllocation.from_str(config.backend).parallel
-        if self.config.scheduler.type == "local" and layout.world_size == 1:
-            engine = train_engine_class(config.backend)(config, seed=self.config.seed)
-        else:
-            engine = self._open_ranks(role, config, layout, stack)
-        stack.callback(engine.destroy)
-        engine.initialize(self.run.ft_spec if trained else None)
+        with stage(f"model of {role}, {config.backend}", limit_s=config.setup_timeout):
+            if self.config.scheduler.type == "local" and layout.world_size == 1:
+                engine = train_engine_class(config.backend)(config, seed=self.config.seed)
+            else:
+                engine = self._open_ranks(role, config, layout, stack)
+            stack.callback(engine.destroy)
+            engine.initialize(self.run.ft_spec if trained else None)
         self.models[role] = engine
         if trained:
             self.run.roles.add(role, engine)

@@ -15,6 +15,7 @@ from areal.algorithm import DYNAMIC_FILTERS
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.openai.workflow import agent_workflow, online_workflow
 from areal.reward import get_reward_fn
+from areal.utils import logging
 from areal.utils.import_path import load_named
 from areal.workflow import find_workflow
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
 
     Trajectory = dict[str, torch.Tensor]
+
+logger = logging.getLogger("Rewards")
 
 
 def build_workflow(
@@ -119,6 +122,42 @@ def mean_reward(groups: Sequence[Trajectory | None]) -> float:
     if not rewards:
         raise RuntimeError("evaluation produced no sample: the workflow rejected every row")
     return sum(rewards) / len(rewards)
+
+
+class RewardSpread:
+    """Notices a run that has nothing to learn from: rewards that never differ.
+
+    Advantages compare the samples of a group, or the groups of a batch where a group is one sample.
+    Where all are equal they are 0, the loss is 0, and training goes on without an effect.
+    """
+
+    def __init__(self, patience: int = 10) -> None:
+        self._patience = patience  # steps before the first warning; doubles with each one
+        self._steps = 0  # in a row without a difference
+
+    def share(self, groups: Sequence[Trajectory]) -> float:
+        """Share of the groups with different rewards; warns when there was none for long."""
+        rewards = [group.get("original_rewards", group["rewards"]).tolist() for group in groups]
+        if all(len(group) == 1 for group in rewards):
+            rewards = [[reward for (reward,) in rewards]]
+        share = sum(len(set(group)) > 1 for group in rewards) / len(rewards)
+        self._steps = 0 if share > 0 else self._steps + 1
+        if self._steps == self._patience:
+            self._patience *= 2
+            self._warn({reward for group in rewards for reward in group})
+        return share
+
+    def _warn(self, values: set[float]) -> None:
+        found = f"all {values.pop():g}" if len(values) == 1 else "equal within each group"
+        logger.warning(
+            "no two samples of a prompt had different rewards for %d steps (this step: %s): their "
+            "advantages are 0, so the model learns nothing. Look at samples "
+            "(rollout.dump_to_file=true) and at the reward function; a task that is too hard needs "
+            "a warm start or easier prompts, one that is solved harder ones; gconfig.temperature "
+            "and gconfig.n_samples make samples differ",
+            self._steps,
+            found,
+        )
 
 
 def describe_batch(data: Mapping[str, torch.Tensor], version: int) -> dict[str, float]:

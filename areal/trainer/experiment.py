@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from areal.api.config.dataset import DatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.dataset import get_custom_dataset
 from areal.trainer.dpo_trainer import DPOTrainer
@@ -16,7 +17,10 @@ from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.run import StepObserver
 from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
+from areal.utils.run_paths import RunPaths
+from areal.utils.startup import stage
 from areal.utils.tokenizer import load_hf_tokenizer
+from areal.utils.watchdog import watched
 
 Rows = Sequence[dict[str, Any]]
 
@@ -24,16 +28,22 @@ TRAINERS = {"ppo": PPOTrainer, "sft": SFTTrainer, "rw": RWTrainer, "dpo": DPOTra
 
 
 def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = None) -> None:
-    train, valid = load_datasets(config)
-    with TRAINERS[config.trainer](config, train, valid) as trainer:
-        trainer.train(on_step=on_step)
+    paths = RunPaths.of(config)
+    # Watched before anything is loaded: a data set, too, may hang.
+    with paths.made(), watched(config.watchdog.seconds, stacks_file=paths.stacks):
+        train, valid = load_datasets(config)
+        with TRAINERS[config.trainer](config, train, valid) as trainer:
+            trainer.train(on_step=on_step)
 
 
 def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:
     """The rows to train on and, when the config has them, those to evaluate on."""
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     sections = (config.train_dataset, config.valid_dataset)
-    train, valid = (
-        section and get_custom_dataset(section.split, section, tokenizer) for section in sections
-    )
+    train, valid = (section and _load_dataset(section, tokenizer) for section in sections)
     return train, valid
+
+
+def _load_dataset(section: DatasetConfig, tokenizer: Any) -> Rows:
+    with stage(f"data set {section.path}, {section.split}"):
+        return get_custom_dataset(section.split, section, tokenizer)

@@ -28,7 +28,13 @@ from areal.rollout.task_runner import TaskRunner
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.trainer.base import Trainer
-from areal.trainer.episodes import build_filter, build_workflow, describe_batch, mean_reward
+from areal.trainer.episodes import (
+    RewardSpread,
+    build_filter,
+    build_workflow,
+    describe_batch,
+    mean_reward,
+)
 from areal.trainer.inference import ServerTrace, open_inference
 from areal.trainer.places import place_rollout_workers
 from areal.trainer.ppo.learner import Learner
@@ -37,6 +43,7 @@ from areal.trainer.turns import Turns
 from areal.utils.device import num_cores
 from areal.utils.garbage import settle_garbage_collector
 from areal.utils.perf_tracer import phase
+from areal.utils.startup import stage
 from areal.utils.trajectory_dump import TrajectoryDump
 
 if TYPE_CHECKING:
@@ -58,13 +65,16 @@ class PPOTrainer(Trainer):
         self.run.remember(**self.learner.states())
         self.turns = Turns([self.models[role] for role in self.config.models_in_turns()])
         runner = self._start_runner(stack)
-        self.inference, self.weights = open_inference(
-            self.config, self.run.paths, stack, self.scheduler
-        )
+        rollout = self.config.rollout
+        with stage(f"inference, {rollout.backend}", limit_s=rollout.setup_timeout):
+            self.inference, self.weights = open_inference(
+                self.config, self.run.paths, stack, self.scheduler
+            )
         self.turns.connect(self.inference)
         self._connect()
         self.run.watchdog.observe("inference", self.inference.stats)
         self.server_trace = ServerTrace(self.inference)
+        self.reward_spread = RewardSpread()
         self.ledger = Ledger(self.run.database)
         self.run.on_settled = self.ledger.prune
         self.workers = self._start_workers(runner, stack)
@@ -156,7 +166,8 @@ class PPOTrainer(Trainer):
             spawn=place_rollout_workers(self.config, self.scheduler, self.run.paths.logs),
         )
         stack.callback(workers.close)
-        workers.start()
+        with stage(f"{config.workers} rollout workers", limit_s=config.setup_timeout):
+            workers.start()
         return workers
 
     def _open_executor(self, runner: TaskRunner, stack: ExitStack) -> WorkflowExecutor:
@@ -208,7 +219,8 @@ class PPOTrainer(Trainer):
         first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)
         if first > 0:
-            self._publish(first)
+            with stage(f"weights of version {first} to the servers"):
+                self._publish(first)
         else:
             self.engine.set_version(first)
         settle_garbage_collector()
@@ -237,6 +249,7 @@ class PPOTrainer(Trainer):
         self.rollout.mark_trained(batch, step.global_step)
         self.rollout.set_version(step.global_step + 1)
         stats = describe_batch(data, version=step.global_step)
+        stats["rollout/groups_with_spread"] = self.reward_spread.share(batch.trajectories)
         stats |= {f"rollout/{name}": value for name, value in self.rollout.stats().items()}
         stats |= {f"server/{name}": value for name, value in self.inference.stats().items()}
         self.server_trace.update()

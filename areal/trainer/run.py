@@ -23,7 +23,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,16 +37,17 @@ from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
 from areal.trainer.world import numeric_world
-from areal.utils import logging, perf_tracer, stacks, stats_tracker
+from areal.utils import logging, perf_tracer, stats_tracker
 from areal.utils.fs import atomic_write_text
 from areal.utils.perf_tracer import phase
 from areal.utils.run_db import RunDatabase, Start
 from areal.utils.run_paths import RunPaths
 from areal.utils.saver import save_checkpoint
+from areal.utils.startup import stage
 from areal.utils.stats_logger import StatsLogger
 from areal.utils.timers import FrequencyTimer
 from areal.utils.trackers import open_trackers
-from areal.utils.watchdog import Watchdog
+from areal.utils.watchdog import watched
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
@@ -73,16 +74,16 @@ class Run:
         self.paths = RunPaths.of(config)
         self.ft_spec = _finetune_spec(config, dataset_size)
         self._resumes = config.recover.mode == "on"
+        self._setup_timeout_s = config.actor.setup_timeout
         self._committed_at = time.perf_counter()
         self._config_text = dump_yaml(config)
-        self._has_begun = False
         with ExitStack() as stack:
-            stack.enter_context(self._no_folder_for_a_mistake())
+            stack.enter_context(self.paths.made())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
-            stack.enter_context(stacks.shared(self.paths.stacks))
-            self.watchdog = Watchdog(config.watchdog.seconds, stacks=self.paths.stacks)
-            stack.callback(self.watchdog.close)
+            self.watchdog = stack.enter_context(
+                watched(config.watchdog.seconds, stacks_file=self.paths.stacks)
+            )
             self._recovery = stack.enter_context(
                 Recovery(self.paths.recover, config.recover, run_identity(config, dataset_size))
             )
@@ -124,14 +125,12 @@ class Run:
     def resume(self) -> int:
         """Load the newest recover point into every role; the first step still to do, 0 if none.
 
-        From here on the folder is that of a run: it gets its config.yaml. And from here on
-        something must move: the watchdog starts.
+        From here on the folder is that of a run: it gets its config.yaml.
         """
-        point = self._recovery.read(self.load)
+        with stage("recover point", limit_s=self._setup_timeout_s):
+            point = self._recovery.read(self.load)
         first = 0 if point is None else point.global_step + 1
-        self.watchdog.start()
         atomic_write_text(self.paths.config, self._config_text)
-        self._has_begun = True
         self.database.record_start(
             Start(first, self._config_text, self.ft_spec.dataset_size, numeric_world())
         )
@@ -208,21 +207,6 @@ class Run:
 
     def __exit__(self, *exc_info: Any) -> None:
         self._closing.__exit__(*exc_info)
-
-    @contextmanager
-    def _no_folder_for_a_mistake(self) -> Iterator[None]:
-        """A user's mistake found before the first step leaves no folder that was not there."""
-        root = self.paths.root
-        made = [folder for folder in (root, *root.parents) if not folder.exists()]
-        try:
-            yield
-        except (ValueError, FileNotFoundError):
-            if made and not self._has_begun:
-                shutil.rmtree(root, ignore_errors=True)
-                with suppress(OSError):  # of another run that was started meanwhile
-                    for folder in made[1:]:
-                        folder.rmdir()
-            raise
 
     def _speed(self, tokens: float) -> dict[str, float]:
         """From commit to commit, so that no part of the loop goes uncounted."""

@@ -13,6 +13,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +26,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The paths of one run. Asking for a path creates nothing."""
+    """The paths of one run. Asking for one creates nothing."""
 
     root: Path
 
     @classmethod
     def of(cls, config: BaseExperimentConfig) -> RunPaths:
         return cls(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """The run's folder while the block runs. A user's mistake that ends the block before the
+        run has begun (it then has a config.yaml) leaves no folder that was not there."""
+        new = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        except (ValueError, FileNotFoundError):
+            if new and not self.config.exists():
+                shutil.rmtree(self.root, ignore_errors=True)
+                with suppress(OSError):  # of another run that was started meanwhile
+                    for folder in new[1:]:
+                        folder.rmdir()
+            raise
 
     @property
     def config(self) -> Path:

@@ -1,43 +1,55 @@
 """The stacks of a process and of all it started, in one file: where does everybody stand?
 
-    with shared(logs / "stacks.txt"):   # in the parent, while it starts children
-    listen()                            # in a child, first: SIGUSR1 writes its stacks there
-    collect(logs / "stacks.txt")        # in the parent: its own, then one child after another
+    with shared(logs / "stacks.txt"):        # in the parent, while it starts children
+    listen()                                 # in every process of a run, first: SIGUSR1 writes its
+                                             # stacks there
+    collect(logs / "stacks.txt", pid)        # from any process: those of `pid` and its descendants
+    busy_frames(logs / "stacks.txt", pid)    # the innermost calls of its busiest thread
 
-`kill -USR1 PID` does it for one process by hand; a child whose parent shares no file writes to its
+`kill -USR1 PID` does it for one process by hand; a process that is given no file writes to its
 standard error. A process that does not listen is listed without stacks, and is not signalled: the
 signal would end it. Children are found through /proc, so elsewhere than on Linux there is only
-the parent. Works while the interpreter is stuck in a call of C.
+the parent. Works while the interpreter is stuck in a call of C, and while a thread holds the GIL.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TextIO
 
 VARIABLE = "AREAL_STACKS"  # areal/api/reward_worker.py reads it too
 _ANSWER_S = 2.0
 _SETTLED_S = 0.1
+_BUSY_S = 0.25  # how long threads are watched to see which one computes
+_SHOWN_FRAMES = 3
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 _listening: TextIO | None = None  # kept open: the handler writes to its descriptor
 
 
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[None]:
-    """Children that are started meanwhile write to `path`."""
+    """This process, and children that are started meanwhile, write to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(path)
+    takes_signal = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL  # else it is the user's own
+    if takes_signal:
+        listen()
     try:
         yield
     finally:
+        if takes_signal:
+            _stop_listening()
         if before is None:
             del os.environ[VARIABLE]
         else:
@@ -53,22 +65,59 @@ def listen() -> None:
     faulthandler.register(signal.SIGUSR1, file=_listening, all_threads=True)
 
 
-def collect(path: Path) -> None:
-    """Append the stacks of this process and its descendants to `path`."""
+def _stop_listening() -> None:
+    faulthandler.unregister(signal.SIGUSR1)
+    _listening.close()
+
+
+def collect(path: Path, pid: int, *, leave_out: Collection[int] = ()) -> None:
+    """Append the stacks of `pid` and its descendants to `path`, but of those to be left out."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        _write(file, _headline(os.getpid()))
-        faulthandler.dump_traceback(file, all_threads=True)
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(OSError):  # it has just ended
-                _collect_child(file, pid)
+        for found in [pid, *descendants(pid)]:
+            if found not in leave_out:
+                with contextlib.suppress(OSError):  # it has just ended
+                    _collect_one(file, found)
 
 
-def _collect_child(file: TextIO, pid: int) -> None:
-    _write(file, _headline(pid))
+def busy_frames(path: Path, pid: int) -> str:
+    """Where the busiest thread of `pid` was at the last `collect`: `f (file:line) < g (...)`.
+
+    Empty where that is not known.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    section = text.rpartition(f"\n== process {pid}")[2].partition("\n== process ")[0]
+    lines = section.rpartition("\nCurrent thread ")[2].splitlines()[1:]
+    frames = []
+    for line in lines:
+        frame = _FRAME.fullmatch(line)
+        if frame is None or len(frames) == _SHOWN_FRAMES:
+            break
+        file, number, function = frame.groups()
+        frames.append(f"{function} ({'/'.join(Path(file).parts[-2:])}:{number})")
+    return " < ".join(frames)
+
+
+def stopped(pid: int) -> list[str]:
+    """Those of `pid` and its descendants that a signal or a debugger has stopped, by name."""
+    return [
+        f"process {found} ({_command(found)[:80]})"
+        for found in [pid, *descendants(pid)]
+        if is_stopped(found)
+    ]
+
+
+def is_stopped(pid: int) -> bool:
+    return _status(pid).get("State", "")[:1] in ("T", "t")
+
+
+def _collect_one(file: TextIO, pid: int) -> None:
+    note = " (stopped)" if is_stopped(pid) else ""
+    _write(file, f"\n== process {pid}{note}: {_command(pid)[:200]}\n")
     if not _catches(pid, signal.SIGUSR1):
         return _write(file, "does not tell its stacks\n")
     before = size = os.fstat(file.fileno()).st_size
-    os.kill(pid, signal.SIGUSR1)
+    _signal_busiest_thread(pid)
     deadline = time.monotonic() + _ANSWER_S
     while time.monotonic() < deadline:
         time.sleep(_SETTLED_S)
@@ -80,17 +129,38 @@ def _collect_child(file: TextIO, pid: int) -> None:
     return None
 
 
+def _signal_busiest_thread(pid: int) -> None:
+    """SIGUSR1 to the thread that computes: the listing then calls that one the current thread."""
+    before = _cpu_ticks(pid)
+    time.sleep(_BUSY_S)
+    used = {tid: ticks - before.get(tid, ticks) for tid, ticks in _cpu_ticks(pid).items()}
+    busiest = max(used, key=lambda tid: (used[tid], tid == pid), default=pid)
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # not in every C library
+    if tgkill is None or tgkill(pid, busiest, int(signal.SIGUSR1)) != 0:
+        os.kill(pid, signal.SIGUSR1)
+
+
+def _cpu_ticks(pid: int) -> dict[int, int]:
+    """CPU time of each thread so far (Linux)."""
+    ticks = {}
+    for task in Path(f"/proc/{pid}/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            ticks[int(task.name)] = int(fields[11]) + int(fields[12])
+    return ticks
+
+
 def _write(file: TextIO, text: str) -> None:
     file.write(text)
     file.flush()
 
 
-def _headline(pid: int) -> str:
-    command = Path(f"/proc/{pid}/cmdline")
-    words = command.read_bytes().split(b"\0") if command.exists() else []
-    text = b" ".join(words).decode(errors="replace").strip()
-    stopped = " (stopped)" if _status(pid).get("State", "")[:1] == "T" else ""
-    return f"\n== process {pid}{stopped}: {text[:200]}\n"
+def _command(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return " ".join(command.replace(b"\0", b" ").decode(errors="replace").split())
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -4,8 +4,12 @@
         value = await reward(...)
     progress()                                 # an episode ended, a micro-batch was trained, ...
 
+    with allowed(300):                         # no movement is expected before 300 s are over
+        start_server(timeout_s=300)
+
     quiet_s()                                  # seconds since the last progress()
     describe()                                 # one line per chain of waits, the oldest first
+    fd = share_clock()                         # from now on another process can tell quiet_s too
 
 A wait is owned by the asyncio task it is in, else by the thread; waits inside a wait of the same
 owner make a chain. Enter and leave cost about a microsecond and take no lock, so that a reader
@@ -16,10 +20,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import mmap
+import struct
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import IO
 
 Text = str | Callable[[], str]
 
@@ -31,9 +40,40 @@ class _Wait:
     since: float  # time.monotonic()
 
 
+class Clock:
+    """When something last moved, and until when nothing need move: two doubles in `buffer`.
+
+    Another process may map the same bytes. `time.monotonic()` is one clock for a whole machine.
+    """
+
+    _MOVED, _ALLOWED = 0, 8  # offsets
+    SIZE = 16
+
+    def __init__(self, buffer: bytearray | mmap.mmap) -> None:
+        self._buffer = buffer
+
+    def tick(self) -> None:
+        struct.pack_into("d", self._buffer, self._MOVED, time.monotonic())
+
+    def allow_until(self, moment: float) -> None:
+        struct.pack_into("d", self._buffer, self._ALLOWED, moment)
+
+    @property
+    def allowed_until(self) -> float:
+        return struct.unpack_from("d", self._buffer, self._ALLOWED)[0]
+
+    def quiet_s(self) -> float:
+        """Seconds since something moved; 0 while nothing need move."""
+        now = time.monotonic()
+        if now < self.allowed_until:
+            return 0.0
+        return now - struct.unpack_from("d", self._buffer, self._MOVED)[0]
+
+
 _ids = itertools.count()
 _live: dict[int, _Wait] = {}  # in the order they began
-_moved_at = time.monotonic()
+_clock = Clock(bytearray(Clock.SIZE))
+_clock.tick()
 
 
 class waiting:  # noqa: N801 (reads as a statement, like contextlib.suppress)
@@ -52,13 +92,41 @@ class waiting:  # noqa: N801 (reads as a statement, like contextlib.suppress)
 
 def progress() -> None:
     """Something moved."""
-    global _moved_at
-    _moved_at = time.monotonic()
+    _clock.tick()
+
+
+@contextmanager
+def allowed(seconds: float) -> Iterator[None]:
+    """The block may take `seconds` without a movement: it has a deadline of its own."""
+    before = _clock.allowed_until
+    _clock.allow_until(max(before, time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        progress()
+        _clock.allow_until(before)
 
 
 def quiet_s() -> float:
-    """Seconds since something moved."""
-    return time.monotonic() - _moved_at
+    """Seconds since something moved; 0 inside `allowed`."""
+    return _clock.quiet_s()
+
+
+def share_clock() -> IO[bytes]:
+    """An open file that holds the clock of this process from now on; see `open_clock`."""
+    global _clock
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as somebody reads it)
+    file.truncate(Clock.SIZE)
+    shared = open_clock(file.fileno())
+    shared.allow_until(_clock.allowed_until)
+    shared.tick()
+    _clock = shared
+    return file
+
+
+def open_clock(fd: int) -> Clock:
+    """The clock in an open file, whose writer is another process."""
+    return Clock(mmap.mmap(fd, Clock.SIZE))
 
 
 def describe() -> list[str]:

@@ -20,7 +20,8 @@ from areal.utils.recover import newest_step
 from areal.utils.restart import come_again, stay_down
 
 folder, words = Path(sys.argv[1]), sys.argv[3:]
-code = supervise(retries=int(sys.argv[2]), newest_point=lambda: newest_step(folder / "recover"))
+code = supervise(retries=int(sys.argv[2]), newest_point=lambda: newest_step(folder / "recover"),
+                 stacks_file=folder / "stacks.txt")
 if code is not None:
     sys.exit(code)
 starts = folder / "starts"

@@ -1,5 +1,5 @@
 """Inference servers by Ray on two machines: one is killed, then the worker of the other one, and
-the run goes to its end with every prompt accounted for and no server left behind; and machines
+the run goes on with every prompt accounted for and no server left behind; and machines
 that are gone."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import signal
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from areal.utils.stacks import descendants
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 12
+ENDLESS = 100_000  # steps: a run ends when the test has seen what it waits for
 WAIT_S = 200.0
 
 
@@ -70,17 +71,40 @@ def words_of(pid: int) -> list[bytes]:
 
 
 def wait_for_steps(run, folder: Path, count: int) -> None:
+    wait_until(run, folder, lambda stats: len(stats) >= count)
+
+
+def wait_until(run, folder: Path, condition: Callable[[list[dict]], bool]) -> None:
+    """Until the statistics of the run's steps are such."""
     deadline = time.monotonic() + 300
-    while num_steps(folder) < count:
+    while not condition(read_stats(folder)):
         assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
         time.sleep(0.1)
 
 
-def num_steps(folder: Path) -> int:
+def read_stats(folder: Path) -> list[dict]:
     try:
-        return len(query(folder, "SELECT step FROM steps"))
+        rows = query(folder, "SELECT stats FROM steps ORDER BY step")
     except sqlite3.OperationalError:  # the file or its tables are still to be made
-        return 0
+        return []
+    return [json.loads(row) for (row,) in rows]
+
+
+def stop(run) -> str:
+    """What the run has written, when a signal has ended it in order."""
+    run.terminate()
+    _, err = run.communicate(timeout=300)
+    assert run.returncode == 130, err
+    return err
+
+
+def check_ledger(folder: Path) -> None:
+    """Every step that was recorded has its whole batch, and no prompt has failed."""
+    with RunDatabase(folder / "run.db") as database:
+        balance = Ledger(database).balance()
+    # A run that is stopped may have trained a batch whose step is not recorded yet.
+    assert balance["trained"] // 8 - len(read_stats(folder)) in (0, 1)
+    assert balance["trained"] + balance["issued"] + balance["finished"] == balance["total"]
 
 
 def launch(root: Path, address: str, *more: str):
@@ -104,7 +128,7 @@ def test_two_ranks_send_weights_through_a_group(tmp_path, cluster_of):
 
 def test_servers_and_rollout_workers_on_two_machines_are_replaced(tmp_path, cluster_of):
     cluster = cluster_of(3, 3)
-    more = ["actor.weight_update_mode=disk", "trial_name=two", f"total_train_steps={NUM_STEPS}"]
+    more = ["actor.weight_update_mode=disk", "trial_name=two", f"total_train_steps={ENDLESS}"]
     more += ["rollout.max_head_offpolicyness=1", "rollout.workers=2"]
     run = launch(tmp_path, cluster.address, *more)
     folder = tmp_path / "arithmetic" / "two"
@@ -116,27 +140,29 @@ def test_servers_and_rollout_workers_on_two_machines_are_replaced(tmp_path, clus
     os.kill(worker, signal.SIGKILL)
     wait_for_steps(run, folder, 5)
     os.kill(parent_of(second), signal.SIGKILL)  # takes its server with it
-    _, err = run.communicate(timeout=300)
-    assert run.returncode == 0, err
+    wait_until(run, folder, lambda stats: has_replaced(stats[-1], servers=2, workers=1))
+    wait_for_steps(run, folder, len(read_stats(folder)) + 3)
+    err = stop(run)
     assert f"(pid {first}) was ended by signal SIGKILL" in err
     assert f"(pid {worker}) was ended by signal SIGKILL" in err
     assert "worker is gone: rollout/" in err
     assert not any(servers_on(node) for node in cluster.list_all_nodes())
     logs = {file.name for file in (folder / "logs").glob("server*.log")}
     assert logs == {"server0.log", "server1.log"}
-    stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
-    assert len(stats) == NUM_STEPS and stats[-1]["server/version"] == NUM_STEPS
-    assert stats[-1]["server/servers"] == stats[-1]["server/restarts"] == 2
-    assert stats[-1]["rollout/workers_replaced"] == 1
-    with RunDatabase(folder / "run.db") as database:
-        balance = Ledger(database).balance()
-    assert balance["trained"] == balance["total"] == NUM_STEPS * 8
+    last = read_stats(folder)[-1]
+    assert has_replaced(last, servers=2, workers=1) and last["server/servers"] == 2
+    check_ledger(folder)
+
+
+def has_replaced(stats: dict, *, servers: int, workers: int) -> bool:
+    replaced = (stats["server/restarts"], stats["rollout/workers_replaced"])
+    return replaced == (servers, workers)
 
 
 def test_a_run_goes_on_without_one_of_its_machines(tmp_path, cluster_of):
     """One with a rollout worker, and perhaps a server; another one has room for both."""
     cluster = cluster_of(3, 3, 3)
-    more = ["actor.weight_update_mode=disk", "trial_name=gone", f"total_train_steps={NUM_STEPS}"]
+    more = ["actor.weight_update_mode=disk", "trial_name=gone", f"total_train_steps={ENDLESS}"]
     more += ["rollout.max_head_offpolicyness=1", "rollout.workers=2"]
     run = launch(tmp_path, cluster.address, *more)
     folder = tmp_path / "arithmetic" / "gone"
@@ -144,13 +170,10 @@ def test_a_run_goes_on_without_one_of_its_machines(tmp_path, cluster_of):
     command = ("-m", "areal.rollout.worker_process")
     node = next(node for node in cluster.worker_nodes if processes_on(node, *command))
     cluster.remove_node(node, allow_graceful=False)
-    _, err = run.communicate(timeout=300)
-    assert run.returncode == 0, err
-    stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
-    assert len(stats) == NUM_STEPS and stats[-1]["rollout/workers_replaced"] == 1
-    with RunDatabase(folder / "run.db") as database:
-        balance = Ledger(database).balance()
-    assert balance["trained"] == balance["total"] == NUM_STEPS * 8
+    wait_until(run, folder, lambda stats: stats[-1]["rollout/workers_replaced"] == 1)
+    wait_for_steps(run, folder, len(read_stats(folder)) + 3)
+    stop(run)
+    check_ledger(folder)
 
 
 def test_a_server_whose_machine_is_gone(tmp_path, cluster_of):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from areal.rollout.failures import FailureMeter, RolloutFailedError, describe
+from areal.rollout.failures import FailureMeter, RejectionStreak, RolloutFailedError, describe
 
 
 def test_one_kind_failing_always_stops_soon_and_is_named():
@@ -66,3 +68,18 @@ def test_description_is_one_short_line():
 def test_ratio_out_of_range():
     with pytest.raises(ValueError, match="max_failure_ratio"):
         FailureMeter(1.5)
+
+
+def test_rejections_in_a_row_are_told_seldom(caplog):
+    streak = RejectionStreak(patience=5)
+    warned = []
+    with caplog.at_level(logging.WARNING, logger="areal"):
+        for count in range(1, 25):
+            streak.on_rejected("should_accept_fn" if count % 2 else "workflow returned None")
+            if len(caplog.records) > len(warned):
+                warned.append(count)
+        streak.on_kept()
+        for _ in range(39):
+            streak.on_rejected("should_accept_fn")
+    assert warned == [5, 10, 20] and len(caplog.records) == 3
+    assert "should_accept_fn 3x" in caplog.text and "nothing can be trained" in caplog.text

@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tiny_run import areal, overrides, query
 from trainer.test_ranks_run import ranks_of
 
 from areal.cli.demo import recipe_path
+from areal.utils import stacks
 
 TESTS = Path(__file__).resolve().parents[1]
 IN_PROCESS = "actor.weight_update_mode=direct"
@@ -29,6 +32,7 @@ ENDLESS = (
     "watchdog.seconds=4",
     "recover.retries=0",
 )
+MOVES_FIRST = "watchdog.seconds=20"  # for runs that are stopped on their way, on a busy machine
 
 
 def start(root: Path, *more: str) -> Command:
@@ -49,7 +53,7 @@ def run_dir(root: Path) -> Path:
 
 
 def wait_for_a_step(root: Path, at_least: int = 1) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         try:
             if query(run_dir(root), "SELECT count(*) FROM steps")[0][0] >= at_least:
@@ -83,8 +87,105 @@ def test_a_reward_that_never_returns(tmp_path):
     assert "in hanging_reward" in (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
 
 
+def test_a_call_that_holds_the_interpreter(tmp_path):
+    """No thread of the run could say so: it is seen, named and ended from outside."""
+    run = supervised(tmp_path, "dynamic_filter_fn=broken_parts.endless_filter")
+    try:
+        err = run.communicate(timeout=180)[1]
+    finally:
+        run.kill()
+    line = last_line(Ended(run.returncode, "", err))
+    assert "does not answer" in line and "endless_filter (" in line and "broken_parts.py:" in line
+    text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
+    assert "in endless_filter" in text and "in prepare_batch" in text
+
+
+def test_a_signal_ends_a_run_whose_interpreter_is_held(tmp_path):
+    run = supervised(
+        tmp_path, "watchdog.seconds=600", "dynamic_filter_fn=broken_parts.endless_filter"
+    )
+    try:
+        wait_until(lambda: is_held(run_dir(tmp_path)))
+        run.terminate()
+        err = run.communicate(timeout=120)[1]
+    finally:
+        run.kill()
+    assert run.returncode == 130
+    line = err.splitlines()[-1]
+    assert "did not react to a signal" in line and "endless_filter (" in line
+
+
+def supervised(root: Path, *more: str) -> subprocess.Popen:
+    """The command itself, with its second process."""
+    small = overrides(root, *ENDLESS, IN_PROCESS, *more)
+    return areal("train", recipe_path("arithmetic_grpo.yaml"), *small, cwd=TESTS)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def is_held(folder: Path) -> bool:
+    """All groups of the first batch were issued, and since then nothing was written."""
+    try:
+        last = query(folder, "SELECT max(issued_at) FROM tasks")[0][0]
+    except sqlite3.OperationalError:
+        return False
+    return last is not None and time.time() - last > 5
+
+
+def test_a_data_set_that_hangs(tmp_path):
+    """Before there is a run: nothing has been loaded yet."""
+    line = last_line(
+        start(tmp_path, IN_PROCESS, "train_dataset.path=broken_parts.hanging_loader").wait(120)
+    )
+    assert "the trainer waits for data set broken_parts.hanging_loader, train since" in line
+    assert "in hanging_loader" in (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
+
+
+@pytest.mark.slow
+def test_rollout_workers_that_are_stopped(tmp_path):
+    command = start(tmp_path, "rollout.workers=2", MOVES_FIRST)
+    wait_for_a_step(tmp_path)
+    workers = processes_of(command.process.pid, b"areal.rollout.worker_process")
+    assert len(workers) == 2
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    line = last_line(command.wait(180))
+    assert "for rollout worker " in line
+    assert all(f"stopped: process {pid} " in line for pid in workers)
+
+
+def processes_of(root: int, word: bytes) -> list[int]:
+    """Descendants of `root` whose command line has `word`."""
+    return [
+        pid
+        for pid in stacks.descendants(root)
+        if word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    ]
+
+
+def test_a_watcher_that_is_killed_is_replaced(tmp_path):
+    command = start(tmp_path, IN_PROCESS, "workflow=broken_parts.WaitsForEver", MOVES_FIRST)
+    wait_until(lambda: watchers_of(command.process.pid))
+    os.kill(watchers_of(command.process.pid)[0], signal.SIGKILL)
+    line = last_line(command.wait(180))
+    assert "wait for workflow WaitsForEver since" in line
+
+
+def watchers_of(root: int) -> list[int]:
+    return [
+        pid
+        for pid in stacks.descendants(root)
+        if b"areal.utils.watcher" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
 def test_a_program_that_holds_the_database_locked(tmp_path):
-    command = start(tmp_path, IN_PROCESS)
+    command = start(tmp_path, IN_PROCESS, MOVES_FIRST)
     wait_for_a_step(tmp_path)
     with closing(sqlite3.connect(run_dir(tmp_path) / "run.db", timeout=30)) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -94,7 +195,7 @@ def test_a_program_that_holds_the_database_locked(tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_accepts_and_never_answers(tmp_path):
-    command = start(tmp_path)
+    command = start(tmp_path, MOVES_FIRST)
     wait_for_a_step(tmp_path)
     (server,) = servers_of(tmp_path)
     os.kill(server, signal.SIGSTOP)
@@ -107,7 +208,7 @@ def test_a_server_that_accepts_and_never_answers(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_stops_in_a_collective_ends_the_run_for_good(tmp_path):
     """The supervisor does not start it again, though there is a recover point to go on from."""
-    small = overrides(tmp_path, *ENDLESS, "watchdog.seconds=10", "recover.retries=3")
+    small = overrides(tmp_path, *ENDLESS, MOVES_FIRST, "recover.retries=3")
     env = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     run = areal(
         "train", recipe_path("arithmetic_grpo.yaml"), *small, "actor.backend=archon:d2", env=env

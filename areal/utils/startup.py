@@ -1,0 +1,50 @@
+"""The stages in which a run starts, each a line with its time, so that no start is silent.
+
+    with stage("data set arithmetic"):
+        rows = load(...)
+    with stage("1 inference server", limit_s=300):   # it has a deadline of its own
+        server.wait_ready(timeout_s=300)
+
+    02:35:12 [Startup] data set arithmetic: 0.8 s
+    02:35:22 [Startup] 1 inference server: 10 s so far
+    02:35:31 [Startup] 1 inference server: 18.7 s
+
+A stage is a movement when it begins and when it ends, and what the watchdog names in between.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from areal.utils import logging, waits
+
+logger = logging.getLogger("Startup")
+
+_FIRST_REPORT_S = 10.0  # then after twice as long each time
+
+
+@contextmanager
+def stage(name: str, *, limit_s: float = 0.0) -> Iterator[None]:
+    """`limit_s`: how long it may take without a movement, where it minds a deadline itself."""
+    began = time.monotonic()
+    done = threading.Event()
+    reporter = threading.Thread(target=_report, args=(name, began, done), daemon=True)
+    reporter.start()
+    waits.progress()
+    try:
+        with waits.allowed(limit_s), waits.waiting(name):
+            yield
+    finally:
+        done.set()
+    waits.progress()
+    logger.info("%s: %.1f s", name, time.monotonic() - began)
+
+
+def _report(name: str, began: float, done: threading.Event) -> None:
+    wait_s = _FIRST_REPORT_S
+    while not done.wait(wait_s):
+        logger.info("%s: %.0f s so far", name, time.monotonic() - began)
+        wait_s *= 2
