@@ -6,13 +6,14 @@ directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal.api.config.dataset import DatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.dataset import get_custom_dataset
 from areal.trainer.dpo_trainer import DPOTrainer
+from areal.trainer.preflight import check_rows, run_trial
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.run import StepObserver
 from areal.trainer.rw_trainer import RWTrainer
@@ -32,8 +33,15 @@ def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = 
     # Watched before anything is loaded: a data set, too, may hang.
     with paths.made(), watched(config.watchdog.seconds, stacks_file=paths.stacks):
         train, valid = load_datasets(config)
+        check_rows(config, train, load_hf_tokenizer(config.tokenizer_path))
         with TRAINERS[config.trainer](config, train, valid) as trainer:
             trainer.train(on_step=on_step)
+
+
+def try_experiment(config: BaseExperimentConfig, say: Callable[[str], None]) -> None:
+    """One group of episodes against a stub model: see preflight.py."""
+    train, _ = load_datasets(config)
+    run_trial(config, train, load_hf_tokenizer(config.tokenizer_path), say)
 
 
 def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:
