@@ -108,9 +108,8 @@ def run_trial(
 ) -> None:
     """One group of the first row; `say` gets a line for each thing that was found to work."""
     check_rows(config, rows, tokenizer)
-    say(
-        f"rows      {len(rows):,} of {config.train_dataset.path}, split {config.train_dataset.split}"
-    )
+    data = config.train_dataset
+    say(f"rows      {len(rows):,} of {data.path}, split {data.split}")
     if config.trainer != "ppo" or config.rollout.agent.mode == "online":
         return
     engine = StubEngine(tokenizer, seed=config.seed)
