@@ -30,11 +30,23 @@ FORBIDDEN = {
     "shelve.open",
     "joblib.load",
     "torch.load",
+    "torch.jit.load",
+    "torch.hub.load",
+    "torch.export.load",
+    "torch.package.PackageImporter",
     "np.load",
     "numpy.load",
+    "pandas.read_pickle",
     "yaml.load",
     "yaml.unsafe_load",
     "yaml.full_load",
+    # torch's own storage of sharded checkpoints unpickles its index and what is no tensor.
+    "dist.checkpoint.FileSystemReader",
+    "dist.checkpoint.filesystem.FileSystemReader",
+    "dist.checkpoint.load_state_dict",
+    "dist.checkpoint.state_dict_loader.load_state_dict",
+    "dist.checkpoint.format_utils.dcp_to_torch_save",
+    "dist.checkpoint.format_utils.torch_save_to_dcp",
     "dist.broadcast_object_list",
     "dist.all_gather_object",
     "dist.scatter_object_list",
@@ -45,6 +57,11 @@ FORBIDDEN = {
     "runpy.run_module",
     "os.system",
     "os.popen",
+}
+# They take torch's own storage unless they are given another.
+SHARD_LOADERS = {
+    "torch.distributed.checkpoint.load",
+    "torch.distributed.checkpoint.state_dict_loader.load",
 }
 # (file, call) -> why it is no door: who wrote the bytes.
 ALLOWED = {
@@ -101,6 +118,8 @@ def faults(source: str, file: str) -> list[str]:
         if is_forbidden and (file, name) not in ALLOWED:
             out.append(f"{file}:{line}: {name}")
         options = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name in SHARD_LOADERS and not _names_own_storage(options.get("storage_reader")):
+            out.append(f"{file}:{line}: {name} unpickles without storage_reader=ShardReader")
         shell = options.get("shell")
         if shell is not None and not (isinstance(shell, ast.Constant) and shell.value is False):
             out.append(f"{file}:{line}: {name} through a shell")
@@ -111,6 +130,11 @@ def faults(source: str, file: str) -> list[str]:
         if is_hub and trust is None:
             out.append(f"{file}:{line}: {name} must say trust_remote_code, or transformers asks")
     return out
+
+
+def _names_own_storage(reader: ast.expr | None) -> bool:
+    """`ShardReader(...)` in the call itself: what a variable holds is not followed."""
+    return isinstance(reader, ast.Call) and ast.unparse(reader.func) == "ShardReader"
 
 
 def test_nothing_turns_data_into_code():
@@ -138,6 +162,12 @@ def test_exceptions_are_still_needed():
         "import pickle as p\np.loads(x)",
         "from pickle import loads as f\nf(x)",
         "import torch\ntorch.load(p)",
+        "import torch\ntorch.jit.load(p)",
+        "import torch.distributed.checkpoint as dcp\ndcp.FileSystemReader(p)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(s, checkpoint_id=p)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(s, storage_reader=FileReader(p))",
+        "from torch.distributed.checkpoint import load\nload(s)",
+        "import torch\ntorch.distributed.checkpoint.load(s)",
         "import torch.distributed as dist\ndist.all_gather_object(a, b)",
         "import yaml\nyaml.load(x)",
         "import subprocess\nsubprocess.run(x, shell=True)",

@@ -182,10 +182,10 @@ def test_another_world_is_told(copy, capsys):
 
 
 def test_a_damaged_point_is_named(copy, capsys):
-    shard = copy / "recover" / "step_1" / "actor" / "__0_0.distcp"
+    shard = copy / "recover" / "step_1" / "actor" / "rank0.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert main(["replay", str(copy), "--step", "2"]) == 1
-    assert re.search(r"step_1/actor is damaged: __0_0\.distcp", capsys.readouterr().err)
+    assert re.search(r"step_1/actor is damaged: rank0\.bin", capsys.readouterr().err)
 
 
 def test_steps_that_cannot_be_replayed_say_which_can(copy, ppo_run, capsys):

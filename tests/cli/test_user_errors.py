@@ -338,7 +338,7 @@ def test_damaged_recover_point(project):
     assert project(*project.sft()).code == 0
     run_dir = project.runs / "arithmetic" / "sft"
     point = run_dir / "recover" / "step_1"
-    for name in ("manifest.json", "actor/.metadata"):
+    for name in ("manifest.json", "actor/index.json"):
         file = point / name
         content = file.read_bytes()
         file.write_bytes(content[:-1])

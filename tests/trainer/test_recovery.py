@@ -116,13 +116,13 @@ def test_damage_is_named_and_the_point_before_is_taken_only_when_asked(root):
     with open_trainer(config) as trainer:
         trainer.train()
     straight = (RunPaths.of(config).model / "model.safetensors").read_bytes()
-    shard = RunPaths.of(config).recover / "step_7" / "actor" / "__0_0.distcp"
+    shard = RunPaths.of(config).recover / "step_7" / "actor" / "rank0.bin"
     data = bytearray(shard.read_bytes())
     data[random.Random(3).randrange(len(data))] ^= 16
     shard.write_bytes(data)
     with open_trainer(config) as trainer, pytest.raises(RecoverError) as error:
         trainer.train()
-    assert "step_7 is damaged: actor/__0_0.distcp: its checksum differs" in str(error.value)
+    assert "step_7 is damaged: actor/rank0.bin: its checksum differs" in str(error.value)
     assert "recover.on_damage=previous" in str(error.value)
 
     config.recover.on_damage = "previous"
