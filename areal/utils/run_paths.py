@@ -7,8 +7,13 @@
     checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
     model/           the final weights, Hugging Face format
     weights/         publications of new weights on their way to the servers
+    tmp/             temporary folders of the run's processes (api/scratch.py)
     logs/            main.log, server logs, and dumped trajectories
     traces/          one Chrome trace (JSONL) per process
+
+The folder is its user's alone (0700), and so is all that areal writes into it (0600), whatever the
+umask says. `checkpoints/` and `model/` are guarded by the folder only: moved out of it they have
+the modes that any file of their user has.
 """
 
 from __future__ import annotations
@@ -17,19 +22,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal.utils.fs import private_folder, set_private
+
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The paths of one run. Asking for a path creates nothing."""
+    """The paths of one run. Asking for a path creates nothing; `make_root` does."""
 
     root: Path
 
     @classmethod
     def of(cls, config: BaseExperimentConfig) -> RunPaths:
         return cls(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
+
+    def make_root(self) -> None:
+        """Make the folder; one that is there already becomes private too."""
+        self.root.parent.mkdir(parents=True, exist_ok=True)  # shared with other runs, maybe users
+        set_private(private_folder(self.root))
 
     @property
     def config(self) -> Path:
@@ -54,6 +66,10 @@ class RunPaths:
     @property
     def weights(self) -> Path:
         return self.root / "weights"
+
+    @property
+    def scratch(self) -> Path:
+        return self.root / "tmp"
 
     @property
     def logs(self) -> Path:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from areal.utils.fs import open_private, private_folder
+
 VARIABLE = "AREAL_STACKS"  # areal/api/reward_worker.py reads it too
 _ANSWER_S = 2.0
 _SETTLED_S = 0.1
@@ -32,7 +34,8 @@ _listening: TextIO | None = None  # kept open: the handler writes to its descrip
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[None]:
     """Children that are started meanwhile write to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
+    open_private(path, "a").close()  # made here: children open it by its name
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(path)
     try:
