@@ -28,6 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from areal.api import scratch
 from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
@@ -40,6 +41,7 @@ from areal.trainer.world import numeric_world
 from areal.utils import logging, perf_tracer, stacks, stats_tracker
 from areal.utils.fs import atomic_write_text
 from areal.utils.perf_tracer import phase
+from areal.utils.recover import RecoverError, newest_step
 from areal.utils.run_db import RunDatabase, Start
 from areal.utils.run_paths import RunPaths
 from areal.utils.saver import save_checkpoint
@@ -77,16 +79,18 @@ class Run:
         self._config_text = dump_yaml(config)
         self._has_begun = False
         with ExitStack() as stack:
-            stack.enter_context(self._no_folder_for_a_mistake())
+            stack.enter_context(self._nothing_left_of_a_refusal())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
             stack.enter_context(stacks.shared(self.paths.stacks))
             self.watchdog = Watchdog(config.watchdog.seconds, stacks=self.paths.stacks)
             stack.callback(self.watchdog.close)
+            identity = run_identity(config, dataset_size)
             self._recovery = stack.enter_context(
-                Recovery(self.paths.recover, config.recover, run_identity(config, dataset_size))
+                Recovery(self.paths.recover, config.recover, identity, self.database)
             )
-            self._recovery.check_identity()
+            self._recovery.check_origin()
+            stack.enter_context(scratch.kept_in(self.paths.scratch))
             trackers = open_trackers(
                 config.stats_logger,
                 experiment_name=config.experiment_name,
@@ -129,6 +133,8 @@ class Run:
         """
         point = self._recovery.read(self.load)
         first = 0 if point is None else point.global_step + 1
+        if point is None and (undone := self.database.ledger_view().num_steps) > 0:
+            logger.warning("%d steps are done again: no recover point was written", undone)
         self.watchdog.start()
         atomic_write_text(self.paths.config, self._config_text)
         self._has_begun = True
@@ -210,18 +216,21 @@ class Run:
         self._closing.__exit__(*exc_info)
 
     @contextmanager
-    def _no_folder_for_a_mistake(self) -> Iterator[None]:
-        """A user's mistake found before the first step leaves no folder that was not there."""
+    def _nothing_left_of_a_refusal(self) -> Iterator[None]:
+        """What is refused before the first step leaves no folder or ledger that was not there."""
         root = self.paths.root
         made = [folder for folder in (root, *root.parents) if not folder.exists()]
+        had_ledger = self.paths.database.exists()
         try:
             yield
-        except (ValueError, FileNotFoundError):
+        except (ValueError, FileNotFoundError, RecoverError):
             if made and not self._has_begun:
                 shutil.rmtree(root, ignore_errors=True)
                 with suppress(OSError):  # of another run that was started meanwhile
                     for folder in made[1:]:
                         folder.rmdir()
+            elif not had_ledger and not self._has_begun:
+                self.paths.database.unlink(missing_ok=True)
             raise
 
     def _speed(self, tokens: float) -> dict[str, float]:
@@ -236,9 +245,7 @@ class Run:
     def _start_recover_point(self, step: StepInfo) -> None:
         self._settle(self._recovery.wait())
         state = {name: holder.state_dict() for name, holder in self._states().items()}
-        self._recovery.start(
-            step.global_step, self.roles.capture(), state, before=self.database.flush
-        )
+        self._recovery.start(step.global_step, self.roles.capture(), state)
 
     def _settle(self, has_written: bool) -> None:
         if has_written:
@@ -269,17 +276,21 @@ def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneS
 
 def _open_database(paths: RunPaths, resumes: bool) -> RunDatabase:
     """The run's database; refuses to write into an earlier run that is not to be resumed."""
-    if paths.config.exists() and not resumes:
-        raise ValueError(
-            f"{paths.root} holds an earlier run: set recover.mode=on to go on with it, "
-            "or choose another trial_name"
-        )
+    can_go_on = newest_step(paths.recover) is not None
+    advice = "set recover.mode=on to go on with it, or " if can_go_on else ""
+    refusal = ValueError(f"{paths.root} holds an earlier run: {advice}choose another trial_name")
+    if not resumes and (paths.config.exists() or can_go_on):
+        raise refusal
     enough = 16 << 20
-    paths.root.mkdir(parents=True, exist_ok=True)
+    paths.make_root()
     free = shutil.disk_usage(paths.root).free
     if free < enough:
         raise RuntimeError(f"{paths.root}: only {free >> 20} MiB of disk are free")
-    return RunDatabase(paths.database)
+    database = RunDatabase(paths.database)
+    if not resumes and database.query("SELECT 1 FROM starts LIMIT 1"):  # without its config.yaml
+        database.close()
+        raise refusal
+    return database
 
 
 def _timer(config: TimerConfig) -> FrequencyTimer:

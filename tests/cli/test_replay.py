@@ -215,5 +215,6 @@ def test_no_run_and_a_run_of_another_kind_are_mistakes(tmp_path, capsys):
     with RunDatabase(tmp_path / "run.db") as database:
         text = dump_yaml(config_of("sft", tmp_path, "sft"))
         database.record_start(Start(0, text, 20, numeric_world()))
+        database.record_step(0, {"loss": 1.0})
     code, err = replay(capsys, tmp_path, 0)
     assert code == 2 and "a run of trainer: sft" in err

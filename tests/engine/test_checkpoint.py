@@ -161,13 +161,16 @@ _WRITE_UNTIL_KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 from areal.utils.recover import RecoverPoint, RecoverStore
+from areal.utils.run_db import LedgerView
 from fsdp_world import open_engine
 from engine.test_checkpoint import go_on, point
 
 engine = open_engine(sys.argv[1], "archon:d1")
 reader = open_engine(sys.argv[1], "archon:d1")
 root, draw = Path(sys.argv[2]), random.Random(11)
-store = RecoverStore(root, identity={}, keep=2)
+marks = {step: "mark" for step in range(10_000)}
+ledger = LedgerView(root / "run.db", num_steps=10_000, marks=marks, whole=None, is_finished=False)
+store = RecoverStore(root, lambda: ledger, identity={}, keep=2)
 for trial in range(6):
     seen, told = os.pipe()
     child = os.fork()
@@ -175,7 +178,7 @@ for trial in range(6):
         for step in range(trial * 1000, trial * 1000 + 1000):
             engine.set_version(step)
             write = engine.capture()
-            store.save(step, lambda folder: write(folder / "actor"), {"step": step})
+            store.save(step, "mark", lambda folder: write(folder / "actor"), {"step": step})
             os.write(told, step.to_bytes(8, "big"))
         os._exit(1)
     first = os.read(seen, 8)
