@@ -48,12 +48,12 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
     try:
         run_experiment(config)
     except (OSError, RuntimeError) as error:
-        _tell_parent(error)
+        tell_parent(error)
         raise
     return 0
 
 
-def _tell_parent(error: BaseException) -> None:
+def tell_parent(error: BaseException) -> None:
     """Whether it is of use to start the run again; nothing where only progress can tell.
 
     Faults of a network are OSErrors too, and pass: of those only progress can tell.
