@@ -198,7 +198,9 @@ def _check_file(place: Place, folder: Path, file_sizes: dict[str, int]) -> None:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
+    if not isinstance(values, list) or any(
+        type(value) is not int or not 0 <= value < 1 << 48 for value in values
+    ):
         raise ValueError(f"{values!r} is no list of counts")
     return tuple(values)
 

@@ -88,12 +88,10 @@ class Recovery:
             if isinstance(error, OSError) and not is_disk_fault(error):
                 raise
             self._writer.close()  # the point being written may still become the last good one
-            points = self._store.points()
+            newest = self._store.newest_path()
             good = "no recover point was written"
-            if points:
-                good = (
-                    f"started again it goes on from {points[0].path}, the last good recover point"
-                )
+            if newest is not None:
+                good = f"started again it goes on from {newest}, the last good recover point"
             cause = getattr(error, "strerror", None) or str(error)
             text = f"{cause}. Training stopped after step {num_steps_done}; {good}"
             if isinstance(error, OSError):

@@ -122,6 +122,10 @@ class RecoverStore:
         self._check_nothing_is_lost()
         return None
 
+    def newest_path(self) -> Path | None:
+        """Of the newest point, unverified."""
+        return next(reversed(self._paths()), None)
+
     def points(self) -> list[RecoverPoint]:
         """Newest first, unverified."""
         ledger = self._ledger()
@@ -184,7 +188,9 @@ class RecoverPoint:
         """ValueError when the run that wants to go on is another one than was saved, DamagedError
         when its ledger is."""
         facts = read_manifest(self.path).facts
-        saved = facts["identity"]
+        saved = facts.get("identity")
+        if not isinstance(saved, dict) or not {"global_step", "mark"} <= facts.keys():
+            raise DamagedError(str(self.path), "manifest.json", "written by another areal")
         changed = [
             f"{key} was {saved.get(key)!r}, now {self.identity.get(key)!r}"
             for key in sorted(saved.keys() | self.identity.keys())
@@ -198,8 +204,6 @@ class RecoverPoint:
         if facts["global_step"] != self.global_step:
             fault = f"foreign, of step {facts['global_step']}"
             raise DamagedError(str(self.path), "manifest.json", fault)
-        if "mark" not in facts:
-            raise DamagedError(str(self.path), "manifest.json", "written by an older areal")
         if self.ledger.marks.get(self.global_step) != facts["mark"]:
             raise ForeignLedgerError(str(self.path), "manifest.json", self._ledger_fault())
 

@@ -88,6 +88,10 @@ def first_entry(index: dict) -> dict:
         lambda index: first_entry(index).update(size=[10**9]),
         lambda index: first_entry(index).update(size=[2]),
         lambda index: first_entry(index).update(size="3"),
+        lambda index: (
+            first_entry(index).update(size=[0, 2**70])
+            or first_entry(index)["chunks"][0].update(sizes=[0, 2**70], offsets=[0, 0])
+        ),
         lambda index: first_entry(index)["chunks"][0].update(sizes=[-3]),
         lambda index: first_entry(index)["chunks"][0].update(sizes=[1]),
         lambda index: first_entry(index)["chunks"][0].update(offsets=[1]),

@@ -109,6 +109,29 @@ def test_damage_is_named_and_never_a_fresh_start(tmp_path, damage, message):
     assert load(store(tmp_path, on_damage="previous")) == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"global_step": 1, "identity": IDENTITY},  # as before points had marks
+        {"global_step": 1, "identity": 7, "mark": LEDGER.marks[1]},
+        {},
+    ],
+)
+def test_a_point_of_another_areal_is_refused_by_name(tmp_path, facts):
+    path = save(store(tmp_path), 1, {"a": 1})
+    write_manifest(path, describe(path, ["dcp/shard.bin", "state.json"]), facts)
+    with pytest.raises(RecoverError, match=r"step_1 is damaged: manifest\.json: written by an"):
+        load(store(tmp_path))
+
+
+@pytest.mark.parametrize("files", [{"state.json": 7}, {"state.json": {"nbytes": 1}}])
+def test_a_manifest_that_describes_no_files_is_refused_by_name(tmp_path, files):
+    path = save(store(tmp_path), 1, {"a": 1})
+    write_manifest(path, files, {})
+    with pytest.raises(RecoverError, match=r"step_1 is damaged: manifest\.json: malformed"):
+        load(store(tmp_path))
+
+
 def test_the_only_point_damaged_is_an_error_also_when_the_one_before_may_be_taken(tmp_path):
     points = store(tmp_path, on_damage="previous")
     save(points, 1, {})
