@@ -54,10 +54,8 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
 
 
 def tell_parent(error: BaseException) -> None:
-    """Whether it is of use to start the run again; nothing where only progress can tell.
-
-    Faults of a network are OSErrors too, and pass: of those only progress can tell.
-    """
+    """Whether it is of use to start the run again; nothing where only progress can tell, as with
+    faults of a network, which are OSErrors too."""
     from areal.api.scheduler_api import WorkerFailedError
     from areal.rollout.failures import RolloutFailedError
     from areal.utils.child_process import ProcessKilledError

@@ -17,7 +17,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import (
@@ -133,18 +133,17 @@ class ShardReader(StorageReader):
         for name, items in by_file.items():
             with (self._folder / name).open("rb") as file:
                 for place, item in sorted(items, key=lambda pair: pair[0].at):
-                    chunk = torch.empty(place.sizes, dtype=place.dtype)
-                    file.seek(place.at)
-                    if file.readinto(_raw(chunk)) != chunk.nbytes:
-                        raise DamagedError(str(self._folder), name, "too short for its index")
-                    for axis, (offset, length) in enumerate(
-                        zip(item.storage_offsets, item.lengths, strict=True)
-                    ):
-                        chunk = chunk.narrow(axis, offset, length)
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(chunk)
+                    target.copy_(_part(self._read(file, place), item))
                     planner.commit_tensor(item, target)
         return _done(None)
+
+    def _read(self, file: BinaryIO, place: Place) -> torch.Tensor:
+        chunk = torch.empty(place.sizes, dtype=place.dtype)
+        file.seek(place.at)
+        if file.readinto(_raw(chunk)) != chunk.nbytes:
+            raise DamagedError(str(self._folder), place.file, "too short for its index")
+        return chunk
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -157,6 +156,13 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+def _part(chunk: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    """What of a stored chunk this rank wants: its layout may be another than the writer's."""
+    for axis, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        chunk = chunk.narrow(axis, offset, length)
+    return chunk
 
 
 def _parse(text: bytes, folder: Path) -> Metadata:
