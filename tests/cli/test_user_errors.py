@@ -449,12 +449,12 @@ def test_disk_full_under_the_ledger(project, small_disk, freq_steps):
     env = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     process = areal(*order, cwd=project.folder, env=env)
     run_dir, ballast = small_disk / "arithmetic" / "grpo", small_disk / "ballast"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while steps_done(run_dir) < 3:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
     fill(ballast)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     line = check_line(Ended(process.returncode, out, err), 1, str(run_dir))
     assert "No space left on device" in line or "disk is full" in line or "disk I/O error" in line
     assert "going on from" not in err

@@ -31,11 +31,11 @@ OPTIONS = (
 )
 
 
-def start(root: Path, temporary: Path) -> subprocess.Popen:
+def start(root: Path, temporary: Path, num_steps: int) -> subprocess.Popen:
     """With a umask that hides nothing."""
     command = [sys.executable, "-m", "areal.cli.main", "train", recipe_path("arithmetic_grpo.yaml")]
     return subprocess.Popen(
-        [*command, *overrides(root, *OPTIONS)],
+        [*command, *overrides(root, *OPTIONS, f"total_train_steps={num_steps}")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,8 +63,8 @@ def test_a_killed_run_is_private_and_leaves_nothing_elsewhere(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     run_dir = tmp_path / "arithmetic" / "private"
-    process = start(tmp_path, temporary)
-    deadline = time.monotonic() + 120
+    process = start(tmp_path, temporary, num_steps=1000)
+    deadline = time.monotonic() + 300
     while steps_done(run_dir) < 3:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the run does not move"
@@ -78,7 +78,7 @@ def test_a_killed_run_is_private_and_leaves_nothing_elsewhere(tmp_path):
     assert killed  # nobody was there any more to remove them
     assert [path.name for path in temporary.iterdir() if "areal" in path.name] == []
 
-    finish(start(tmp_path, temporary))
+    finish(start(tmp_path, temporary, num_steps=steps_done(run_dir) + 2))
     assert not (run_dir / "tmp").exists()
     assert readable_by_others(run_dir) == []
     written = {path.name for path in run_dir.iterdir()}
