@@ -1,8 +1,9 @@
 """Nothing in areal/ turns bytes or texts into code, but where this file says why it may.
 
-Unpickling, eval, exec, unsafe YAML and remote code are looked for in the syntax tree; a new use
-fails with its place. Import paths are followed from the user's config only: the modules that speak
-to a network do not import the loader.
+Unpickling, eval, exec, unsafe YAML, remote code and loaders of other packages that unpickle are
+looked for in the syntax tree; a new use fails with its place, also one that is only handed on.
+Import paths are followed from the user's config only: the modules that speak to a network do not
+import the loader.
 """
 
 from __future__ import annotations
@@ -30,11 +31,23 @@ FORBIDDEN = {
     "shelve.open",
     "joblib.load",
     "torch.load",
+    "torch.jit.load",
+    "torch.hub.load",
+    "torch.export.load",
+    "torch.package.PackageImporter",
     "np.load",
     "numpy.load",
+    "pandas.read_pickle",
     "yaml.load",
     "yaml.unsafe_load",
     "yaml.full_load",
+    # torch's own storage of sharded checkpoints unpickles its index and what is no tensor.
+    "dist.checkpoint.FileSystemReader",
+    "dist.checkpoint.filesystem.FileSystemReader",
+    "dist.checkpoint.load_state_dict",
+    "dist.checkpoint.state_dict_loader.load_state_dict",
+    "dist.checkpoint.format_utils.dcp_to_torch_save",
+    "dist.checkpoint.format_utils.torch_save_to_dcp",
     "dist.broadcast_object_list",
     "dist.all_gather_object",
     "dist.scatter_object_list",
@@ -46,10 +59,16 @@ FORBIDDEN = {
     "os.system",
     "os.popen",
 }
+# They take torch's own storage unless they are given another.
+SHARD_LOADERS = {
+    "torch.distributed.checkpoint.load",
+    "torch.distributed.checkpoint.state_dict_loader.load",
+}
 # (file, call) -> why it is no door: who wrote the bytes.
 ALLOWED = {
     ("areal/api/reward_worker.py", "pickle.loads"): "from the run, over a socket pair it inherited",
-    ("areal/api/reward_worker.py", "runpy.run_path"): "a file of ours beside it",
+    ("areal/api/reward_worker.py", "runpy.run_path"): "a file of ours, or the user's own script",
+    ("areal/api/reward_worker.py", "runpy.run_module"): "likewise, started as a module",
     ("areal/rollout/worker_process.py", "pickle.loads"): "from the run, over a socket pair",
     ("areal/rollout/workers.py", "pickle.loads"): "what it has pickled itself",
     ("areal/infra/channel.py", "pickle.loads"): "between a run and its ranks, over a socket pair",
@@ -76,8 +95,8 @@ NETWORK += [
 ]
 
 
-def calls(source: str) -> list[tuple[int, str, ast.Call]]:
-    """(line, dotted name, call), with names as they were before `import ... as ...`."""
+def parse(source: str) -> tuple[ast.Module, dict[str, str]]:
+    """The tree, and what its names were before `import ... as ...`."""
     tree = ast.parse(source)
     names = {}
     for node in ast.walk(tree):
@@ -85,6 +104,25 @@ def calls(source: str) -> list[tuple[int, str, ast.Call]]:
             names |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return tree, names
+
+
+def uses(source: str) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything that is named: called, derived from or handed on."""
+    tree, names = parse(source)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            first, dot, rest = ast.unparse(node).partition(".")
+            found.append((node.lineno, names.get(first, first) + dot + rest))
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def calls(source: str) -> list[tuple[int, str, ast.Call]]:
+    """(line, dotted name, call)."""
+    tree, names = parse(source)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
@@ -95,12 +133,15 @@ def calls(source: str) -> list[tuple[int, str, ast.Call]]:
 
 def faults(source: str, file: str) -> list[str]:
     out = []
-    for line, name, call in calls(source):
+    for line, name in uses(source):
         short = name.removeprefix("torch.distributed.")
         is_forbidden = name in FORBIDDEN or (short != name and f"dist.{short}" in FORBIDDEN)
         if is_forbidden and (file, name) not in ALLOWED:
             out.append(f"{file}:{line}: {name}")
+    for line, name, call in calls(source):
         options = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name in SHARD_LOADERS and not _names_own_storage(options.get("storage_reader")):
+            out.append(f"{file}:{line}: {name} unpickles without storage_reader=ShardReader")
         shell = options.get("shell")
         if shell is not None and not (isinstance(shell, ast.Constant) and shell.value is False):
             out.append(f"{file}:{line}: {name} through a shell")
@@ -111,6 +152,11 @@ def faults(source: str, file: str) -> list[str]:
         if is_hub and trust is None:
             out.append(f"{file}:{line}: {name} must say trust_remote_code, or transformers asks")
     return out
+
+
+def _names_own_storage(reader: ast.expr | None) -> bool:
+    """`ShardReader(...)` in the call itself: what a variable holds is not followed."""
+    return isinstance(reader, ast.Call) and ast.unparse(reader.func) == "ShardReader"
 
 
 def test_nothing_turns_data_into_code():
@@ -126,7 +172,7 @@ def test_exceptions_are_still_needed():
     used = {
         (str(file.relative_to(ROOT)), name)
         for file in FILES
-        for _, name, _ in calls(file.read_text(encoding="utf-8"))
+        for _, name in uses(file.read_text(encoding="utf-8"))
     }
     assert set(ALLOWED) <= used
 
@@ -138,6 +184,15 @@ def test_exceptions_are_still_needed():
         "import pickle as p\np.loads(x)",
         "from pickle import loads as f\nf(x)",
         "import torch\ntorch.load(p)",
+        "import torch\ntorch.jit.load(p)",
+        "import torch.distributed.checkpoint as dcp\ndcp.FileSystemReader(p)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(s, checkpoint_id=p)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(s, storage_reader=FileReader(p))",
+        "from torch.distributed.checkpoint import load\nload(s)",
+        "from torch.distributed.checkpoint import FileSystemReader",
+        "import torch.distributed.checkpoint as dcp\nclass Reader(dcp.FileSystemReader): ...",
+        "import pickle\nread = pickle.loads",
+        "import torch\ntorch.distributed.checkpoint.load(s)",
         "import torch.distributed as dist\ndist.all_gather_object(a, b)",
         "import yaml\nyaml.load(x)",
         "import subprocess\nsubprocess.run(x, shell=True)",

@@ -12,12 +12,10 @@ import contextlib
 import json
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -26,6 +24,7 @@ from typing import Any
 
 from areal.api import reward_worker
 from areal.api.config.limits import ProcessLimits
+from areal.api.scratch import ScratchFolder
 from areal.api.secret_text import is_secret
 
 MAX_REPLY_BYTES = 1 << 20
@@ -40,9 +39,9 @@ class RewardProcess:
     """One child process, the folder it may write in, and what was sent to it."""
 
     def __init__(self, now: float, limits: ProcessLimits | None) -> None:
-        self.folder = tempfile.mkdtemp(prefix="areal-reward-")
+        self._scratch = ScratchFolder("reward")
         try:
-            self.process, self.channel = _spawn(limits, self.folder)
+            self.process, self.channel = _spawn(limits, str(self._scratch.path))
         except OSError:
             self.forget_folder()
             raise
@@ -77,7 +76,7 @@ class RewardProcess:
 
     def forget_folder(self) -> None:
         """When the process is gone: what it wrote goes too."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._scratch.close()
 
 
 def _spawn(limits: ProcessLimits | None, folder: str) -> tuple[subprocess.Popen, socket.socket]:

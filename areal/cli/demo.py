@@ -123,7 +123,7 @@ def make_model(folder: Path) -> None:
     from areal.models.hf_io import build_model, save_hf
     from areal.utils.fs import atomic_folder
 
-    with atomic_folder(folder) as scratch:
+    with atomic_folder(folder, private=False) as scratch:
         tokenizer = build_char_tokenizer(scratch)
         config = {
             "architectures": ["Qwen3ForCausalLM"],

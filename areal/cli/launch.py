@@ -121,7 +121,8 @@ def launch_ray(args: argparse.Namespace) -> int:
 def launch_slurm(args: argparse.Namespace) -> int:
     from areal.cli.train import checked_config
     from areal.infra.launcher.slurm import submit, write_script
-    from areal.utils.fs import atomic_write_text
+    from areal.utils.fs import atomic_write_text, private_folder
+    from areal.utils.run_paths import RunPaths
 
     overrides = [*args.overrides, *_machine_overrides(args)]
     config = checked_config([args.config, *overrides, "scheduler.type=ray"])
@@ -130,7 +131,8 @@ def launch_slurm(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return 0
-    job.logs.mkdir(parents=True, exist_ok=True)  # Slurm writes there, and makes no folder
+    RunPaths.of(config).make_root()
+    private_folder(job.logs)  # Slurm writes there, and makes no folder
     script = job.logs / "slurm.sh"
     atomic_write_text(script, text)
     print(f"submitted job {submit(script)}; its logs: {job.logs}")

@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
 def _summary(counts: dict[str, int], reasons: list[tuple[str, str, int]]) -> str:
     lines = [f"{state:<10}{count:>10,}" for state, count in counts.items()]
     lines += [f"  {state}: {why or 'too old for its batch'}: {n:,}" for state, why, n in reasons]
-    lines.append("balanced: every prompt issued has one state, and no number is missing")
+    lines.append(
+        "balanced: every prompt issued has one state, and no number of a prompt or step is missing"
+    )
     return "\n".join(lines)
 
 

@@ -73,19 +73,11 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
     from areal.utils.startup import stage
 
     with stage("libraries"):
-        from areal.api.scheduler_api import WorkerFailedError
-        from areal.rollout.failures import RolloutFailedError
         from areal.trainer.experiment import run_experiment
-        from areal.utils.child_process import ProcessKilledError
-        from areal.utils.restart import come_again, stay_down
-        from areal.utils.run_db import RunDatabaseError
     try:
         run_experiment(config)
-    except (OSError, RolloutFailedError, RunDatabaseError):
-        stay_down()
-        raise
-    except (WorkerFailedError, ProcessKilledError):
-        come_again()
+    except (OSError, RuntimeError) as error:
+        tell_parent(error)
         raise
     return 0
 
@@ -95,6 +87,29 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
     heard_a_signal()
     raise KeyboardInterrupt
+
+
+def tell_parent(error: BaseException) -> None:
+    """Whether it is of use to start the run again; nothing where only progress can tell, as with
+    faults of a network, which are OSErrors too."""
+    from areal.api.scheduler_api import WorkerFailedError
+    from areal.rollout.failures import RolloutFailedError
+    from areal.utils.child_process import ProcessKilledError
+    from areal.utils.fs import is_disk_fault
+    from areal.utils.restart import come_again, stay_down
+    from areal.utils.run_db import RunDatabaseError
+
+    causes: list[BaseException] = [error]  # a fault in another thread comes as the cause
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    if any(
+        isinstance(cause, RolloutFailedError | RunDatabaseError)
+        or (isinstance(cause, OSError) and is_disk_fault(cause))
+        for cause in causes
+    ):
+        stay_down()
+    elif isinstance(error, WorkerFailedError | ProcessKilledError):
+        come_again()
 
 
 def _supervise(config: Any) -> int | None:

@@ -1,10 +1,10 @@
-"""Resumable state of a training engine, in torch's distributed checkpoint format.
+"""Resumable state of a training engine, sharded over its ranks.
 
 Holds the float32 master weights, the optimizer's moments, the buffers, the place in the
 learning-rate schedule and the policy version: everything that training on depends on, without
 frozen weights. Each rank writes what it holds, and any layout of ranks can load it. The folder
 appears whole or not at all, with a manifest of checksums that is verified before anything of it is
-loaded.
+loaded. torch.distributed.checkpoint plans who writes and reads what, shard_storage.py does it.
 
     save(path, model, optimizer, version, ranks)                 # training waits
     snapshot = capture(model, optimizer, version, ranks)         # training waits for a copy in
@@ -31,10 +31,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from areal.engine.process_group import on_all_ranks, on_first_rank
+from areal.engine.shard_storage import ShardReader, ShardWriter
 from areal.utils.fs import atomic_folder
 from areal.utils.manifest import check_files, describe, list_files, read_manifest, write_manifest
 
@@ -128,7 +128,9 @@ def load(
     state = _state(model, optimizer, 0)
     _check_fit(path, state, ranks)
     try:
-        dcp.load(state, checkpoint_id=path, process_group=ranks, no_dist=ranks is None)
+        dcp.load(
+            state, storage_reader=ShardReader(path), process_group=ranks, no_dist=ranks is None
+        )
     except CheckpointException as error:
         raise RuntimeError(f"cannot load {path}: {_cause(error)}") from error
     version, lr_step, num_skipped_steps = state["counters"].tolist()
@@ -146,14 +148,14 @@ def digests(path: str | Path) -> dict[str, str]:
     """
     path = Path(path)
     _verify(path, None)
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = ShardReader(path).read_metadata().state_dict_metadata
     found, part = {}, {}
     for place, (name, entry) in enumerate(sorted(stored.items()), start=1):
         part[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         # One call for many tensors, since each reads the list of all; not more than fit in memory.
         is_full = sum(tensor.nbytes for tensor in part.values()) >= _DIGEST_BYTES
         if is_full or place == len(stored):
-            dcp.load(part, checkpoint_id=path, no_dist=True)
+            dcp.load(part, storage_reader=ShardReader(path), no_dist=True)
             found |= {name: _digest(tensor) for name, tensor in part.items()}
             part = {}
     return found
@@ -181,7 +183,8 @@ def _write_shards(
 ) -> None:
     """What one rank cannot write fails on all of them."""
     try:
-        dcp.save(state, checkpoint_id=scratch, process_group=ranks, no_dist=ranks is None)
+        writer = ShardWriter(scratch)
+        dcp.save(state, storage_writer=writer, process_group=ranks, no_dist=ranks is None)
     except CheckpointException as error:  # no Exception in torch: nobody else would catch it
         cause = _cause(error)
         if isinstance(cause, OSError):
@@ -197,6 +200,7 @@ def _verify(path: Path, ranks: dist.ProcessGroup | None) -> None:
             raise FileNotFoundError(f"no checkpoint at {path}")
         manifest = read_manifest(path)
         check_files(path, manifest, _share(sorted(manifest.files), ranks))
+        ShardReader(path).read_metadata()
 
     on_all_ranks(ranks, verify_share)
 
@@ -212,12 +216,8 @@ def _check_fit(
     # Pipeline stages ask for their own tensors, and for all of them together.
     shapes = on_all_ranks(ranks, lambda: {name: list(x.shape) for name, x in state.items()})
     own = {name: shape for part in shapes for name, shape in part.items()}
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    sizes = {
-        name: list(entry.size)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    stored = ShardReader(path).read_metadata().state_dict_metadata
+    sizes = {name: list(entry.size) for name, entry in stored.items()}
     if not any(name.startswith(_MOMENTS) for name in state):
         sizes = {name: size for name, size in sizes.items() if not name.startswith(_MOMENTS)}
     odd = [name for name in sorted(own.keys() | sizes.keys()) if own.get(name) != sizes.get(name)]
@@ -231,14 +231,8 @@ def _check_fit(
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong on the first of the failed ranks.
-
-    A full disk makes torch's file writer fail again while it closes: the OSError below is it.
-    """
-    first = cause = next(iter(error.failures.values()))[0]
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause or first
+    """What went wrong on the first of the failed ranks."""
+    return next(iter(error.failures.values()))[0]
 
 
 def _state(model: nn.Module, optimizer: Resumable | None, version: int) -> State:

@@ -12,16 +12,17 @@ every user of the machine can read the arguments of a process.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
+from areal.api.scratch import ScratchFolder
 from areal.engine.server_control import ControlClient, ServerError
 from areal.engine.server_launch import launch_server
 from areal.engine.server_protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
 from areal.utils.child_process import ChildProcess
+from areal.utils.fs import atomic_write_text
 
 _STATS = {
     "sglang:num_running_reqs": "running",
@@ -146,13 +147,13 @@ def launch_sglang_server(
         "random-seed": seed,
     }
     flags = {"enable-lora": enable_lora, "enable-metrics": True}
-    with tempfile.NamedTemporaryFile("w", prefix="areal-sglang-", suffix=".yaml") as file:  # 0600
-        json.dump({"api-key": token}, file)
-        file.flush()
+    with ScratchFolder("sglang") as folder:
+        file = folder / "key.yaml"
+        atomic_write_text(file, json.dumps({"api-key": token}), durable=False)
         return launch_server(
             SGLangProtocol.kind,
             [str(python), "-m", "sglang.launch_server"],
-            {"config": file.name, **options},
+            {"config": str(file), **options},
             flags,
             extra_args,
             env={"OMP_NUM_THREADS": str(threads)},

@@ -28,6 +28,16 @@ _FAULTS = {
         SELECT task_id FROM tasks
         WHERE (state IN ('issued', 'finished')) = (closed_version IS NOT NULL)""",
 }
+# Every step trains on one prompt at least, also a dynamic batch: steps are 0, 1, ... without a
+# hole, and the statistics of a step come after its prompts. A run of rows has no prompts.
+_STEP_FAULTS = {
+    "trained steps come after a step that trained on nothing": """
+        SELECT DISTINCT step FROM tasks WHERE state = 'trained' AND step > 0 AND step - 1 NOT IN
+        (SELECT step FROM tasks WHERE state = 'trained')""",
+    "recorded steps trained on nothing": """
+        SELECT step FROM steps WHERE step >= 0 AND EXISTS (SELECT 1 FROM tasks) AND step NOT IN
+        (SELECT step FROM tasks WHERE state = 'trained')""",
+}
 
 
 def balance(connection: sqlite3.Connection) -> dict[str, int]:
@@ -35,12 +45,13 @@ def balance(connection: sqlite3.Connection) -> dict[str, int]:
     counts = dict.fromkeys(STATES, 0)
     for state, count in connection.execute("SELECT state, count(*) FROM tasks GROUP BY state"):
         counts[state] = count
-    for fault, sql in _FAULTS.items():
-        found = [task_id for (task_id,) in connection.execute(sql)]
-        if found:
-            raise RuntimeError(
-                f"the ledger does not balance: {len(found)} {fault}, e.g. tasks {found[:5]}"
-            )
+    for kind, faults in (("tasks", _FAULTS), ("steps", _STEP_FAULTS)):
+        for fault, sql in faults.items():
+            found = sorted(number for (number,) in connection.execute(sql))
+            if found:
+                raise RuntimeError(
+                    f"the ledger does not balance: {len(found)} {fault}, e.g. {kind} {found[:5]}"
+                )
     return counts | {"total": sum(counts.values())}
 
 

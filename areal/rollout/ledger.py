@@ -134,7 +134,7 @@ class Ledger:
 
         What later weights wrote or trained on did not happen: such a task is issued again, unless
         its trajectory is stored and was written by weights up to `version`, which makes it good as
-        it is. A failure at `version` or later gets another chance. Step statistics after `step` go.
+        it is. A failure at `version` or later gets another chance.
         A run without a recover point calls `rewind(-1, 0)`.
         """
         where = {"step": step, "version": version}
@@ -145,7 +145,6 @@ class Ledger:
                 "UPDATE tasks SET step = NULL WHERE state = 'rejected' AND step > :step", where
             )
             _delete_trajectories(connection, "state = 'issued'")
-            connection.execute("DELETE FROM steps WHERE step > :step", where)
         return self._resume(version)
 
     def issue_again(self, task_ids: Sequence[int]) -> None:

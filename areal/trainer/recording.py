@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from areal.api.cli_args import PPOConfig, experiment_class, load_expr_config
+from areal.api.scratch import ScratchFolder
 from areal.rollout import books
 from areal.trainer.identity import run_identity
 from areal.utils.recover import RecoverPoint, RecoverStore
-from areal.utils.run_db import Start, open_read_only, read_start, read_steps
+from areal.utils.run_db import Start, open_read_only, read_ledger_view, read_start, read_steps
 from areal.utils.run_paths import RunPaths
 
 
@@ -39,12 +39,14 @@ def read_recording(folder: str | Path, step: int) -> Recording:
     paths = RunPaths(Path(folder).absolute())  # ranks may have another working directory
     with closing(open_read_only(paths.database)) as connection:
         connection.execute("BEGIN")  # one moment of a run that goes on
+        ledger = read_ledger_view(connection, paths.database)
         statistics = dict(read_steps(connection))
         _check_trained(step, list(statistics), paths)
         start = _start(connection, step, paths)
         config = _load_config(start, paths)
         identity = run_identity(config, start.dataset_size)
-        points = {p.global_step: p for p in RecoverStore(paths.recover, identity=identity).points()}
+        store = RecoverStore(paths.recover, lambda: ledger, identity=identity)
+        points = {point.global_step: point for point in store.points()}
         batch = [data for _, data in books.trained(connection, step)]
         if step - 1 not in points or None in batch:
             stored = books.steps_with_trajectories(connection)
@@ -62,19 +64,15 @@ def _check_trained(step: int, recorded: list[int], paths: RunPaths) -> None:
 
 
 def _start(connection: sqlite3.Connection, step: int, paths: RunPaths) -> Start:
-    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'starts'").fetchone()
-    start = read_start(connection, step) if known else None
+    start = read_start(connection, step)
     if start is None:
-        raise ValueError(
-            f"{paths.database} does not say with which config step {step} was trained: it was "
-            "written by an older areal"
-        )
+        raise ValueError(f"{paths.database} does not say with which config step {step} was trained")
     return start
 
 
 def _load_config(start: Start, paths: RunPaths) -> PPOConfig:
-    with TemporaryDirectory(prefix="areal-replay-") as scratch:
-        file = Path(scratch) / "config.yaml"
+    with ScratchFolder("replay") as scratch:
+        file = scratch / "config.yaml"
         file.write_text(start.config, encoding="utf-8")
         config, _ = load_expr_config([str(file)], experiment_class([str(file)]))
     if not isinstance(config, PPOConfig):

@@ -18,12 +18,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from areal.api.cli_args import PerfTracerConfig, PPOConfig, StatsLoggerConfig
+from areal.api.scratch import ScratchFolder
 from areal.engine.checkpoint import digests
 from areal.rollout.trajectory import decode
 from areal.trainer.base import Trainer
@@ -70,13 +70,13 @@ class Replay:
 
 def replay(recording: Recording) -> Replay:
     start = recording.start
-    with TemporaryDirectory(prefix="areal-replay-") as scratch, _threads(start.world["threads"]):
+    with ScratchFolder("replay") as scratch, _threads(start.world["threads"]):
         config = _apart(recording.config, scratch)
         with _Rehearsal(config, range(start.dataset_size)) as rehearsal:
             replayed = rehearsal.train(recording)
             state = None
             if recording.point_after is not None:
-                state = rehearsal.compare_state(recording.point_after, Path(scratch) / "replayed")
+                state = rehearsal.compare_state(recording.point_after, scratch / "replayed")
         world = _paired(start.world, numeric_world())
     return Replay(
         recording.step,
@@ -113,11 +113,11 @@ class _Rehearsal(Trainer):
         return compared
 
 
-def _apart(config: PPOConfig, scratch: str) -> PPOConfig:
+def _apart(config: PPOConfig, scratch: Path) -> PPOConfig:
     """The same training in another folder, told to no tracker."""
     return replace(
         config,
-        cluster=replace(config.cluster, fileroot=scratch),
+        cluster=replace(config.cluster, fileroot=str(scratch)),
         stats_logger=StatsLoggerConfig(),
         perf_tracer=PerfTracerConfig(),
     )

@@ -23,11 +23,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from areal.api import scratch
 from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
@@ -40,6 +41,7 @@ from areal.trainer.world import numeric_world
 from areal.utils import logging, perf_tracer, stats_tracker
 from areal.utils.fs import atomic_write_text
 from areal.utils.perf_tracer import phase
+from areal.utils.recover import RecoverError, newest_step
 from areal.utils.run_db import RunDatabase, Start
 from areal.utils.run_paths import RunPaths
 from areal.utils.saver import save_checkpoint
@@ -77,17 +79,21 @@ class Run:
         self._setup_timeout_s = config.actor.setup_timeout
         self._committed_at = time.perf_counter()
         self._config_text = dump_yaml(config)
+        self._has_begun = False
         with ExitStack() as stack:
             stack.enter_context(self.paths.made())
+            stack.enter_context(self._no_ledger_left_by_a_refusal())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
             self.watchdog = stack.enter_context(
                 watched(config.watchdog.seconds, stacks_file=self.paths.stacks)
             )
+            identity = run_identity(config, dataset_size)
             self._recovery = stack.enter_context(
-                Recovery(self.paths.recover, config.recover, run_identity(config, dataset_size))
+                Recovery(self.paths.recover, config.recover, identity, self.database)
             )
-            self._recovery.check_identity()
+            self._recovery.check_origin()
+            stack.enter_context(scratch.kept_in(self.paths.scratch))
             trackers = open_trackers(
                 config.stats_logger,
                 experiment_name=config.experiment_name,
@@ -130,7 +136,10 @@ class Run:
         with stage("recover point", limit_s=self._setup_timeout_s):
             point = self._recovery.read(self.load)
         first = 0 if point is None else point.global_step + 1
+        if point is None and (undone := self.database.ledger_view().num_steps) > 0:
+            logger.warning("%d steps are done again: no recover point was written", undone)
         atomic_write_text(self.paths.config, self._config_text)
+        self._has_begun = True
         self.database.record_start(
             Start(first, self._config_text, self.ft_spec.dataset_size, numeric_world())
         )
@@ -208,6 +217,18 @@ class Run:
     def __exit__(self, *exc_info: Any) -> None:
         self._closing.__exit__(*exc_info)
 
+    @contextmanager
+    def _no_ledger_left_by_a_refusal(self) -> Iterator[None]:
+        """What is refused before the first step leaves no ledger that was not there: the lost one
+        can be put back."""
+        had_ledger = self.paths.database.exists()
+        try:
+            yield
+        except (ValueError, FileNotFoundError, RecoverError):
+            if not had_ledger and not self._has_begun:
+                self.paths.database.unlink(missing_ok=True)
+            raise
+
     def _speed(self, tokens: float) -> dict[str, float]:
         """From commit to commit, so that no part of the loop goes uncounted."""
         now = time.perf_counter()
@@ -220,9 +241,7 @@ class Run:
     def _start_recover_point(self, step: StepInfo) -> None:
         self._settle(self._recovery.wait())
         state = {name: holder.state_dict() for name, holder in self._states().items()}
-        self._recovery.start(
-            step.global_step, self.roles.capture(), state, before=self.database.flush
-        )
+        self._recovery.start(step.global_step, self.roles.capture(), state)
 
     def _settle(self, has_written: bool) -> None:
         if has_written:
@@ -253,17 +272,21 @@ def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneS
 
 def _open_database(paths: RunPaths, resumes: bool) -> RunDatabase:
     """The run's database; refuses to write into an earlier run that is not to be resumed."""
-    if paths.config.exists() and not resumes:
-        raise ValueError(
-            f"{paths.root} holds an earlier run: set recover.mode=on to go on with it, "
-            "or choose another trial_name"
-        )
+    can_go_on = newest_step(paths.recover) is not None
+    advice = "set recover.mode=on to go on with it, or " if can_go_on else ""
+    refusal = ValueError(f"{paths.root} holds an earlier run: {advice}choose another trial_name")
+    if not resumes and (paths.config.exists() or can_go_on):
+        raise refusal
     enough = 16 << 20
-    paths.root.mkdir(parents=True, exist_ok=True)
+    paths.make_root()
     free = shutil.disk_usage(paths.root).free
     if free < enough:
         raise RuntimeError(f"{paths.root}: only {free >> 20} MiB of disk are free")
-    return RunDatabase(paths.database)
+    database = RunDatabase(paths.database)
+    if not resumes and database.query("SELECT 1 FROM starts LIMIT 1"):  # without its config.yaml
+        database.close()
+        raise refusal
+    return database
 
 
 def _timer(config: TimerConfig) -> FrequencyTimer:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal.api.secret_text import hide_secrets
+from areal.utils.fs import open_private, private_folder
 
 _KEPT_LINES = 50
 _SHOWN_LINES = 5  # of a child with a log; the very last one often says the least
@@ -296,8 +297,8 @@ def _popen(argv: list[str], env: dict[str, str], pass_fds: Sequence[int]) -> sub
 def _open_log(path: str | Path | None) -> IO[str] | None:
     if path is None:
         return None
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed at the end)
+    private_folder(Path(path).parent)
+    return open_private(path, "a", encoding="utf-8", errors="replace")
 
 
 _SPAWNER = _Spawner()

@@ -5,12 +5,16 @@ onto its final name, so a reader, a full disk or `kill -9` never meets half a fi
 either what it held before or everything that was written. On an error the sibling is removed and
 the OSError names the target. A process killed in the middle leaves only a hidden sibling behind;
 `remove_leftovers` clears those.
+
+What is made here is private to its user whatever the umask says (folders 0700, files 0600), but for
+folders that are meant to be passed on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import secrets
@@ -19,26 +23,43 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
+# What a disk answers that is full, broken, read-only or not ours. Faults of a network, which are
+# OSErrors too, have other numbers, or none.
+_DISK_FAULTS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV),
+    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE),
+}
 _READ_BYTES = 16 << 20
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LEFTOVER = re.compile(r"^\..+\.tmp-(\d+)-[0-9a-f]{8}$")
 
 
 @contextlib.contextmanager
-def atomic_folder(path: str | Path, *, durable: bool = True) -> Iterator[Path]:
+def atomic_folder(
+    path: str | Path, *, durable: bool = True, private: bool = True
+) -> Iterator[Path]:
     """Yields an empty folder to fill; on leaving the block it becomes `path`.
 
     A folder already at `path` is replaced in one step. `durable=False` skips the flush, for
-    folders in memory and others that need not outlive the machine's power.
+    folders in memory and others that need not outlive the machine's power. `private=False` leaves
+    the modes to the umask, for what its user may want to give to others.
 
         with atomic_folder(run / "recover" / "step_7") as folder:
             (folder / "state.json").write_text(text)
     """
     target = Path(path)
-    with _leaving_nothing_behind(target) as scratch:
-        scratch.mkdir()
+    with _leaving_nothing_behind(target, private) as scratch:
+        if private:
+            private_folder(scratch)
+        else:
+            scratch.mkdir()
         yield scratch
+        if private:
+            _make_private(scratch)
         if durable:
             _flush_tree(scratch)
         _move_onto(scratch, target)
@@ -49,8 +70,8 @@ def atomic_folder(path: str | Path, *, durable: bool = True) -> Iterator[Path]:
 def atomic_write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -> None:
     """Puts `data` at `path`, replacing what was there."""
     target = Path(path)
-    with _leaving_nothing_behind(target) as scratch:
-        with scratch.open("xb") as file:
+    with _leaving_nothing_behind(target, private=True) as scratch:
+        with open_private(scratch, "xb") as file:
             file.write(data)
             file.flush()
             if durable:
@@ -63,6 +84,37 @@ def atomic_write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -
 def atomic_write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
     """`atomic_write_bytes` of `text` in UTF-8."""
     atomic_write_bytes(path, text.encode(), durable=durable)
+
+
+def private_folder(path: str | Path) -> Path:
+    """Makes the folder and what is missing above it, for this user alone; returns it."""
+    path = Path(path)
+    if not path.is_dir():
+        private_folder(path.parent)
+        path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+        _set_mode(path, _FOLDER_MODE)
+    return path
+
+
+def set_private(path: str | Path) -> None:
+    """The mode of one file or folder that is there already."""
+    _set_mode(path, _FOLDER_MODE if Path(path).is_dir() else _FILE_MODE)
+
+
+def open_private(path: str | Path, mode: str, **options: Any) -> IO[Any]:
+    """`open` for writing: the file is this user's alone, also if it was there before."""
+
+    def opener(path: str, flags: int) -> int:
+        descriptor = os.open(path, flags, _FILE_MODE)
+        _set_mode(descriptor, _FILE_MODE)
+        return descriptor
+
+    return open(path, mode, opener=opener, **options)
+
+
+def is_disk_fault(error: OSError) -> bool:
+    """Whether a disk has refused something; else it is a network, or another process."""
+    return error.errno in _DISK_FAULTS
 
 
 def checksum(path: str | Path) -> int:
@@ -97,9 +149,12 @@ def remove_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _leaving_nothing_behind(target: Path) -> Iterator[Path]:
+def _leaving_nothing_behind(target: Path, private: bool) -> Iterator[Path]:
     """Yields a fresh sibling name of `target`; what still has that name at the end is removed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if private:
+        private_folder(target.parent)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
     scratch = _sibling(target)
     try:
         yield scratch
@@ -122,10 +177,10 @@ def _write_fault(err: Exception, scratch: Path) -> int | None:
     if isinstance(err, OSError) and err.errno is not None:
         # A failed write of an open file names no file.
         is_about = err.filename is None or str(scratch) in str(err.filename)
-        return err.errno if is_about else None
+        return err.errno if is_about and is_disk_fault(err) else None
     # safetensors and tokenizers write in Rust, and a full disk is no OSError there.
     match = _RUST_OS_ERROR.search(str(err))
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) in _DISK_FAULTS else None
 
 
 def _remove(path: Path) -> None:
@@ -133,6 +188,20 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _make_private(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        _set_mode(parent, _FOLDER_MODE)
+        for path in (os.path.join(parent, name) for name in names):
+            if not os.path.islink(path):  # what it points to is not ours to change
+                _set_mode(path, _FILE_MODE)
+
+
+def _set_mode(path: int | str | Path, mode: int) -> None:
+    # Some file systems know no modes; what guards a run there is up to whoever mounted it.
+    with contextlib.suppress(OSError):
+        os.chmod(path, mode)
 
 
 def _flush_tree(folder: Path) -> None:

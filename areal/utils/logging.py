@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from areal.api.secret_text import hide_secrets
+from areal.utils.fs import open_private, private_folder
 
 __all__ = [
     "CRITICAL",
@@ -114,7 +115,7 @@ def quiet(level: int = WARNING) -> Iterator[None]:
 def log_to_file(path: str | Path) -> Iterator[None]:
     """Append every line, uncoloured and dated, to `path` while the block runs."""
     _install_handler()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    private_folder(Path(path).parent)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_LineFormatter("%Y-%m-%d %H:%M:%S", colored=False))
     root = std_logging.getLogger(_ROOT)
@@ -130,6 +131,9 @@ def log_to_file(path: str | Path) -> Iterator[None]:
 class _LogFile(std_logging.FileHandler):
     """Lines that a full disk does not take are lost, and nobody is told: whoever writes what the
     run needs meets the same disk and stops with the cause."""
+
+    def _open(self) -> TextIO:
+        return open_private(self.baseFilename, self.mode, encoding=self.encoding)
 
     def handleError(self, record: std_logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):

@@ -89,7 +89,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(str(folder), MANIFEST, fault)
     if own_checksum is None or _with_own_checksum(body) != raw:
         raise DamagedError(str(folder), MANIFEST, "its checksum differs from its text")
-    manifest = Manifest(files=body["files"], facts=body["facts"])
+    files, facts = body.get("files"), body.get("facts")
+    if not isinstance(facts, dict) or not _are_descriptions(files):
+        raise DamagedError(str(folder), MANIFEST, "malformed")
+    manifest = Manifest(files, facts)
     _check_names(folder, manifest)
     return manifest
 
@@ -108,6 +111,12 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         for _ in threads.map(check, names):
             pass
+
+
+def _are_descriptions(files: Any) -> bool:
+    return isinstance(files, dict) and all(
+        isinstance(facts, dict) and facts.keys() == {"nbytes", "sha256"} for facts in files.values()
+    )
 
 
 def _check_names(folder: Path, manifest: Manifest) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.utils import logging, stats_tracker, waits
-from areal.utils.fs import atomic_write_text
+from areal.utils.fs import atomic_write_text, open_private, private_folder
 
 logger = logging.getLogger("PerfTracer")
 
@@ -43,7 +43,7 @@ class PerfTracer:
 
     def __init__(self, path: str | Path, process: str) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self._path.parent)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._events: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ class PerfTracer:
     def _write(self) -> None:
         lines = "".join(json.dumps(event) + "\n" for event in self._events)
         self._events.clear()
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_private(self._path, "a", encoding="utf-8") as file:
             file.write(lines)
 
 

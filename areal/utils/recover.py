@@ -1,13 +1,19 @@
 """Recover points: what a killed run goes on from.
 
 A point is a folder `step_{G}` with the engines' files, `state.json` (the run's small state) and
-`manifest.json` (checksums of every other file, and the run's identity). It appears in one rename
-after everything is on the disk; the point before it stays until then, so no crash destroys the only
-copy. A point that does not verify is an error, never a silent fresh start.
+`manifest.json` (checksums of every other file, the run's identity, and the mark of its place in the
+ledger). It appears in one rename after everything is on the disk; the point before it stays until
+then, so no crash destroys the only copy. A point that does not verify is an error, never a silent
+fresh start.
 
-    store = RecoverStore(paths.recover, identity={"actor.path": "..."}, keep=2)
-    store.save(step, lambda folder: write(folder / "actor"), {"timer": timer.state_dict()})
+    store = RecoverStore(paths.recover, database.ledger_view, identity={"actor.path": "..."})
+    mark = database.mark_recover_point(step)
+    store.save(step, mark, lambda folder: write(folder / "actor"), {"timer": timer.state_dict()})
     state = store.read_newest(lambda point: point.load())      # None: a fresh run
+
+A ledger goes with a point if it holds the point's mark: then it has recorded all that is in the
+weights, and what it has recorded since is undone. Any other ledger would have its prompts trained
+twice. And a ledger that knows of points whose folder is gone belongs to no fresh run.
 
 Engines check their own files when they load them (see utils/manifest.py), so that each byte is read
 once, by the rank that wants it.
@@ -32,6 +38,7 @@ from areal.utils.manifest import (
     read_manifest,
     write_manifest,
 )
+from areal.utils.run_db import LedgerView
 
 logger = logging.getLogger("Recover")
 
@@ -45,17 +52,23 @@ class RecoverError(RuntimeError):
     """A recover point exists but cannot be used; the text says why and what to do."""
 
 
+class ForeignLedgerError(DamagedError):
+    """A recover point is whole, and belongs to another ledger, or to a later one."""
+
+
 class RecoverStore:
     """The recover points of one run, under `root`; one process owns it.
 
-    `identity` holds the config values that must be the same when the run goes on (JSON values by
-    dotted key): weights of one model must not be loaded into another. `on_damage` says what happens
-    when the newest point is damaged: an error, or the point before it is taken.
+    `ledger` tells what the run's database knows. `identity` holds the config values that must be
+    the same when the run goes on (JSON values by dotted key): weights of one model must not be
+    loaded into another. `on_damage` says what happens when the newest point is damaged, or of
+    another ledger: an error, or the point before it is taken.
     """
 
     def __init__(
         self,
         root: Path,
+        ledger: Callable[[], LedgerView],
         *,
         identity: Mapping[str, Any],
         keep: int = 2,
@@ -64,25 +77,34 @@ class RecoverStore:
         if keep < 1:
             raise ValueError(f"recover.keep must be at least 1, got {keep}")
         self._root = root
+        self._ledger = ledger
         self._identity = json.loads(json.dumps(identity))  # as it will be read back
         self._keep = keep
         self._on_damage = on_damage
 
     def save(
-        self, global_step: int, write_files: Callable[[Path], None], state: Mapping[str, Any]
+        self,
+        global_step: int,
+        mark: str,
+        write_files: Callable[[Path], None],
+        state: Mapping[str, Any],
     ) -> Path:
-        """Write the point after `global_step`; older points beyond `keep` go afterwards."""
+        """Write the point after `global_step`; older points beyond `keep` go afterwards.
+
+        The ledger has `mark`, on the disk.
+        """
         path = self._root / f"step_{global_step}"
         with atomic_folder(path) as scratch:
             write_files(scratch)
             (scratch / _STATE).write_text(json.dumps(state), encoding="utf-8")
             files = describe(scratch, list_files(scratch))
-            write_manifest(scratch, files, {"global_step": global_step, "identity": self._identity})
+            facts = {"global_step": global_step, "identity": self._identity, "mark": mark}
+            write_manifest(scratch, files, facts)
         self._prune(global_step)
         return path
 
     def read_newest(self, read: Callable[[RecoverPoint], T]) -> T | None:
-        """What `read` makes of the newest point; None when the run has none.
+        """What `read` makes of the newest point; None when the run has none and never had.
 
         A DamagedError that `read` meets is a RecoverError, or sends it to the point before.
         """
@@ -97,11 +119,17 @@ class RecoverStore:
                 if is_last:
                     raise _refusal(point, error, has_previous=number < len(points)) from error
                 logger.warning("%s; taking the recover point before it", error)
+        self._check_nothing_is_lost()
         return None
+
+    def newest_path(self) -> Path | None:
+        """Of the newest point, unverified."""
+        return next(reversed(self._paths()), None)
 
     def points(self) -> list[RecoverPoint]:
         """Newest first, unverified."""
-        return [RecoverPoint(path, self._identity) for path in reversed(self._paths())]
+        ledger = self._ledger()
+        return [RecoverPoint(path, self._identity, ledger) for path in reversed(self._paths())]
 
     def oldest_step(self) -> int | None:
         """The step of the oldest point kept: nobody will ask for anything before it."""
@@ -110,6 +138,21 @@ class RecoverStore:
 
     def _paths(self) -> list[Path]:
         return _points_in(self._root)
+
+    def _check_nothing_is_lost(self) -> None:
+        """A run that was killed before its first point starts over; others do not."""
+        ledger = self._ledger()
+        if ledger.whole is not None:
+            lost = f"its recover point after step {ledger.whole + 1}"
+        elif ledger.is_finished:
+            lost = "its end, without recover points"
+        else:
+            return
+        raise RecoverError(
+            f"{ledger.path} records a run of {ledger.num_steps} steps and {lost}, and {self._root} "
+            f"holds no recover point to go on from: put that folder back, choose another "
+            f"trial_name, or remove {ledger.path.parent} to start over"
+        )
 
     def _prune(self, newest_step: int) -> None:
         """Points after the newest are of a future that did not happen: a damaged one was left."""
@@ -125,6 +168,7 @@ class RecoverPoint:
 
     path: Path
     identity: dict[str, Any]  # of the run that wants to go on
+    ledger: LedgerView  # likewise
 
     @property
     def global_step(self) -> int:
@@ -133,17 +177,20 @@ class RecoverPoint:
 
     def load(self) -> dict[str, Any]:
         """Verify the point, but for what manifests of engines vouch for, and return the state."""
-        self.check_identity()
+        self.check_origin()
         manifest = read_manifest(self.path)
         check_files(self.path, manifest, manifest.files)
         if _STATE not in manifest.files:
             raise DamagedError(str(self.path), _STATE, "missing")
         return json.loads((self.path / _STATE).read_text(encoding="utf-8"))
 
-    def check_identity(self) -> None:
-        """ValueError when the run that wants to go on is another one than was saved."""
+    def check_origin(self) -> None:
+        """ValueError when the run that wants to go on is another one than was saved, DamagedError
+        when its ledger is."""
         facts = read_manifest(self.path).facts
-        saved = facts["identity"]
+        saved = facts.get("identity")
+        if not isinstance(saved, dict) or not {"global_step", "mark"} <= facts.keys():
+            raise DamagedError(str(self.path), "manifest.json", "written by another areal")
         changed = [
             f"{key} was {saved.get(key)!r}, now {self.identity.get(key)!r}"
             for key in sorted(saved.keys() | self.identity.keys())
@@ -157,6 +204,18 @@ class RecoverPoint:
         if facts["global_step"] != self.global_step:
             fault = f"foreign, of step {facts['global_step']}"
             raise DamagedError(str(self.path), "manifest.json", fault)
+        if self.ledger.marks.get(self.global_step) != facts["mark"]:
+            raise ForeignLedgerError(str(self.path), "manifest.json", self._ledger_fault())
+
+    def _ledger_fault(self) -> str:
+        """How the ledger at hand is known not to be the one of this point."""
+        ledger, num_steps = self.ledger, self.global_step + 1
+        if ledger.num_steps == 0:
+            return f"{ledger.path} is empty"
+        if ledger.num_steps < num_steps:
+            found = f"ends after step {ledger.num_steps}"
+            return f"{ledger.path} {found}, the point was written after step {num_steps}"
+        return f"{ledger.path} is of another run, or a copy from before the point was written"
 
 
 def newest_step(root: Path) -> int | None:
@@ -180,10 +239,17 @@ def _step_of(path: Path) -> int:
 
 def _refusal(point: RecoverPoint, error: DamagedError, *, has_previous: bool) -> RecoverError:
     folder, name, fault = error.args
-    file = (Path(folder) / name).relative_to(point.path)
     advice = "choose a new trial_name to start afresh"
     if has_previous:
         advice = f"set recover.on_damage=previous to go on from the point before it, or {advice}"
+    if isinstance(error, ForeignLedgerError):
+        database = point.ledger.path.name
+        return RecoverError(
+            f"recover point {point.path} does not belong to the run's ledger: {fault}. Going on "
+            f"would train prompts twice. Put its {database} back (with {database}-wal, where there "
+            f"is one), or {advice}"
+        )
+    file = (Path(folder) / name).relative_to(point.path)
     return RecoverError(
         f"recover point {point.path} is damaged: {file}: {fault}. To go on, {advice}"
     )

@@ -16,8 +16,8 @@ STAY_DOWN, COME_AGAIN, HEARD = b"-", b"+", b"!"
 _to_parent: int | None = None  # the end of a pipe
 
 
-def answer_to(pipe: int) -> None:
-    """In a supervised process, once: its parent reads the other end of `pipe`."""
+def answer_to(pipe: int | None) -> None:
+    """In a supervised process, once: its parent reads the other end of `pipe`. None: no parent."""
     global _to_parent
     _to_parent = pipe
 

@@ -7,8 +7,13 @@
     checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
     model/           the final weights, Hugging Face format
     weights/         publications of new weights on their way to the servers
+    tmp/             temporary folders of the run's processes (api/scratch.py)
     logs/            main.log, server logs, and dumped trajectories
     traces/          one Chrome trace (JSONL) per process
+
+The folder is its user's alone (0700), and so is all that areal writes into it (0600), whatever the
+umask says. `checkpoints/` and `model/` are guarded by the folder only: moved out of it they have
+the modes that any file of their user has.
 """
 
 from __future__ import annotations
@@ -20,13 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal.utils.fs import private_folder, set_private
+
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The paths of one run. Asking for one creates nothing."""
+    """The paths of one run. Asking for a path creates nothing; `made` and `make_root` do."""
 
     root: Path
 
@@ -39,7 +46,7 @@ class RunPaths:
         """The run's folder while the block runs. A user's mistake that ends the block before the
         run has begun (it then has a config.yaml) leaves no folder that was not there."""
         new = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.make_root()
         try:
             yield
         except (ValueError, FileNotFoundError):
@@ -49,6 +56,11 @@ class RunPaths:
                     for folder in new[1:]:
                         folder.rmdir()
             raise
+
+    def make_root(self) -> None:
+        """Make the folder; one that is there already becomes private too."""
+        self.root.parent.mkdir(parents=True, exist_ok=True)  # shared with other runs, maybe users
+        set_private(private_folder(self.root))
 
     @property
     def config(self) -> Path:
@@ -73,6 +85,10 @@ class RunPaths:
     @property
     def weights(self) -> Path:
         return self.root / "weights"
+
+    @property
+    def scratch(self) -> Path:
+        return self.root / "tmp"
 
     @property
     def logs(self) -> Path:

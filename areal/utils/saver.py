@@ -65,6 +65,6 @@ def checkpoint_name(step: StepInfo) -> str:
 
 def save_checkpoint(engine: TrainEngine, path: Path, tokenizer: Any = None) -> None:
     """Write `engine`'s weights to `path`; a checkpoint already there is replaced."""
-    with atomic_folder(path) as scratch:
+    with atomic_folder(path, private=False) as scratch:  # for others, once it is moved to them
         engine.save(SaveLoadMeta(path=str(scratch), weight_format="hf", tokenizer=tokenizer))
     logger.info("saved %s", path)

@@ -26,6 +26,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from areal.utils.fs import open_private, private_folder
+
 VARIABLE = "AREAL_STACKS"  # areal/api/reward_worker.py reads it too
 _ANSWER_S = 2.0
 _SETTLED_S = 0.1
@@ -39,7 +41,8 @@ _listening: TextIO | None = None  # kept open: the handler writes to its descrip
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[None]:
     """This process, and children that are started meanwhile, write to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
+    open_private(path, "a").close()  # made here: children open it by its name
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(path)
     takes_signal = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL  # else it is the user's own
@@ -72,8 +75,8 @@ def _stop_listening() -> None:
 
 def collect(path: Path, pid: int, *, leave_out: Collection[int] = ()) -> None:
     """Append the stacks of `pid` and its descendants to `path`, but of those to be left out."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
+    private_folder(path.parent)
+    with open_private(path, "a") as file:
         for found in [pid, *descendants(pid)]:
             if found not in leave_out:
                 with contextlib.suppress(OSError):  # it has just ended

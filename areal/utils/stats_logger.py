@@ -7,22 +7,24 @@ The console gets one line per step, of the figures a human steers by:
 
 A figure whose statistic is absent leaves no gap. What went wrong since the step before follows, by
 kind, and only what did. The whole table follows at DEBUG level. The database is written first: what
-a human has seen, a reader of the file finds.
+a human has seen, a reader of the file finds. Trackers are told in threads of their own, and what
+fails there is one more statistic (trackers.py).
 """
 
 from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from areal.utils import logging
+from areal.utils.trackers import TrackerThread, close_all
 
 if TYPE_CHECKING:
     from areal.utils.run_db import RunDatabase
-    from areal.utils.trackers import Tracker
 
 logger = logging.getLogger("StatsLogger")
 
@@ -60,6 +62,7 @@ TALLIES = {
     "rollout/workers_replaced": "workers replaced",
     "server/requests_resent": "resent",
     "server/restarts": "server restarts",
+    "trackers/failed": "tracker errors",
 }
 _MAX_KINDS = 3
 
@@ -74,7 +77,7 @@ class StatsLogger:
     def __init__(
         self,
         run_db: RunDatabase,
-        trackers: Iterable[Tracker] = (),
+        trackers: Iterable[TrackerThread] = (),
         *,
         total_steps: int,
         headline: tuple[Figure, ...] = HEADLINE,
@@ -88,6 +91,7 @@ class StatsLogger:
     def commit(self, global_step: int, stats: Mapping[str, float]) -> None:
         """Publish one step's numbers; -1 is the time before the first step."""
         # Counts weigh means that are merged; by themselves they say nothing.
+        stats = {**stats, **self._tracker_failures()}
         shown = {key: value for key, value in sorted(stats.items()) if not key.endswith("__count")}
         self._run_db.record_step(global_step, shown)
         for tracker in self._trackers:
@@ -96,10 +100,16 @@ class StatsLogger:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("statistics of step %d\n%s", global_step + 1, _table(shown))
 
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Trackers have `timeout_s` to send what they still hold. Calling it twice is fine."""
+        close_all(self._trackers, timeout_s)
         self._trackers.clear()
+
+    def _tracker_failures(self) -> dict[str, float]:
+        """Since the start, by kind; nothing when all went well."""
+        kinds = sum((tracker.failures() for tracker in self._trackers), Counter())
+        counts = {f"trackers/failed/{kind}": float(count) for kind, count in kinds.items()}
+        return counts and {"trackers/failed": float(kinds.total()), **counts}
 
     def _line(self, global_step: int, stats: Mapping[str, float]) -> str:
         figures = [f.show(stats[f.key]) for f in self._headline if f.key in stats]

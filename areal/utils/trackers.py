@@ -2,12 +2,24 @@
 
 Each is an optional package, imported only when its section of `stats_logger` switches it on. A
 tracker gets plain numbers by step and is closed once; it never sees anything else of the run.
+
+None of them can stop or hold up a run. Each lives in a thread of its own, from its opening on:
+
+    tracker thread   consumes: the numbers of each step, in order   waits for: them, and its tracker
+                     unblocked by: log(), close()                   ends: with its tracker's close
+
+What a tracker raises is warned of once per kind and counted. One that hangs loses numbers when too
+many wait for it, and is left behind at the end after `timeout_s`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -15,16 +27,92 @@ from typing import Any, Protocol
 from areal.api.config.stats import (
     StatsLoggerConfig,
     SwanlabConfig,
-    TensorBoardConfig,
     TrackioConfig,
     WandBConfig,
 )
+from areal.utils import logging
+from areal.utils.fs import private_folder
+from areal.utils.waits import waiting
+
+logger = logging.getLogger("Trackers")
+
+_MAX_WAITING = 1000  # steps
 
 
 class Tracker(Protocol):
     def log(self, step: int, stats: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class TrackerThread:
+    """A tracker that is opened, fed and closed in a thread. `log` and `close` do not raise."""
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        self.name = name
+        self._failures: Counter[str] = Counter()  # by kind
+        self._counting = threading.Lock()
+        self._steps: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._serve, args=(open_tracker,), name=f"tracker-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        if self._steps.qsize() < _MAX_WAITING:
+            self._steps.put((step, dict(stats)))
+        else:
+            self._note("Backlog", f"{_MAX_WAITING} steps wait for it: new ones are left out")
+
+    def failures(self) -> Counter[str]:
+        """How often what has failed, by kind."""
+        with self._counting:
+            return self._failures.copy()
+
+    def begin_close(self) -> None:
+        """Nothing is logged after it; `join` waits for the rest."""
+        self._steps.put(None)
+
+    def join(self, deadline: float) -> None:
+        with waiting(f"tracker {self.name} to close"):
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._note("Hang", "it does not come to its end and is left behind")
+
+    def _serve(self, open_tracker: Callable[[], Tracker]) -> None:
+        tracker = self._try(open_tracker, "opening it")
+        while (told := self._steps.get()) is not None:
+            if tracker is not None:
+                self._try(lambda told=told: tracker.log(*told), f"step {told[0] + 1}")
+        if tracker is not None:
+            self._try(tracker.close, "closing it")
+
+    def _try(self, act: Callable[[], Any], what: str) -> Any:
+        """What `act` returns, None when it fails: the run does not depend on it."""
+        try:
+            return act()
+        except (Exception, SystemExit) as error:
+            self._note(type(error).__name__, f"{what} failed with {type(error).__name__}: {error}")
+            return None
+
+    def _note(self, kind: str, text: str) -> None:
+        with self._counting:
+            self._failures[kind] += 1
+            is_first = self._failures[kind] == 1
+        if is_first:
+            logger.warning("tracker %s: %s; the run goes on, others are counted", self.name, text)
+
+
+def close_all(trackers: Sequence[TrackerThread], timeout_s: float) -> None:
+    """Close them side by side, within `timeout_s` together, and tell what was lost."""
+    deadline = time.monotonic() + timeout_s
+    for tracker in trackers:
+        tracker.begin_close()
+    for tracker in trackers:
+        tracker.join(deadline)
+        if failures := tracker.failures():
+            kinds = ", ".join(f"{kind} {count}" for kind, count in failures.most_common())
+            logger.warning("tracker %s is incomplete: %s", tracker.name, kinds)
 
 
 def open_trackers(
@@ -34,28 +122,35 @@ def open_trackers(
     trial_name: str,
     logs: Path,
     run_config: Mapping[str, Any],
-) -> list[Tracker]:
-    """The trackers that `config` switches on. `run_config` is shown beside their charts."""
+) -> list[TrackerThread]:
+    """The trackers that `config` switches on. `run_config` is shown beside their charts.
+
+    ValueError when the package of one is not installed.
+    """
     names = {"project": experiment_name, "name": trial_name}
-    trackers: list[Tracker] = []
-    if config.tensorboard.path is not None:
-        trackers.append(TensorBoardTracker(config.tensorboard))
+    opened: dict[str, Callable[[], Tracker]] = {}
+    if (path := config.tensorboard.path) is not None:
+        _import("tensorboard", "stats_logger.tensorboard.path", path)
+        writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        opened["tensorboard"] = lambda: TensorBoardTracker(writer_class, path)
     if config.wandb.mode != "disabled":
-        trackers.append(WandBTracker(config.wandb, names, logs, run_config))
+        wandb = _import("wandb", "stats_logger.wandb.mode", config.wandb.mode)
+        opened["wandb"] = lambda: WandBTracker(wandb, config.wandb, names, logs, run_config)
     if config.swanlab.mode != "disabled":
-        trackers.append(SwanLabTracker(config.swanlab, names, logs, run_config))
+        swanlab = _import("swanlab", "stats_logger.swanlab.mode", config.swanlab.mode)
+        opened["swanlab"] = lambda: SwanLabTracker(swanlab, config.swanlab, names, logs, run_config)
     if config.trackio.mode != "disabled":
-        trackers.append(TrackioTracker(config.trackio, names, run_config))
-    return trackers
+        trackio = _import("trackio", "stats_logger.trackio.mode", config.trackio.mode)
+        opened["trackio"] = lambda: TrackioTracker(trackio, config.trackio, names, run_config)
+    return [TrackerThread(name, open_tracker) for name, open_tracker in opened.items()]
 
 
 class TensorBoardTracker:
     """Event files in a folder."""
 
-    def __init__(self, config: TensorBoardConfig) -> None:
-        _import("tensorboard", "stats_logger.tensorboard.path", config.path)
-        self._writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._path = config.path
+    def __init__(self, writer_class: Any, path: str) -> None:
+        self._writer_class = writer_class
+        self._path = path
         self._writer: Any = None
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
@@ -73,10 +168,14 @@ class TensorBoardTracker:
 
 class WandBTracker:
     def __init__(
-        self, config: WandBConfig, names: dict[str, str], logs: Path, run_config: Mapping[str, Any]
+        self,
+        wandb: ModuleType,
+        config: WandBConfig,
+        names: dict[str, str],
+        logs: Path,
+        run_config: Mapping[str, Any],
     ) -> None:
-        wandb = _import("wandb", "stats_logger.wandb.mode", config.mode)
-        logs.mkdir(parents=True, exist_ok=True)
+        private_folder(logs)
         self._run = wandb.init(
             project=config.project or names["project"],
             name=config.name or names["name"],
@@ -97,12 +196,12 @@ class WandBTracker:
 class SwanLabTracker:
     def __init__(
         self,
+        swanlab: ModuleType,
         config: SwanlabConfig,
         names: dict[str, str],
         logs: Path,
         run_config: Mapping[str, Any],
     ) -> None:
-        swanlab = _import("swanlab", "stats_logger.swanlab.mode", config.mode)
         self._run = swanlab.init(
             project=config.project or names["project"],
             experiment_name=config.name or names["name"],
@@ -120,9 +219,12 @@ class SwanLabTracker:
 
 class TrackioTracker:
     def __init__(
-        self, config: TrackioConfig, names: dict[str, str], run_config: Mapping[str, Any]
+        self,
+        trackio: ModuleType,
+        config: TrackioConfig,
+        names: dict[str, str],
+        run_config: Mapping[str, Any],
     ) -> None:
-        trackio = _import("trackio", "stats_logger.trackio.mode", config.mode)
         self._run = trackio.init(
             project=config.project or names["project"],
             name=config.name or names["name"],

@@ -199,7 +199,7 @@ async def test_the_folder_of_a_worker_goes_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     async with attacker() as reward:
         await reward("temporary")
-        assert len(list(tmp_path.glob("areal-reward-*/file"))) == 1
+        assert len(list(tmp_path.glob("areal-reward.*/file"))) == 1
     assert not list(tmp_path.iterdir())
 
 

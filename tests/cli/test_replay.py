@@ -182,10 +182,10 @@ def test_another_world_is_told(copy, capsys):
 
 
 def test_a_damaged_point_is_named(copy, capsys):
-    shard = copy / "recover" / "step_1" / "actor" / "__0_0.distcp"
+    shard = copy / "recover" / "step_1" / "actor" / "rank0.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert main(["replay", str(copy), "--step", "2"]) == 1
-    assert re.search(r"step_1/actor is damaged: __0_0\.distcp", capsys.readouterr().err)
+    assert re.search(r"step_1/actor is damaged: rank0\.bin", capsys.readouterr().err)
 
 
 def test_steps_that_cannot_be_replayed_say_which_can(copy, ppo_run, capsys):
@@ -215,5 +215,6 @@ def test_no_run_and_a_run_of_another_kind_are_mistakes(tmp_path, capsys):
     with RunDatabase(tmp_path / "run.db") as database:
         text = dump_yaml(config_of("sft", tmp_path, "sft"))
         database.record_start(Start(0, text, 20, numeric_world()))
+        database.record_step(0, {"loss": 1.0})
     code, err = replay(capsys, tmp_path, 0)
     assert code == 2 and "a run of trainer: sft" in err

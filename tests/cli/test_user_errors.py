@@ -14,12 +14,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_process import Command, Ended, python_m
-from tiny_run import SMALL, query
+from small_disk import fill, mounted
+from tiny_run import SMALL, areal, query
+from trainer.test_kill_and_resume import steps_done
 
 from areal.cli.demo import make_model, recipe_path
 from areal.cli.train import FIRST_CONFIG
@@ -373,7 +376,7 @@ def test_damaged_recover_point(project):
     assert project(*project.sft()).code == 0
     run_dir = project.runs / "arithmetic" / "sft"
     point = run_dir / "recover" / "step_1"
-    for name in ("manifest.json", "actor/.metadata"):
+    for name in ("manifest.json", "actor/index.json"):
         file = point / name
         content = file.read_bytes()
         file.write_bytes(content[:-1])
@@ -383,6 +386,23 @@ def test_damaged_recover_point(project):
     refuse(project, project.sft("total_train_steps=3"), "state.json: missing", code=1)
     assert project(*project.sft("total_train_steps=3", "recover.on_damage=previous")).code == 0
     assert query(run_dir, "SELECT count(*) FROM steps") == [(3,)]
+
+
+def test_lost_ledger(project):
+    """Refused with nothing changed, and not started again."""
+    assert project(*project.grpo("total_train_steps=2")).code == 0
+    run_dir = project.run_dir
+    aside = project.folder / "aside"
+    aside.mkdir()
+    for name, says in (
+        ("run.db", (f"step_1 does not belong to the run's ledger: {run_dir}/run.db is empty",)),
+        ("recover", (f"{run_dir}/recover holds no recover point", f"remove {run_dir}")),
+    ):
+        (run_dir / name).rename(aside / name)
+        refuse(project, project.grpo("total_train_steps=3"), *says, "trial_name", code=1)
+        (aside / name).rename(run_dir / name)
+    assert project(*project.grpo("total_train_steps=3")).code == 0
+    assert project("ledger", run_dir).code == 0
 
 
 def test_run_in_use(project):
@@ -404,16 +424,8 @@ def test_run_in_use(project):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own, made and removed here; needs the right to mount."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", folder], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with mounted(tmp_path / "disk") as folder:
+        yield folder
 
 
 def test_read_only_disk(project, small_disk):
@@ -461,6 +473,31 @@ def test_disk_full_on_save(project, small_disk, kind):
     done = len(points) + 2
     ended = project(*order(*steps, f"total_train_steps={done}", "recover.keep=1"))
     assert ended.code == 0, ended.err[-2000:]
+    assert query(run_dir, "SELECT count(*) FROM steps") == [(done,)]
+
+
+@pytest.mark.parametrize("freq_steps", [1, 1000])
+def test_disk_full_under_the_ledger(project, small_disk, freq_steps):
+    """Every write of the database ends the run in one line, and starts it no second time."""
+    order = project.grpo(f"cluster.fileroot={small_disk}", "total_train_steps=10000")
+    order += ["rollout.max_head_offpolicyness=2", f"recover.freq_steps={freq_steps}"]
+    env = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    process = areal(*order, cwd=project.folder, env=env)
+    run_dir, ballast = small_disk / "arithmetic" / "grpo", small_disk / "ballast"
+    deadline = time.monotonic() + 300
+    while steps_done(run_dir) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    fill(ballast)
+    out, err = process.communicate(timeout=300)
+    line = check_line(Ended(process.returncode, out, err), 1, str(run_dir))
+    assert "No space left on device" in line or "disk is full" in line or "disk I/O error" in line
+    assert "going on from" not in err
+    ballast.unlink()
+    done = query(run_dir, "SELECT count(*) FROM steps")[0][0] + 2
+    ended = project(*order, f"total_train_steps={done}")
+    assert ended.code == 0, ended.err[-2000:]
+    assert project("ledger", run_dir).code == 0
     assert query(run_dir, "SELECT count(*) FROM steps") == [(done,)]
 
 

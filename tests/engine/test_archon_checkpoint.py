@@ -6,8 +6,7 @@ it ended; what a layout saves must be good for all others.
 
 from __future__ import annotations
 
-import errno
-import os
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from engine.archon_world import make_batch, open_engine, train, weights_of
 from gloo_ranks import run_ranks
 from tiny import write_tiny_model
-from torch.distributed.checkpoint import filesystem
 
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.io_struct import SaveLoadMeta
@@ -106,8 +104,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(fo
     (tmp_path / "point" / "kept").write_text("old")
     found = run_ranks(2, "engine.test_archon_checkpoint:fail_to_save", folder, str(tmp_path))
     for full_disk, no_folder, damage in found:
-        assert "No space left" in full_disk and "File exists" in no_folder
-        assert "whole is damaged: __1_0.distcp: its checksum" in damage
+        assert "File too large" in full_disk and "File exists" in no_folder
+        assert "whole is damaged: rank1.bin: its checksum" in damage
     assert [path.name for path in tmp_path.rglob("*") if path.parent.name != "whole"] == [
         *("point", "whole", "kept")
     ]
@@ -120,17 +118,14 @@ def fail_to_save(folder: str, scratch: str) -> list[str]:
     no_folder = _failed(engine.save, f"{scratch}/point/kept/inside")
     engine.save(point(f"{scratch}/whole"))
     if dist.get_rank() == 0:
-        shard = Path(scratch) / "whole" / "__1_0.distcp"
+        shard = Path(scratch) / "whole" / "rank1.bin"
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     dist.barrier()
     damage = _failed(engine.load, f"{scratch}/whole")
     if dist.get_rank() == 1:
-        filesystem._write_item = _full_disk
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))
     return [_failed(engine.save, f"{scratch}/point"), no_folder, damage]
-
-
-def _full_disk(*args, **kwargs) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _failed(act: Callable[[SaveLoadMeta], None], path: str) -> str:

@@ -83,8 +83,7 @@ def test_capture_and_save_write_the_same_files(engine, whole, tmp_path):
     files = sorted(path.name for path in whole.iterdir())
     assert files == sorted(path.name for path in (tmp_path / "captured").iterdir())
     for name in files:
-        same = (whole / name).read_bytes() == (tmp_path / "captured" / name).read_bytes()
-        assert same or name in (".metadata", "manifest.json")  # these hold the folder's name
+        assert (whole / name).read_bytes() == (tmp_path / "captured" / name).read_bytes(), name
 
 
 def test_digests_are_of_the_bits_of_each_tensor(folder, whole, tmp_path, monkeypatch):
@@ -99,9 +98,9 @@ def test_digests_are_of_the_bits_of_each_tensor(folder, whole, tmp_path, monkeyp
     found = checkpoint.digests(tmp_path / "other")
     assert list(found) == sorted(expected)
     assert [key for key in found if found[key] != expected[key]] == [f"weights.{name}"]
-    shard = tmp_path / "other" / "__0_0.distcp"
+    shard = tmp_path / "other" / "rank0.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(DamagedError, match="__0_0.distcp"):
+    with pytest.raises(DamagedError, match="rank0.bin"):
         checkpoint.digests(tmp_path / "other")
 
 
@@ -109,7 +108,7 @@ def test_every_damage_is_refused_by_the_name_of_the_file(engine, whole, tmp_path
     before = weights_of(engine)
     draw = random.Random(5)
     names = sorted(path.name for path in whole.iterdir())
-    assert names == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert names == ["index.json", "manifest.json", "rank0.bin"]
     for number in range(40):
         path = tmp_path / str(number)
         shutil.copytree(whole, path)
@@ -135,12 +134,12 @@ def test_files_of_another_checkpoint_and_strangers_are_refused(engine, folder, w
     go_on(other, range(1))
     other.save(point(tmp_path / "other"))
     mixed = shutil.copytree(whole, tmp_path / "mixed")
-    shutil.copy(tmp_path / "other" / "__0_0.distcp", mixed)
-    with pytest.raises(DamagedError, match="__0_0.distcp: its checksum differs"):
+    shutil.copy(tmp_path / "other" / "rank0.bin", mixed)
+    with pytest.raises(DamagedError, match="rank0.bin: its checksum differs"):
         engine.load(point(mixed))
     extra = shutil.copytree(whole, tmp_path / "extra")
-    shutil.copy(whole / "__0_0.distcp", extra / "__1_0.distcp")
-    with pytest.raises(DamagedError, match="__1_0.distcp: foreign"):
+    shutil.copy(whole / "rank0.bin", extra / "rank1.bin")
+    with pytest.raises(DamagedError, match="rank1.bin: foreign"):
         engine.load(point(extra))
     with pytest.raises(FileNotFoundError, match="no checkpoint at .*nowhere"):
         engine.load(point(tmp_path / "nowhere"))
@@ -162,13 +161,16 @@ _WRITE_UNTIL_KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 from areal.utils.recover import RecoverPoint, RecoverStore
+from areal.utils.run_db import LedgerView
 from fsdp_world import open_engine
 from engine.test_checkpoint import go_on, point
 
 engine = open_engine(sys.argv[1], "archon:d1")
 reader = open_engine(sys.argv[1], "archon:d1")
 root, draw = Path(sys.argv[2]), random.Random(11)
-store = RecoverStore(root, identity={}, keep=2)
+marks = {step: "mark" for step in range(10_000)}
+ledger = LedgerView(root / "run.db", num_steps=10_000, marks=marks, whole=None, is_finished=False)
+store = RecoverStore(root, lambda: ledger, identity={}, keep=2)
 for trial in range(6):
     seen, told = os.pipe()
     child = os.fork()
@@ -176,7 +178,7 @@ for trial in range(6):
         for step in range(trial * 1000, trial * 1000 + 1000):
             engine.set_version(step)
             write = engine.capture()
-            store.save(step, lambda folder: write(folder / "actor"), {"step": step})
+            store.save(step, "mark", lambda folder: write(folder / "actor"), {"step": step})
             os.write(told, step.to_bytes(8, "big"))
         os._exit(1)
     first = os.read(seen, 8)

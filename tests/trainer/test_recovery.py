@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from small_disk import fill, mounted
 from tiny_run import grpo_config, query
 from trainer.test_offline_runs import config_of
 
@@ -21,6 +22,7 @@ from areal.trainer.identity import run_identity
 from areal.trainer.random_states import RandomStates
 from areal.trainer.sft_trainer import SFTTrainer
 from areal.utils.recover import RecoverError
+from areal.utils.run_db import RunDatabaseError
 from areal.utils.run_paths import RunPaths
 
 ROWS = [{"input_ids": [1, 2 + i, 3], "loss_mask": [0, 1, 1]} for i in range(20)]
@@ -111,18 +113,44 @@ def test_a_point_that_cannot_be_written_stops_the_run_at_the_next_step(root):
     assert query(root_of_run, "SELECT count(*) FROM steps") == [(8,)]
 
 
+def test_a_disk_that_is_full_when_the_ledger_is_flushed_stops_the_run_in_order(root, tmp_path):
+    """The log of writes has room for what is committed; the database behind it cannot grow."""
+    with mounted(tmp_path / "disk") as disk:
+        config = sft(root, "full", freq_steps=1)
+        config.cluster.fileroot = str(disk)
+        with open_trainer(config) as trainer:
+            database, mebibyte = trainer.run.database, 1 << 20
+
+            def on_step(done, total, stats) -> None:
+                if done == 3:
+                    trainer.run._recovery.wait()
+                    database.record_event("large", "x" * (3 * mebibyte))
+                    database.flush()
+                    fill(disk / "ballast")
+                    database.record_event("large", "x" * mebibyte)
+
+            says = "cannot write run database.*full.*free disk space.*stopped after step.*step_2"
+            with pytest.raises(RunDatabaseError, match=says):
+                trainer.train(on_step=on_step)
+        (disk / "ballast").unlink()
+        with open_trainer(config) as trainer:
+            trainer.train()
+        run_dir = RunPaths.of(config).root
+        assert query(run_dir, "SELECT text FROM events WHERE kind = 'resumed'") == [("step 3",)]
+
+
 def test_damage_is_named_and_the_point_before_is_taken_only_when_asked(root):
     config = sft(root, "damaged", freq_steps=2)
     with open_trainer(config) as trainer:
         trainer.train()
     straight = (RunPaths.of(config).model / "model.safetensors").read_bytes()
-    shard = RunPaths.of(config).recover / "step_7" / "actor" / "__0_0.distcp"
+    shard = RunPaths.of(config).recover / "step_7" / "actor" / "rank0.bin"
     data = bytearray(shard.read_bytes())
     data[random.Random(3).randrange(len(data))] ^= 16
     shard.write_bytes(data)
     with open_trainer(config) as trainer, pytest.raises(RecoverError) as error:
         trainer.train()
-    assert "step_7 is damaged: actor/__0_0.distcp: its checksum differs" in str(error.value)
+    assert "step_7 is damaged: actor/rank0.bin: its checksum differs" in str(error.value)
     assert "recover.on_damage=previous" in str(error.value)
 
     config.recover.on_damage = "previous"

@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 
@@ -97,6 +98,82 @@ def test_full_disk_leaves_no_folder(tmp_path):
 def test_a_fault_elsewhere_keeps_its_own_message(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"), fs.atomic_folder(tmp_path / "point"):
         (tmp_path / "absent").read_text()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+        RuntimeError("error sending request (os error 111)"),
+    ],
+)
+def test_a_fault_of_a_network_is_not_taken_for_one_of_the_disk(tmp_path, error):
+    """Whoever fills the folder may speak to others for it."""
+    with pytest.raises(type(error)) as caught, fs.atomic_folder(tmp_path / "point"):
+        raise error
+    assert caught.value is error
+
+
+def test_what_a_disk_refuses_is_told_from_the_rest():
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES):
+        assert fs.is_disk_fault(OSError(code, os.strerror(code)))
+    for code in (errno.ECONNREFUSED, errno.EPIPE, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EAGAIN):
+        assert not fs.is_disk_fault(OSError(code, os.strerror(code)))
+    assert not fs.is_disk_fault(OSError("an exception of some HTTP library"))
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o177])
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(root):
+    return {
+        str(path.relative_to(root)): stat.S_IMODE(path.lstat().st_mode)
+        for path in root.rglob("*")
+        if not path.is_symlink()
+    }
+
+
+def test_what_is_made_is_private_whatever_the_umask(tmp_path, umask):
+    (tmp_path / "theirs").write_text("of somebody else")
+    os.chmod(tmp_path / "theirs", 0o644)
+    fs.private_folder(tmp_path / "run" / "logs")
+    fs.atomic_write_text(tmp_path / "run" / "dumps" / "1" / "a", "text")
+    fs.open_private(tmp_path / "run" / "logs" / "main.log", "a").close()
+    with fs.atomic_folder(tmp_path / "run" / "point") as folder:
+        os.makedirs(folder / "actor", 0o777)
+        os.chmod(folder / "actor", 0o777)
+        (folder / "actor" / "shard").write_text("1")
+        os.chmod(folder / "actor" / "shard", 0o666)
+        (folder / "link").symlink_to(tmp_path / "theirs")
+    folders = ("run", "run/logs", "run/dumps", "run/dumps/1", "run/point", "run/point/actor")
+    files = ("run/dumps/1/a", "run/logs/main.log", "run/point/actor/shard")
+    private = dict.fromkeys(folders, 0o700) | dict.fromkeys(files, 0o600)
+    assert modes(tmp_path) == private | {"theirs": 0o644}
+
+
+def test_a_file_that_was_open_to_others_is_closed_to_them(tmp_path):
+    file = tmp_path / "main.log"
+    file.write_text("old\n")
+    os.chmod(file, 0o666)
+    with fs.open_private(file, "a") as opened:
+        opened.write("new\n")
+    assert file.read_text() == "old\nnew\n" and modes(tmp_path) == {"main.log": 0o600}
+
+
+def test_what_is_to_be_passed_on_has_the_modes_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with fs.atomic_folder(tmp_path / "out" / "model", private=False) as folder:
+            (folder / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    assert modes(tmp_path) == {"out": 0o750, "out/model": 0o750, "out/model/config.json": 0o640}
 
 
 def test_killed_writer_leaves_only_a_leftover_that_can_be_removed(tmp_path):

@@ -22,8 +22,17 @@ from areal.utils.manifest import (
     write_manifest,
 )
 from areal.utils.recover import RecoverError, RecoverPoint, RecoverStore
+from areal.utils.run_db import LedgerView
 
 IDENTITY = {"actor.path": "tiny", "seed": 1}
+# A ledger that knows every point of these tests.
+LEDGER = LedgerView(
+    path=Path("run.db"),
+    num_steps=20,
+    marks={step: f"mark of {step}" for step in range(20)},
+    whole=None,
+    is_finished=False,
+)
 
 
 def write_weights(folder: Path) -> None:
@@ -35,8 +44,12 @@ def load(points: RecoverStore) -> dict | None:
     return points.read_newest(RecoverPoint.load)
 
 
-def store(root: Path, **changes) -> RecoverStore:
-    return RecoverStore(root, **{"identity": IDENTITY, "keep": 2, **changes})
+def store(root: Path, ledger: LedgerView = LEDGER, **changes) -> RecoverStore:
+    return RecoverStore(root, lambda: ledger, **{"identity": IDENTITY, "keep": 2, **changes})
+
+
+def save(points: RecoverStore, step: int, state: dict, write=write_weights) -> Path:
+    return points.save(step, LEDGER.marks[step], write, state)
 
 
 def test_fresh_run_has_no_point_and_asking_creates_none(tmp_path):
@@ -46,7 +59,7 @@ def test_fresh_run_has_no_point_and_asking_creates_none(tmp_path):
 
 
 def test_round_trip(tmp_path):
-    path = store(tmp_path).save(7, write_weights, {"timer": {"steps": 2}, "list": [1, 2.5]})
+    path = save(store(tmp_path), 7, {"timer": {"steps": 2}, "list": [1, 2.5]})
     (point,) = store(tmp_path).points()
     assert point.path == path == tmp_path / "step_7"
     assert point.global_step == 7
@@ -56,7 +69,7 @@ def test_round_trip(tmp_path):
 def test_only_the_newest_points_are_kept_in_number_order(tmp_path):
     points = store(tmp_path)
     for step in (8, 9, 10, 11):
-        points.save(step, write_weights, {"at": step})
+        save(points, step, {"at": step})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11"]
     assert load(points) == {"at": 11}
     assert points.oldest_step() == 10
@@ -64,8 +77,8 @@ def test_only_the_newest_points_are_kept_in_number_order(tmp_path):
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     points = store(tmp_path)
-    points.save(3, write_weights, {"try": 1})
-    points.save(3, write_weights, {"try": 2})
+    save(points, 3, {"try": 1})
+    save(points, 3, {"try": 2})
     assert load(points) == {"try": 2}
 
 
@@ -87,8 +100,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 )
 def test_damage_is_named_and_never_a_fresh_start(tmp_path, damage, message):
     points = store(tmp_path)
-    points.save(1, write_weights, {"a": 1})
-    points.save(2, write_weights, {"a": 1})
+    save(points, 1, {"a": 1})
+    save(points, 2, {"a": 1})
     damage(tmp_path / "step_2")
     with pytest.raises(RecoverError, match=message) as error:
         load(points)
@@ -96,9 +109,32 @@ def test_damage_is_named_and_never_a_fresh_start(tmp_path, damage, message):
     assert load(store(tmp_path, on_damage="previous")) == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"global_step": 1, "identity": IDENTITY},  # as before points had marks
+        {"global_step": 1, "identity": 7, "mark": LEDGER.marks[1]},
+        {},
+    ],
+)
+def test_a_point_of_another_areal_is_refused_by_name(tmp_path, facts):
+    path = save(store(tmp_path), 1, {"a": 1})
+    write_manifest(path, describe(path, ["dcp/shard.bin", "state.json"]), facts)
+    with pytest.raises(RecoverError, match=r"step_1 is damaged: manifest\.json: written by an"):
+        load(store(tmp_path))
+
+
+@pytest.mark.parametrize("files", [{"state.json": 7}, {"state.json": {"nbytes": 1}}])
+def test_a_manifest_that_describes_no_files_is_refused_by_name(tmp_path, files):
+    path = save(store(tmp_path), 1, {"a": 1})
+    write_manifest(path, files, {})
+    with pytest.raises(RecoverError, match=r"step_1 is damaged: manifest\.json: malformed"):
+        load(store(tmp_path))
+
+
 def test_the_only_point_damaged_is_an_error_also_when_the_one_before_may_be_taken(tmp_path):
     points = store(tmp_path, on_damage="previous")
-    points.save(1, write_weights, {})
+    save(points, 1, {})
     (tmp_path / "step_1" / "state.json").unlink()
     with pytest.raises(RecoverError, match="state.json: missing.*choose a new trial_name"):
         load(points)
@@ -107,10 +143,10 @@ def test_the_only_point_damaged_is_an_error_also_when_the_one_before_may_be_take
 def test_a_damaged_point_left_behind_does_not_push_out_good_ones(tmp_path):
     points = store(tmp_path, keep=1, on_damage="previous")
     for step in (3, 9):
-        store(tmp_path).save(step, write_weights, {"at": step})
+        save(store(tmp_path), step, {"at": step})
     (tmp_path / "step_9" / "state.json").unlink()
     assert load(points) == {"at": 3}
-    points.save(4, write_weights, {"at": 4})
+    save(points, 4, {"at": 4})
     assert os.listdir(tmp_path) == ["step_4"]
 
 
@@ -119,7 +155,7 @@ def test_files_an_inner_manifest_vouches_for_are_left_to_its_reader(tmp_path):
         write_weights(folder)
         write_manifest(folder / "dcp", describe(folder / "dcp", ["shard.bin"]), {})
 
-    path = store(tmp_path).save(1, write_vouched, {"a": 1})
+    path = save(store(tmp_path), 1, {"a": 1}, write_vouched)
     (path / "dcp" / "shard.bin").write_bytes(b"changed")
     assert load(store(tmp_path)) == {"a": 1}
     with pytest.raises(DamagedError, match="shard.bin: 7 bytes, expected 10240"):
@@ -137,7 +173,7 @@ def test_files_an_inner_manifest_vouches_for_are_left_to_its_reader(tmp_path):
 @settings(deadline=None)
 def test_any_flipped_bit_is_found(tmp_path_factory, name, where, bit):
     root = tmp_path_factory.mktemp("recover")
-    file = store(root).save(1, write_weights, {"some": "state"}) / name
+    file = save(store(root), 1, {"some": "state"}) / name
     data = bytearray(file.read_bytes())
     data[int(where * len(data))] ^= 1 << bit
     file.write_bytes(data)
@@ -146,7 +182,7 @@ def test_any_flipped_bit_is_found(tmp_path_factory, name, where, bit):
 
 
 def test_changed_config_is_refused_with_the_values(tmp_path):
-    store(tmp_path).save(1, write_weights, {})
+    save(store(tmp_path), 1, {})
     other = store(tmp_path, identity={"actor.path": "big", "seed": 1})
     with pytest.raises(ValueError, match="actor.path was 'tiny', now 'big'") as error:
         load(other)
@@ -155,27 +191,27 @@ def test_changed_config_is_refused_with_the_values(tmp_path):
 
 def test_failed_save_keeps_the_point_before(tmp_path):
     points = store(tmp_path, keep=1)
-    points.save(1, write_weights, {"good": True})
+    save(points, 1, {"good": True})
 
     def run_out_of_disk(folder: Path) -> None:
         write_weights(folder)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        points.save(2, run_out_of_disk, {})
+        save(points, 2, {}, run_out_of_disk)
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
     assert load(points) == {"good": True}
 
 
 def test_kill_in_the_middle_of_a_save_keeps_the_point_before(tmp_path):
-    store(tmp_path, keep=1).save(1, write_weights, {"good": True})
+    save(store(tmp_path, keep=1), 1, {"good": True})
     code = (
         "import os, signal, sys\nfrom pathlib import Path\n"
         "from areal.utils.recover import RecoverStore\n"
         "def die(folder):\n"
         "    (folder / 'half').write_text('x')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "RecoverStore(Path(sys.argv[1]), identity={}, keep=1).save(2, die, {})\n"
+        "RecoverStore(Path(sys.argv[1]), None, identity={}, keep=1).save(2, 'mark', die, {})\n"
     )
     child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
     assert child.returncode == -signal.SIGKILL

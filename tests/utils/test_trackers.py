@@ -16,7 +16,7 @@ from areal.api.config.stats import (
     TrackioConfig,
     WandBConfig,
 )
-from areal.utils.trackers import open_trackers
+from areal.utils.trackers import close_all, open_trackers
 
 
 def opened(config: StatsLoggerConfig, tmp_path):
@@ -49,7 +49,8 @@ def test_tensorboard_writes_every_number_and_hides_repeated_steps(tmp_path):
         (tracker,) = opened(config, tmp_path)
         for step, value in enumerate(values, start=first):
             tracker.log(step, {"rollout/reward": value})
-        tracker.close()
+        close_all([tracker], timeout_s=60)
+        assert not tracker.failures()
     events = EventAccumulator(str(folder))
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("rollout/reward")]
@@ -74,4 +75,5 @@ def test_optional_tracker_works_or_is_asked_for(tmp_path, monkeypatch, package, 
     (tracker,) = opened(config, tmp_path)
     tracker.log(-1, {"eval/reward": 0.1})
     tracker.log(0, {"rollout/reward": 0.5})
-    tracker.close()
+    close_all([tracker], timeout_s=60)
+    assert not tracker.failures()

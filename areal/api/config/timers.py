@@ -64,8 +64,8 @@ class RecoverConfig(TimerConfig):
     keep: int = 2
     """Newest recover points kept."""
     on_damage: Literal["stop", "previous"] = "stop"
-    """When a file of the newest recover point is damaged: stop and name it, or go on from the point
-    before."""
+    """When the newest recover point is damaged or does not belong to the run's ledger: stop and say
+    so, or go on from the point before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

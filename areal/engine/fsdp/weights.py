@@ -65,7 +65,12 @@ def _converted(
     hf: PreTrainedModel, path: str | Path, without: Sequence[str]
 ) -> Iterable[tuple[str, torch.Tensor]]:
     model, info = type(hf).from_pretrained(
-        path, config=hf.config, dtype=hf.dtype, local_files_only=True, output_loading_info=True
+        path,
+        config=hf.config,
+        dtype=hf.dtype,
+        local_files_only=True,
+        use_safetensors=True,  # never a pickle beside them
+        output_loading_info=True,
     )
     absent = set(info["missing_keys"]) - set(without)
     _refuse([f"missing {name}" for name in sorted(absent)], hf, path)

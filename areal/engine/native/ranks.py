@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from areal.api.scratch import ScratchFolder
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.lockstep import LeadingEngine, follow
 from areal.engine.native.model_text import ModelText
@@ -55,10 +54,10 @@ def leading_engine(
     ValueError when the model or the device cannot be shared by so many.
     """
     check_can_share(num_ranks, options["model_path"], options["device"])
-    folder = tempfile.mkdtemp(prefix="areal-ranks-")
-    followers = _Followers(num_ranks, folder, options, on_end)
+    scratch = ScratchFolder("ranks")
+    followers = _Followers(num_ranks, scratch, options, on_end)
     try:
-        with _joined(_Place(0, num_ranks, folder), options) as (engine, orders):
+        with _joined(_Place(0, num_ranks, str(scratch.path)), options) as (engine, orders):
             leader = LeadingEngine(engine, orders)
             yield leader
             leader.close()
@@ -130,13 +129,18 @@ class _Followers:
     """Ranks 1, 2, ...: started, watched, ended."""
 
     def __init__(
-        self, num_ranks: int, folder: str, options: dict[str, Any], on_end: Callable[[str], None]
+        self,
+        num_ranks: int,
+        scratch: ScratchFolder,
+        options: dict[str, Any],
+        on_end: Callable[[str], None],
     ) -> None:
-        self._folder = folder
+        self._scratch = scratch
         self._on_end = on_end
         self._closing = threading.Event()
         self._children = [
-            self._start(_Place(rank, num_ranks, folder), options) for rank in range(1, num_ranks)
+            self._start(_Place(rank, num_ranks, str(scratch.path)), options)
+            for rank in range(1, num_ranks)
         ]
         self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
         self._watcher.start()
@@ -165,7 +169,7 @@ class _Followers:
     def _end(self) -> None:
         for child in self._children:
             child.terminate()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close()
 
 
 def run_follower(place: _Place, options: dict[str, Any]) -> None:

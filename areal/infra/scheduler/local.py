@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from areal.api.scheduler_api import (
     WorkerFailedError,
     WorkerTimeoutError,
 )
+from areal.api.scratch import ScratchFolder
 from areal.infra.channel import Channel
 from areal.infra.engine_host import Answer
 from areal.infra.scheduler.role_table import RoleTable
@@ -49,7 +49,7 @@ class LocalScheduler(Scheduler):
         self._free_gpus = list(visible_gpus() if gpus is None else gpus)
         self._has_gpus = bool(self._free_gpus)
         self._processes: RoleTable[_Process] = RoleTable()
-        self._folder = tempfile.TemporaryDirectory(prefix="areal-ranks-")  # gone with this object
+        self._scratch = ScratchFolder("ranks")  # gone with this object
         self._num_jobs = 0
 
     def create_workers(self, job: Job) -> list[str]:
@@ -62,7 +62,7 @@ class LocalScheduler(Scheduler):
         processes: list[_Process] = []
         self._processes.own(job, processes)  # one that cannot start leaves others to be ended
         self._num_jobs += 1
-        rendezvous = f"file://{self._folder.name}/job{self._num_jobs}"
+        rendezvous = f"file://{self._scratch.path}/job{self._num_jobs}"
         for index, id_ in enumerate(ids):
             spec = job.spec_of(index)
             env = _environment(spec, index, job.replicas, gpus[index], rendezvous)

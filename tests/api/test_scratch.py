@@ -1,0 +1,83 @@
+"""Temporary folders: private, gone with their owner, swept after a kill and never before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal.api.scratch import VARIABLE, ScratchFolder, sweep
+
+HOLD = (
+    "import sys\nfrom areal.api.scratch import ScratchFolder\n"
+    "scratch = ScratchFolder('test'); (scratch.path / 'file').write_text('x')\n"
+    "print(scratch.path, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def start_owner() -> tuple[subprocess.Popen, Path]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", HOLD], **pipes)
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_it_lies_where_the_run_says_and_goes_when_closed(root):
+    scratch = ScratchFolder("test")
+    assert scratch.path.parent == root
+    assert stat.S_IMODE(scratch.path.stat().st_mode) == 0o700
+    scratch.close()
+    scratch.close()
+    assert list(root.iterdir()) == []
+    with ScratchFolder("test") as folder:
+        (folder / "inside").mkdir()
+    ScratchFolder("test")  # garbage at once
+    assert list(root.iterdir()) == []
+
+
+def test_without_a_run_or_with_one_of_another_machine_it_is_a_temporary_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "elsewhere"))
+    with ScratchFolder("test") as folder:
+        assert folder.parent == tmp_path
+    monkeypatch.delenv(VARIABLE)
+    with ScratchFolder("test") as folder:
+        assert folder.parent == tmp_path
+
+
+def test_a_killed_owner_leaves_it_and_the_next_sweep_takes_it(root):
+    living, kept = start_owner()
+    killed, left = start_owner()
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert (left / "file").exists()
+    assert sweep(root) == [left]
+    assert list(root.iterdir()) == [kept]
+    living.communicate("", timeout=60)
+    assert list(root.iterdir()) == []
+
+
+def test_only_folders_of_ours_are_swept(root, tmp_path_factory):
+    target = tmp_path_factory.mktemp("target")
+    (root / "areal-test.link0000").symlink_to(target)
+    (root / "areal-test.file0000").write_text("a file")
+    (root / "areal-test-1a2b3c4d").mkdir()  # as weights in shared memory are called
+    (root / "something").mkdir()
+    if os.getuid() == 0:
+        (root / "areal-test.other000").mkdir()
+        os.chown(root / "areal-test.other000", 12345, -1)
+    before = sorted(root.iterdir())
+    assert sweep(root) == []
+    assert sorted(root.iterdir()) == before and target.exists()
