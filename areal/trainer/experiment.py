@@ -46,7 +46,8 @@ def try_experiment(config: BaseExperimentConfig, say: Callable[[str], None]) -> 
 
 def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:
     """The rows to train on and, when the config has them, those to evaluate on."""
-    tokenizer = load_hf_tokenizer(config.tokenizer_path)
+    with stage(f"tokenizer {config.tokenizer_path}"):
+        tokenizer = load_hf_tokenizer(config.tokenizer_path)
     sections = (config.train_dataset, config.valid_dataset)
     train, valid = (section and _load_dataset(section, tokenizer) for section in sections)
     return train, valid

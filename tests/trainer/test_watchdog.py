@@ -29,7 +29,7 @@ IN_PROCESS = "actor.weight_update_mode=direct"
 ENDLESS = (
     "trial_name=stuck",
     "total_train_steps=100000",
-    "watchdog.seconds=4",
+    "watchdog.seconds=8",
     "recover.retries=0",
 )
 MOVES_FIRST = "watchdog.seconds=20"  # for runs that are stopped on their way, on a busy machine
@@ -89,7 +89,7 @@ def test_a_reward_that_never_returns(tmp_path):
 
 def test_a_call_that_holds_the_interpreter(tmp_path):
     """No thread of the run could say so: it is seen, named and ended from outside."""
-    run = supervised(tmp_path, "dynamic_filter_fn=broken_parts.endless_filter")
+    run = supervised(tmp_path, MOVES_FIRST, "dynamic_filter_fn=broken_parts.endless_filter")
     try:
         err = run.communicate(timeout=180)[1]
     finally:
