@@ -1,7 +1,7 @@
 """A folder of a random name that only this user may enter, gone with the process that made it.
 
-    folder = PrivateFolder("/dev/shm", prefix="areal-weights-")
-    folder.path                # mode 0700
+    folder = PrivateFolder("/dev/shm", prefix="areal-weights-", name="my-run")
+    folder.path                # /dev/shm/areal-weights-my-run-x7_k2m1p, mode 0700
     folder.close()             # removes it, whatever it holds
 
 A process that is killed removes nothing. The next one that makes a folder of the same prefix in the
@@ -25,11 +25,12 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateFolder:
-    def __init__(self, place: str | Path, *, prefix: str) -> None:
+    def __init__(self, place: str | Path, *, prefix: str, name: str = "") -> None:
         remove_abandoned(place, prefix=prefix)
+        start = f"{prefix}{name}-" if name else prefix
         while True:
             # mkdtemp never takes a folder that is there already, and makes it 0700.
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+            self.path = Path(tempfile.mkdtemp(prefix=start, dir=place))
             self._lock = take_lock(self.path)
             if self._lock is not None and (self.path / LOCK).exists():
                 return

@@ -16,11 +16,9 @@ import re
 import secrets
 import shutil
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-_READ_BYTES = 16 << 20
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LEFTOVER = re.compile(r"^\..+\.tmp-(\d+)-[0-9a-f]{8}$")
 
@@ -63,15 +61,6 @@ def atomic_write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -
 def atomic_write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
     """`atomic_write_bytes` of `text` in UTF-8."""
     atomic_write_bytes(path, text.encode(), durable=durable)
-
-
-def checksum(path: str | Path) -> int:
-    """CRC-32 of the file's bytes."""
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:

@@ -25,7 +25,7 @@ class ProcessLimits:
     max_processes: int = 0
     """Processes it may start besides threads."""
     network: bool = True
-    """Whether it may open sockets of the internet. Those of this machine's files it may never."""
+    """Whether it may open internet sockets. Unix sockets it may never open."""
     writable: list[str] = field(default_factory=list)
     """Folders it may write in, besides a temporary one of its own ($TMPDIR)."""
     unreadable: list[str] = field(default_factory=lambda: [*KEYS])
