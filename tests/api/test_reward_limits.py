@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sample_attacks
 
+from areal.api import reward_environment
 from areal.api.config.limits import ProcessLimits
 from areal.api.reward_api import (
     AsyncRewardWrapper,
@@ -232,6 +233,14 @@ async def test_what_programs_need_of_the_environment_is_there(monkeypatch):
     async with attacker() as reward:
         for name in ("PATH", "LC_TIME", "OMP_NUM_THREADS", "HF_HOME"):
             assert await reward("own_environment", f"{name!r}: {os.environ[name]!r}") == 1.0
+
+
+def test_the_variables_are_documented():
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "reward.md").read_text()
+    for name in reward_environment._NAMES:
+        assert f"`{name}`" in page or name.upper().endswith("_PROXY"), name
+    for prefix in reward_environment._PREFIXES:
+        assert f"`{prefix}*`" in page
 
 
 async def test_without_limits_there_are_none(monkeypatch):
