@@ -5,7 +5,8 @@
 
 A worker runs one call at a time and in order; more are sent ahead of need so that fast functions
 cost one system call per batch, fewer the slower the function is. Sockets are watched by the
-caller's event loop: nothing here waits, and no thread is needed.
+caller's event loop, and nothing here waits; one thread looks at what workers use (`reward_watch`)
+and removes what they leave.
 
 Invariant: a call ends with the function's own finite number or with a RewardError, also when this
 file itself fails. A function that hangs, crashes, raises or returns something else is retried
@@ -151,7 +152,10 @@ class AsyncRewardWrapper:
             worker.in_flight.clear()
         self._fail_all(error)
         for worker in workers:
-            self._dismiss(worker)
+            try:
+                self._dismiss(worker)
+            except Exception:  # the calls have failed already; the others must go, too
+                logger.exception("a reward worker of %s could not be ended", self.name)
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Move to the caller's loop: workers belong to the loop that watches their sockets."""
@@ -244,11 +248,11 @@ class AsyncRewardWrapper:
             self._fail_all(error)
 
     def _queue_on(self, worker: RewardProcess, call: _Call) -> None:
-        if not worker.in_flight:
+        worker.in_flight.append(call)
+        if len(worker.in_flight) == 1:
             worker.busy_since = self._loop.time()
             if worker.timer is None:
                 self._arm(worker, self.timeout_seconds)
-        worker.in_flight.append(call)
         worker.outgoing += frame(call.id, call.payload)
 
     def _send(self, worker: RewardProcess) -> None:
@@ -318,8 +322,7 @@ class AsyncRewardWrapper:
         has_value = isinstance(value, float) and isinstance(seconds, float) and seconds >= 0
         if not has_value and "error" not in message and "unfit" not in message:
             raise BadReplyError(f"sent a malformed reply: {message!r:.200}")
-        call = worker.in_flight.popleft()
-        worker.busy_since = self._loop.time()  # the next one, if any, starts now
+        call = worker.in_flight[0]
         self._restarts.on_returned()
         if "unfit" in message:
             self._fail(call, RewardError(f"{self.name} {message['unfit']}"), "error")
@@ -333,6 +336,8 @@ class AsyncRewardWrapper:
             self._mean_call_s = 0.8 * mean + 0.2 * seconds
             if not call.future.done():
                 call.future.set_result(value)
+        worker.in_flight.popleft()
+        worker.busy_since = self._loop.time()  # the next one, if any, starts now
 
     def _arm(self, worker: RewardProcess, seconds: float) -> None:
         worker.timer = self._loop.call_later(seconds, self._run, self._on_timer, worker)
@@ -367,9 +372,8 @@ class AsyncRewardWrapper:
         """End a worker for `error`, which its oldest call pays for; the others run again."""
         if worker not in self._workers:
             return
-        self._workers.remove(worker)
-        self._dismiss(worker)
         culprit = worker.in_flight.popleft() if worker.in_flight else None
+        self._workers.remove(worker)
         self._waiting.extendleft(reversed(worker.in_flight))
         if culprit is not None:
             if kind != "timeout":
@@ -377,6 +381,7 @@ class AsyncRewardWrapper:
             self._retry(culprit, error, kind)
         elif not worker.ready and self._waiting:
             self._on_failed_start(error, kind)
+        self._dismiss(worker)
 
     def _dismiss(self, worker: RewardProcess) -> None:
         if worker.timer is not None:
@@ -421,6 +426,8 @@ class AsyncRewardWrapper:
         looked.add_done_callback(lambda done: self._run(self._judge, workers, done))
 
     def _judge(self, workers: list[RewardProcess], looked: asyncio.Future) -> None:
+        if self._loop is None:  # closed meanwhile
+            return
         for worker, usage in zip(workers, looked.result(), strict=True):
             if usage is None or worker not in self._workers:
                 continue

@@ -45,6 +45,8 @@ class Restarts:
         return max(0.0, self._not_before - now)
 
     def on_death(self, now: float) -> None:
+        if now < self._not_before:  # one blow may end many workers
+            return
         self._deaths += 1
         if self._deaths > 1:
             delay_s = min(FIRST_DELAY_S * 2 ** min(self._deaths - 2, 10), MAX_DELAY_S)
