@@ -267,7 +267,7 @@ def try_read_only_memory(size, piece=64 << 20):
         _touch(kept[-1])
         address = ctypes.addressof(ctypes.c_char.from_buffer(kept[-1]))
         _checked(libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(piece), 1))
-    time.sleep(5)
+    time.sleep(50)
     return float(size)
 
 

@@ -68,7 +68,7 @@ def _block_devices() -> list[str]:
 
 
 @contextlib.contextmanager
-def run_in(folder: Path) -> Iterator[None]:
+def hidden_from_rewards(folder: Path) -> Iterator[None]:
     """Confined processes that are started meanwhile, here or by a child, cannot read `folder`."""
     before = os.environ.get(RUN_FOLDER)
     os.environ[RUN_FOLDER] = str(folder.absolute())

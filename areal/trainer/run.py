@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
-from areal.api.reward_environment import run_in
+from areal.api.reward_environment import hidden_from_rewards
 from areal.api.secret_text import without_secrets
 from areal.trainer.identity import run_identity
 from areal.trainer.random_states import RandomStates
@@ -82,7 +82,7 @@ class Run:
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
             stack.enter_context(stacks.shared(self.paths.stacks))
-            stack.enter_context(run_in(self.paths.root))
+            stack.enter_context(hidden_from_rewards(self.paths.root))
             self.watchdog = Watchdog(config.watchdog.seconds, stacks=self.paths.stacks)
             stack.callback(self.watchdog.close)
             self._recovery = stack.enter_context(

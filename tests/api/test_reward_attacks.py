@@ -136,7 +136,7 @@ def test_no_process_stays_behind(attack, user):
     before = sleepers()
     [found] = outcomes(attack, user=user, timeout_s=4, max_processes=1500)
     assert any(text in str(found) for text in ("not permitted", "did not return", "unavailable"))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sleepers() - before:
         assert time.monotonic() < deadline, "a process lives on"
         time.sleep(0.05)
@@ -261,5 +261,5 @@ def test_what_it_prints_does_not_fill_the_log(capfd):
         check=True,
     )
     assert b"[1.0]" in done.stdout
-    assert 500_000 < len(done.stderr) < 6_000_000
+    assert 500_000 < len(done.stderr) < 12_000_000
     assert b"attack prints too much; what follows is dropped" in done.stderr
