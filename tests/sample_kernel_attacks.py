@@ -278,6 +278,19 @@ def try_many_files(size, piece=8 << 20):
     return 1.0
 
 
+def try_many_files_in_a_hurry(size):
+    """Names that come and go all the time, beside files that stay."""
+    folder = Path(os.environ["TMPDIR"])
+
+    def flicker():
+        while True:
+            (folder / "flicker").touch()
+            (folder / "flicker").unlink()
+
+    threading.Thread(target=flicker, daemon=True).start()
+    return try_many_files(size)
+
+
 def try_nameless_files(size, piece=8 << 20):
     kept = []
     for _ in range(0, size, piece):

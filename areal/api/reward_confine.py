@@ -120,8 +120,8 @@ def _restrict_files(libc: ctypes.CDLL, writable: list[str], hidden: list[str]) -
     size = ctypes.c_size_t(len(attributes))
     rules = _check(libc.syscall(_LANDLOCK_CREATE, attributes, size, 0), "landlock")
 
-    def allow(path: str, access: int) -> None:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    def allow(path: str, access: int, flags: int = 0) -> None:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
         try:
             rule = struct.pack("<Qi", access, place)
             if libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0) < 0:
@@ -137,7 +137,7 @@ def _restrict_files(libc: ctypes.CDLL, writable: list[str], hidden: list[str]) -
     readable, is_complete = _all_but(hidden)
     for path in readable:
         with contextlib.suppress(OSError):  # gone by now, or no place for a rule
-            allow(path, _READ_FILE)
+            allow(path, _READ_FILE, os.O_NOFOLLOW)
     _check(libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock")
     os.close(rules)
     return [] if is_complete else [_READING]

@@ -143,13 +143,14 @@ def _folder_size(folder: str) -> tuple[int, int]:
             with os.scandir(path) as entries:
                 for entry in itertools.islice(entries, MAX_FILES + 1 - count):
                     count += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    with contextlib.suppress(FileNotFoundError):  # just removed; not the others
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
-        except PermissionError:
-            return size, MAX_FILES + 1
-        except OSError:  # it has just been removed
+        except FileNotFoundError:
             continue
+        except OSError:
+            return size, MAX_FILES + 1
     return size, count
 
 

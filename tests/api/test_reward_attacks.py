@@ -92,7 +92,9 @@ def test_memory_that_the_kernel_does_not_count_is_refused_or_ends_the_process(us
     assert "took more memory than limits.memory_gb" in str(found)
 
 
-@pytest.mark.parametrize("how", ["many_files", "nameless_files", "nameless_maps"])
+@pytest.mark.parametrize(
+    "how", ["many_files", "many_files_in_a_hurry", "nameless_files", "nameless_maps"]
+)
 def test_the_disk_is_bounded_in_all(how):
     [found] = outcomes([how, 256 * MIB], disk_mb=64)
     assert "kept more in $TMPDIR than limits.disk_mb=64 allows" in str(found)
