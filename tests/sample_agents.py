@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+from contextlib import suppress
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -62,6 +64,17 @@ class FromEnvironment:
         assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
         assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
         return float(os.getpid())
+
+
+class Spy:
+    """Works for its reward, and tells whether it saw a secret or could limit its parent."""
+
+    async def run(self, data: dict[str, Any], **extra: Any) -> float:
+        await ask(client_of(extra), QUESTION)
+        with suppress(PermissionError):
+            resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (3600, 3600))
+            return 2.0
+        return float("swordfish" in str(os.environ))
 
 
 class ByCompletion:

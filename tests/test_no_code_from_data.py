@@ -69,6 +69,7 @@ ALLOWED = {
     ("areal/api/reward_worker.py", "pickle.loads"): "from the run, over a socket pair it inherited",
     ("areal/api/reward_worker.py", "runpy.run_path"): "a file of ours, or the user's own script",
     ("areal/api/reward_worker.py", "runpy.run_module"): "likewise, started as a module",
+    ("areal/api/reward_confine.py", "runpy.run_path"): "a file of ours beside it",
     ("areal/rollout/worker_process.py", "pickle.loads"): "from the run, over a socket pair",
     ("areal/rollout/workers.py", "pickle.loads"): "what it has pickled itself",
     ("areal/infra/channel.py", "pickle.loads"): "between a run and its ranks, over a socket pair",

@@ -173,6 +173,7 @@ class WeightUpdateMeta:
     base_model_name: str = ""  # the model under the adapter
     peft_config: dict[str, Any] = field(default_factory=dict)  # rank, alpha, target modules
     lora_keep_versions: int = 2  # the newest, and the one that running requests began with
+    key: str = field(default="", repr=False)  # with which a publication is written and opened
 
     def __post_init__(self) -> None:
         known = get_args(WeightTransport)

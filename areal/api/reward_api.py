@@ -5,11 +5,13 @@
 
 A worker runs one call at a time and in order; more are sent ahead of need so that fast functions
 cost one system call per batch, fewer the slower the function is. Sockets are watched by the
-caller's event loop: nothing here waits, and no thread is needed.
+caller's event loop, and nothing here waits; one thread looks at what workers use (`reward_watch`)
+and removes what they leave.
 
-Invariant: a call ends with the function's own finite number or with a RewardError. A function that
-hangs, crashes, raises or returns something else is retried within a bound and then raised; only the
-call that caused a death pays for it, those sent behind it are run again for free.
+Invariant: a call ends with the function's own finite number or with a RewardError, also when this
+file itself fails. A function that hangs, crashes, raises or returns something else is retried
+within a bound and then raised; only the call that caused a death pays for it, those sent behind it
+are run again for free. Workers that something outside kills are started again, after pauses.
 """
 
 from __future__ import annotations
@@ -22,14 +24,20 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from areal.api.config.limits import ProcessLimits
+from areal.api.reward_output import OutputRelay
 from areal.api.reward_process import BadReplyError, RewardProcess, describe_function, frame
+from areal.api.reward_restarts import KILLS_PER_RETRY, Restarts, is_from_outside, is_passing
+from areal.api.reward_watch import Usage, beyond, measure
+from areal.api.scratch import ScratchFolder
 
 logger = logging.getLogger("areal.RewardApi")
 
@@ -39,6 +47,9 @@ HOPELESS_TIMEOUTS = 8  # without a single call that returned
 DEFAULT_LIMITS = ProcessLimits()
 CPU_PER_SECOND = 4  # default limit of CPU time: a call may keep so many cores busy
 SENT_AHEAD_S = 0.01  # keep about this much work in a worker's socket
+FLOOD_PAUSE_S = 0.01  # between two reads of what is dropped anyway
+WATCH_S = 0.5  # between two looks at what the workers use
+WATCHED_AT_ONCE = 8  # more of them are looked at less often
 
 
 class RewardError(RuntimeError):
@@ -62,10 +73,10 @@ class AsyncRewardWrapper:
 
     `reward_fn` is an import path or anything that pickles (a module-level function, a partial of
     one). `timeout_seconds` counts from when a worker starts the call. A failed call is run up to
-    `max_retries` more times, unless no call ever returned in time. Workers start with the first
-    calls and stay until `close`. `limits` are ProcessLimits or a dict of their fields: what a
-    worker may use; by default it starts no processes and writes in a folder of its own only. None
-    is no limit at all.
+    `max_retries` more times, unless no call ever returned in time or the function does not take
+    such arguments. Workers start with the first calls and stay until `close`. `limits` are
+    ProcessLimits or a dict of their fields: what a worker may use; by default it starts no
+    processes and writes in a folder of its own only. None is no limit at all.
     """
 
     def __init__(
@@ -88,14 +99,19 @@ class AsyncRewardWrapper:
         self.max_workers = max_workers
         self.max_retries = max_retries
         self._limits = _checked_limits(limits, timeout_seconds)
-        self.counts: Counter[str] = Counter()  # failed attempts by kind: timeout, crash, error
+        self.counts: Counter[str] = Counter()  # failed attempts: timeout, crash, killed, error
         self.name, self._setup = describe_function(reward_fn)
+        self._output = OutputRelay(self.name)
+        self._restarts = Restarts(max_failed_starts=max_retries)
+        self._folder: ScratchFolder | None = None  # around those of the workers
+        self._helper: ThreadPoolExecutor | None = None  # for what may take its time on a disk
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[RewardProcess] = []
         self._killed: list[RewardProcess] = []  # not reaped yet
         self._waiting: deque[_Call] = deque()
         self._pump_scheduled = False
-        self._failed_starts = 0
+        self._start_timer: asyncio.TimerHandle | None = None
+        self._watch_timer: asyncio.TimerHandle | None = None
         self._has_warned = False
         self._next_id = 0
         self._mean_call_s: float | None = None
@@ -118,7 +134,27 @@ class AsyncRewardWrapper:
         loop.call_soon_threadsafe(lambda: (self._shut_down(), done.set()))
         done.wait(timeout=10)
 
-    # The rest runs on the event loop.
+    # The rest runs on the event loop; what the loop calls, it calls through `_run`.
+
+    def _run(self, step: Callable[..., None], *args: Any) -> None:
+        """A fault of ours must not leave calls waiting for ever: it fails them."""
+        try:
+            step(*args)
+        except Exception as error:
+            logger.exception("the reward pool of %s failed", self.name)
+            self._abandon(RewardError(f"the reward pool of {self.name} failed: {error!r}"))
+
+    def _abandon(self, error: RewardError) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            self._waiting.extend(worker.in_flight)
+            worker.in_flight.clear()
+        self._fail_all(error)
+        for worker in workers:
+            try:
+                self._dismiss(worker)
+            except Exception:  # the calls have failed already; the others must go, too
+                logger.exception("a reward worker of %s could not be ended", self.name)
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Move to the caller's loop: workers belong to the loop that watches their sockets."""
@@ -145,14 +181,12 @@ class AsyncRewardWrapper:
         """Once per tick, so that calls made together travel together."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self._run, self._pump)
 
     def _pump(self) -> None:
         self._pump_scheduled = False
         self._reap()
-        if len(self._workers) < min(self.max_workers, self._num_unfinished()):
-            self._start_worker()
-            self._schedule_pump()  # the next one in the next tick: a start costs milliseconds
+        self._start_missing()
         sent_ahead = self._sent_ahead()
         ready = [worker for worker in self._workers if worker.ready]
         while self._waiting and ready:
@@ -171,26 +205,53 @@ class AsyncRewardWrapper:
             return 1
         return min(1 + int(SENT_AHEAD_S / max(self._mean_call_s, 1e-6)), MAX_SENT_AHEAD)
 
+    def _start_missing(self) -> None:
+        if len(self._workers) >= min(self.max_workers, self._num_unfinished()):
+            return
+        delay_s = self._restarts.delay_s(self._loop.time())
+        if delay_s == 0:
+            self._start_worker()
+            self._schedule_pump()  # the next one in the next tick: a start costs milliseconds
+        elif self._start_timer is None:
+            self._start_timer = self._loop.call_later(delay_s, self._run, self._on_start_timer)
+
+    def _on_start_timer(self) -> None:
+        self._start_timer = None
+        self._pump()
+
     def _start_worker(self) -> None:
         try:
-            worker = RewardProcess(self._loop.time(), self._limits)
+            if self._folder is None:
+                self._folder = ScratchFolder("rewards")
+            worker = RewardProcess(self._loop.time(), self._limits, self._folder.path)
         except OSError as error:  # no process or file descriptor left: go on with those there are
             self.max_workers = max(len(self._workers), 1)
             logger.warning("only %d reward workers: %s", len(self._workers), error)
             if not self._workers:
-                self._fail_all(RewardCrashError(f"cannot start a reward worker: {error}"))
+                cause = RewardCrashError(f"cannot start a reward worker: {error}")
+                self._on_failed_start(cause, "killed" if is_passing(error) else "crash")
             return
         worker.outgoing += frame(0, self._setup)
         self._workers.append(worker)
-        self._loop.add_reader(worker.channel, self._on_readable, worker)
+        self._loop.add_reader(worker.channel, self._run, self._on_readable, worker)
+        self._loop.add_reader(worker.output, self._run, self._on_output, worker)
         self._arm(worker, START_TIMEOUT_S)
+        self._arm_watch()
+
+    def _on_failed_start(self, error: RewardError, kind: str) -> None:
+        now = self._loop.time()
+        self.counts[kind] += 1
+        self._restarts.on_death(now)
+        is_hopeless = self._restarts.on_failed_start(now, from_outside=kind == "killed")
+        if is_hopeless and not any(worker.ready for worker in self._workers):
+            self._fail_all(error)
 
     def _queue_on(self, worker: RewardProcess, call: _Call) -> None:
-        if not worker.in_flight:
+        worker.in_flight.append(call)
+        if len(worker.in_flight) == 1:
             worker.busy_since = self._loop.time()
             if worker.timer is None:
                 self._arm(worker, self.timeout_seconds)
-        worker.in_flight.append(call)
         worker.outgoing += frame(call.id, call.payload)
 
     def _send(self, worker: RewardProcess) -> None:
@@ -205,7 +266,7 @@ class AsyncRewardWrapper:
         if bool(worker.outgoing) != worker.watching_writes:
             worker.watching_writes = bool(worker.outgoing)
             if worker.watching_writes:
-                self._loop.add_writer(worker.channel, self._send, worker)
+                self._loop.add_writer(worker.channel, self._run, self._send, worker)
             else:
                 self._loop.remove_writer(worker.channel)
 
@@ -225,11 +286,23 @@ class AsyncRewardWrapper:
             self._kill(worker, RewardCrashError(f"the worker of {self.name} {error}"), "crash")
         self._pump()
 
+    def _on_output(self, worker: RewardProcess) -> None:
+        is_open = self._output.read(worker.output, self._loop.time())
+        if not is_open or self._output.is_dropping:
+            self._loop.remove_reader(worker.output)
+        if is_open and self._output.is_dropping:  # what is dropped must not keep the loop busy
+            self._loop.call_later(FLOOD_PAUSE_S, self._run, self._read_on, worker)
+
+    def _read_on(self, worker: RewardProcess) -> None:
+        if worker in self._workers:
+            self._loop.add_reader(worker.output, self._run, self._on_output, worker)
+
     def _on_message(self, worker: RewardProcess, message: dict[str, Any]) -> None:
         if not worker.ready and "fatal" in message:
             self._fail_all(RewardError(f"cannot load {self.name}: {message['fatal']}"))
         elif not worker.ready and "ready" in message:
-            worker.ready, self._failed_starts = True, 0
+            worker.ready = True
+            self._restarts.on_ready()
             self._warn_of(message.get("unkept"))
             worker.timer.cancel()
             worker.timer = None
@@ -239,18 +312,21 @@ class AsyncRewardWrapper:
     def _warn_of(self, unkept: Any) -> None:
         if unkept and not self._has_warned:
             self._has_warned = True
-            logger.warning("this system cannot limit %s in the process of %s", unkept, self._name)
+            logger.warning("this system cannot limit %s in the process of %s", unkept, self.name)
 
     def _on_reply(self, worker: RewardProcess, message: dict[str, Any]) -> None:
         if not worker.in_flight or worker.in_flight[0].id != message.get("id"):
             raise BadReplyError(f"answered a call it was not asked: {message!r:.200}")
-        error, value, seconds = (message.get(key) for key in ("error", "value", "s"))
-        if error is None and not (isinstance(value, float) and isinstance(seconds, float)):
+        value, seconds = message.get("value"), message.get("s")
+        has_value = isinstance(value, float) and isinstance(seconds, float) and seconds >= 0
+        if not has_value and "error" not in message and "unfit" not in message:
             raise BadReplyError(f"sent a malformed reply: {message!r:.200}")
-        call = worker.in_flight.popleft()
-        worker.busy_since = self._loop.time()  # the next one, if any, starts now
-        if error is not None:
-            self._retry(call, RewardError(f"{self.name} raised {error}"), "error")
+        call = worker.in_flight[0]
+        self._restarts.on_returned()
+        if "unfit" in message:
+            self._fail(call, RewardError(f"{self.name} {message['unfit']}"), "error")
+        elif "error" in message:
+            self._retry(call, RewardError(f"{self.name} raised {message['error']}"), "error")
         elif not math.isfinite(value):
             found = f"{self.name} returned {value}; a reward must be finite"
             self._retry(call, RewardError(found), "error")
@@ -259,9 +335,11 @@ class AsyncRewardWrapper:
             self._mean_call_s = 0.8 * mean + 0.2 * seconds
             if not call.future.done():
                 call.future.set_result(value)
+        worker.in_flight.popleft()
+        worker.busy_since = self._loop.time()  # the next one, if any, starts now
 
     def _arm(self, worker: RewardProcess, seconds: float) -> None:
-        worker.timer = self._loop.call_later(seconds, self._on_timer, worker)
+        worker.timer = self._loop.call_later(seconds, self._run, self._on_timer, worker)
 
     def _on_timer(self, worker: RewardProcess) -> None:
         """One timer per worker, set again for what is left: replies need not touch it."""
@@ -279,59 +357,100 @@ class AsyncRewardWrapper:
 
     def _on_death(self, worker: RewardProcess) -> None:
         """The worker's replies ended: all it answered is settled, so its oldest call did it."""
-        worker.kill()  # in case it only closed the socket
-        try:
-            code = worker.process.wait(timeout=1)  # it has let go of its files: well under 1 ms
-        except subprocess.TimeoutExpired:
-            code = None
+        code = worker.wait_end()
+        kind = "killed" if is_from_outside(code) else "crash"
+        ended = _how_it_ended(code)
+        if worker.group is not None and worker.group.was_out_of_memory():
+            kind, ended = "crash", "took more memory than limits.memory_gb allows"
         doing = "" if worker.ready else " while loading"
-        message = f"the process of {self.name} {_how_it_ended(code)}{doing}"
-        self._kill(worker, RewardCrashError(message), "crash")
+        message = f"the process of {self.name} {ended}{doing}"
+        self._kill(worker, RewardCrashError(message), kind)
         self._pump()
 
     def _kill(self, worker: RewardProcess, error: RewardError, kind: str) -> None:
         """End a worker for `error`, which its oldest call pays for; the others run again."""
         if worker not in self._workers:
             return
-        self._remove(worker)
         culprit = worker.in_flight.popleft() if worker.in_flight else None
+        self._workers.remove(worker)
         self._waiting.extendleft(reversed(worker.in_flight))
         if culprit is not None:
+            if kind != "timeout":
+                self._restarts.on_death(self._loop.time())
             self._retry(culprit, error, kind)
         elif not worker.ready and self._waiting:
-            self._failed_starts += 1
-            self.counts[kind] += 1
-            if self._failed_starts > self.max_retries:
-                self._fail_all(error)
+            self._on_failed_start(error, kind)
+        self._dismiss(worker)
 
-    def _remove(self, worker: RewardProcess) -> None:
-        self._workers.remove(worker)
+    def _dismiss(self, worker: RewardProcess) -> None:
         if worker.timer is not None:
             worker.timer.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(worker.channel)
+            self._loop.remove_reader(worker.output)
             self._loop.remove_writer(worker.channel)
         worker.channel.close()
         worker.kill()
+        self._output.read_last(worker.output, self._loop.time())
+        worker.process.stdout.close()
         self._killed.append(worker)
 
     def _reap(self) -> None:
         for worker in [one for one in self._killed if one.process.poll() is not None]:
             self._killed.remove(worker)
-            worker.forget_folder()
+            self._helping().submit(worker.clean_up)
+
+    def _helping(self) -> ThreadPoolExecutor:
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, thread_name_prefix="reward-helper")
+        return self._helper
+
+    def _arm_watch(self) -> None:
+        if self._limits is not None and self._watch_timer is None and sys.platform == "linux":
+            delay_s = WATCH_S * max(1.0, len(self._workers) / WATCHED_AT_ONCE)
+            self._watch_timer = self._loop.call_later(delay_s, self._run, self._look)
+
+    def _look(self) -> None:
+        """Measure what the workers use, in a thread; then `_judge` it here."""
+        self._reap()
+        workers, limits = list(self._workers), self._limits
+        if not workers and not self._killed:
+            self._watch_timer = None
+            return
+
+        def look() -> list[Usage | None]:
+            return [measure(one.process.pid, one.folder, limits) for one in workers]
+
+        looked = asyncio.wrap_future(self._helping().submit(look), loop=self._loop)
+        looked.add_done_callback(lambda done: self._run(self._judge, workers, done))
+
+    def _judge(self, workers: list[RewardProcess], looked: asyncio.Future) -> None:
+        if self._loop is None:  # closed meanwhile
+            return
+        for worker, usage in zip(workers, looked.result(), strict=True):
+            if usage is None or worker not in self._workers:
+                continue
+            cpu_s = worker.cpu_of_call(usage.cpu_s)
+            if (broken := beyond(usage, self._limits, cpu_s)) is not None:
+                error = RewardCrashError(f"the process of {self.name} {broken}; it was killed")
+                self._kill(worker, error, "crash")
+        self._watch_timer = None
+        self._arm_watch()
+        self._pump()
 
     def _retry(self, call: _Call, error: RewardError, kind: str) -> None:
-        self.counts[kind] += 1
         # Hundreds of calls may wait, and each would take the whole timeout to learn the same.
-        is_hopeless = self._mean_call_s is None and self.counts["timeout"] >= HOPELESS_TIMEOUTS
-        if is_hopeless:
-            self._fail_all(error)
-        if call.future.done():
-            return
-        if is_hopeless or call.failures >= self.max_retries:
-            call.future.set_exception(error)
-            return
-        call.failures += 1
+        timeouts = self.counts["timeout"] + (kind == "timeout")
+        if self._mean_call_s is None and timeouts >= HOPELESS_TIMEOUTS:
+            self._fail(call, error, kind)
+            return self._fail_all(error)
+        allowed = self.max_retries * (KILLS_PER_RETRY if kind == "killed" else 1)
+        done = call.kills if kind == "killed" else call.failures
+        if call.future.done() or done >= allowed:
+            return self._fail(call, error, kind)
+        self.counts[kind] += 1
+        call.kills += kind == "killed"
+        call.failures += kind != "killed"
         count = self.counts[kind]
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: shown early, never a flood
             cause = str(error).partition("\n")[0]
@@ -339,28 +458,38 @@ class AsyncRewardWrapper:
         self._waiting.append(call)
         self._schedule_pump()
 
+    def _fail(self, call: _Call, error: RewardError, kind: str) -> None:
+        self.counts[kind] += 1
+        if not call.future.done():
+            call.future.set_exception(error)
+
     def _fail_all(self, error: RewardError) -> None:
-        self._failed_starts = 0
         while self._waiting:
             call = self._waiting.popleft()
-            if not call.future.done():
+            if not call.future.done() and not self._loop.is_closed():
                 call.future.set_exception(error)
 
     def _num_unfinished(self) -> int:
         return len(self._waiting) + sum(len(worker.in_flight) for worker in self._workers)
 
     def _shut_down(self) -> None:
-        for worker in list(self._workers):
-            self._waiting.extend(worker.in_flight)
-            self._remove(worker)
-        if self._loop is not None and not self._loop.is_closed():
-            self._fail_all(RewardError(f"the reward wrapper of {self.name} was closed"))
-        self._waiting.clear()
+        if self._loop is not None:
+            self._abandon(RewardError(f"the reward wrapper of {self.name} was closed"))
+        for timer in (self._start_timer, self._watch_timer):
+            if timer is not None:
+                timer.cancel()
+        self._start_timer = self._watch_timer = None
         self._loop, self._pump_scheduled = None, False
         for worker in self._killed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(timeout=5)
         self._reap()
+        if self._helper is not None:
+            self._helper.shutdown()
+            self._helper = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
 
 @dataclass(slots=True, eq=False)
@@ -369,13 +498,15 @@ class _Call:
     payload: bytes  # pickled (args, kwargs)
     future: asyncio.Future[float]
     failures: int = 0
+    kills: int = 0  # by something outside
 
 
 def _how_it_ended(code: int | None) -> str:
     if code is None:
-        return "stopped answering"
-    if code == -signal.SIGXCPU:
-        return "died of SIGXCPU: a call took more CPU time than limits.cpu_seconds"
+        return "closed its connection"
+    if is_from_outside(code):
+        name = signal.Signals(-code).name
+        return f"was ended from outside by {name} (kill, or the system was out of memory)"
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

@@ -1,104 +1,92 @@
 """What a reward worker does to itself before it loads a user's function; none of it can be undone.
 
-| limit                        | kept by                                                           |
-|------------------------------|-------------------------------------------------------------------|
-| memory, CPU, file size       | resource limits                                                   |
-| processes                    | a seccomp filter (0), else a resource limit                       |
-| network                      | the same filter: no socket can be opened                          |
-| files outside its folders    | Landlock: read, not written                                       |
-| other processes' memory      | Landlock, the filter, no capabilities: nobody else's environment, |
-|                              | memory or, on newer kernels, signals                              |
+| limit                       | kept by                                                            |
+|-----------------------------|--------------------------------------------------------------------|
+| memory, size of a file      | resource limits; `reward_watch` and a cgroup see what they miss    |
+| processes                   | a seccomp filter (0), else a resource limit and the watch          |
+| network                     | the filter: sockets of IP only, or none                            |
+| files outside its folders   | Landlock: not written; those of keys and of the run not read       |
+| other processes             | Landlock, the filter, no capabilities: no look at their memory or  |
+|                             | environment, no signal, no limit, no priority                      |
 
-Only the standard library: `reward_worker` runs this file by its path.
+CPU time and the disk are `reward_watch`'s alone. Only the standard library: `reward_worker` runs
+this file by its path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import math
 import os
 import platform
 import resource
+import runpy
 import struct
 import sys
+from pathlib import Path
 from typing import Any
 
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
-_EPERM, _ENOSYS = 1, 38
-
-# machine -> (its name for the kernel's audit, numbers of the system calls below)
-_SYSTEM_CALLS = {
-    "x86_64": (
-        0xC000003E,
-        {"clone": 56, "fork": 57, "vfork": 58, "socket": 41, "ptrace": 101}
-        | {"process_vm_readv": 310, "process_vm_writev": 311},
-    ),
-    "aarch64": (
-        0xC00000B7,
-        {"clone": 220, "socket": 198, "ptrace": 117}
-        | {"process_vm_readv": 270, "process_vm_writev": 271},
-    ),
-}
-_EVERYWHERE = {"clone3": 435, "io_uring_setup": 425, "pidfd_getfd": 438}
-_SPYING = ("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd")
-_X32_CALLS = 0x40000000  # a second set of numbers for the same calls on x86_64
-_CLONE_THREAD = 0x00010000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
+_WRITE_FILE, _READ_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 2, 1 << 13, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))  # make and remove entries of any kind
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
-_BY_LANDLOCK = ("writing files", "reading other processes")
+_STACK = 8 << 20
+_OPEN_FILES = 4096
+_READING = "reading the run's folder and keys"
+_BY_LANDLOCK = ("writing files", "reading other processes", _READING)
+_BY_FILTER = ("starting processes", "shared memory", "reaching other processes")
+_BY_THE_WATCH = ("CPU time", "disk space")
 
 
 def confine(limits: dict[str, Any], folder: str) -> list[str]:
-    """Apply `limits` (the fields of ProcessLimits); what this system cannot keep is returned.
+    """Apply `limits`: the fields of ProcessLimits, and `hidden`, paths that it must not read.
 
-    RuntimeError when that is something the user has asked for.
+    What this system cannot keep is returned; RuntimeError when that is something the user has
+    asked for.
     """
     _limit_resources(limits)
     if sys.platform != "linux":
-        if not limits["network"]:
-            raise RuntimeError(f"limits.network=false cannot be kept on {sys.platform}; remove it")
-        return [*_BY_LANDLOCK, "starting processes"]
+        _insist_on_network(limits, sys.platform)
+        return [*_BY_LANDLOCK, *_BY_FILTER, *_BY_THE_WATCH]
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    is_restricted = _restrict_writes(libc, [folder, *limits["writable"]])
-    unkept = [] if is_restricted else [*_BY_LANDLOCK]
-    if os.geteuid() == 0:
-        _drop_capabilities(libc)
+    unkept = _restrict_files(libc, [folder, *limits["writable"]], limits["hidden"])
+    _drop_capabilities(libc)
     if not _filter_calls(libc, limits):
-        if not limits["network"]:
-            raise RuntimeError(
-                f"limits.network=false cannot be kept on a {platform.machine()}; remove it"
-            )
-        unkept.append("starting processes")
+        _insist_on_network(limits, f"a {platform.machine()} with this kernel")
+        unkept += _BY_FILTER
     return unkept
 
 
-def limit_cpu(seconds: float) -> None:
-    """From now on, counted over all threads; the kernel then ends the process by SIGXCPU."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    total = math.ceil(used.ru_utime + used.ru_stime + seconds)
-    _lower(resource.RLIMIT_CPU, max(total, 1), keep_hard=True)
+def _insist_on_network(limits: dict[str, Any], system: str) -> None:
+    if not limits["network"]:
+        raise RuntimeError(f"limits.network=false cannot be kept on {system}; remove it")
 
 
 def _limit_resources(limits: dict[str, Any]) -> None:
+    memory = int(limits["memory_gb"] * (1 << 30))
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, limits["file_size_mb"] << 20)
     # Not RLIMIT_AS: libraries reserve far more addresses than they ever use.
-    _lower(resource.RLIMIT_DATA, int(limits["memory_gb"] * (1 << 30)))
+    _lower(resource.RLIMIT_DATA, memory)
+    # A stack is no data to the kernel. Programs make the stacks of threads as large as the limit.
+    soft = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    _lower(resource.RLIMIT_STACK, memory, soft=_STACK if soft == resource.RLIM_INFINITY else soft)
+    # Pipes and sockets hold memory of the kernel, which is nobody's.
+    _lower(resource.RLIMIT_NOFILE, _OPEN_FILES, soft=resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if limits["max_processes"] > 0 and sys.platform == "linux":
         _lower(resource.RLIMIT_NPROC, _num_tasks_of_user() + limits["max_processes"])
 
 
-def _lower(kind: int, wanted: int, *, keep_hard: bool = False) -> None:
+def _lower(kind: int, wanted: int, *, soft: int | None = None) -> None:
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
-    resource.setrlimit(kind, (wanted, hard if keep_hard else wanted))
+    resource.setrlimit(kind, (wanted if soft is None else min(soft, wanted), wanted))
 
 
 def _num_tasks_of_user() -> int:
@@ -120,71 +108,83 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
     _check(libc.capset(header, nothing), "capset")
 
 
-def _restrict_writes(libc: ctypes.CDLL, folders: list[str]) -> bool:
-    """Landlock; False on a kernel that has none."""
+def _restrict_files(libc: ctypes.CDLL, writable: list[str], hidden: list[str]) -> list[str]:
+    """Landlock; what it does not keep on this kernel."""
     abi = libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
-        return False
-    on_file = _WRITE_FILE | (_TRUNCATE if abi >= 3 else 0)
+        return [*_BY_LANDLOCK]
+    on_file = _WRITE_FILE | _READ_FILE | (_TRUNCATE if abi >= 3 else 0)
     rights = on_file | _CHANGE_FOLDER | (_REFER if abi >= 2 else 0)
     scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if abi >= 6 else 0
     attributes = struct.pack("<QQQ", rights, 0, scoped)[: 24 if abi >= 6 else 8]
     size = ctypes.c_size_t(len(attributes))
     rules = _check(libc.syscall(_LANDLOCK_CREATE, attributes, size, 0), "landlock")
-    for path in [*folders, "/dev/null"]:
+
+    def allow(path: str, access: int, flags: int = 0) -> None:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
         try:
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("<Qi", access, place)
+            if libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0) < 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        finally:
+            os.close(place)
+
+    for path in [*writable, "/dev/null"]:
+        try:
+            allow(path, rights if os.path.isdir(path) else on_file)
         except OSError as error:
             raise RuntimeError(f"limits.writable: {path}: {error.strerror}") from None
-        rule = struct.pack("<Qi", rights if os.path.isdir(path) else on_file, place)
-        _check(libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), f"landlock, {path}")
-        os.close(place)
+    readable, is_complete = _all_but(hidden)
+    for path in readable:
+        with contextlib.suppress(OSError):  # gone by now, or no place for a rule
+            allow(path, _READ_FILE, os.O_NOFOLLOW)
     _check(libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock")
     os.close(rules)
-    return True
+    return [] if is_complete else [_READING]
+
+
+def _all_but(hidden: list[str]) -> tuple[list[str], bool]:
+    """Paths that together hold every file outside `hidden`, since Landlock knows no exceptions.
+
+    Beside a hidden path everything is named that is there now; what comes to such a folder later
+    cannot be read. False when a folder on the way cannot be listed: then all in it is named.
+    """
+    there = {os.path.realpath(path) for path in hidden if os.path.exists(path)}
+    ways = {str(parent) for path in there for parent in Path(path).parents}
+    if not ways:
+        return ["/"], True
+    named, readable, is_complete = there | ways, [], True
+    for folder in sorted(ways - there):
+        if any(str(parent) in there for parent in Path(folder).parents):
+            continue
+        try:
+            with os.scandir(folder) as entries:
+                # A link would grant what it leads to, which is named where it lies.
+                beside = [entry.path for entry in entries if not entry.is_symlink()]
+        except OSError:
+            is_complete = False
+            readable.append(folder)
+        else:
+            readable += [path for path in beside if path not in named]
+    return readable, is_complete
 
 
 def _filter_calls(libc: ctypes.CDLL, limits: dict[str, Any]) -> bool:
-    """seccomp; False on a machine whose system calls are not listed here."""
-    if platform.machine() not in _SYSTEM_CALLS:
+    """seccomp; False without it, and on a machine whose system calls are not listed."""
+    listed = runpy.run_path(str(Path(__file__).with_name("reward_filter.py")))
+    parent = os.getppid()
+    program = listed["filter_program"](
+        platform.machine(),
+        limits,
+        pid=os.getpid(),
+        parent=parent,
+        parent_group=os.getpgid(parent),
+    )
+    if program is None:
         return False
-    audit, numbers = _SYSTEM_CALLS[platform.machine()]
-    program = _program(audit, numbers | _EVERYWHERE, limits)
     code = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    done = libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(head), 0, 0)
-    _check(done, "seccomp")
-    return True
-
-
-def _program(audit: int, numbers: dict[str, int], limits: dict[str, Any]) -> bytes:
-    """The filter in the kernel's own small language: 8 bytes per instruction."""
-
-    def load(offset: int) -> bytes:
-        return struct.pack("<HBBI", 0x20, 0, 0, offset)
-
-    def answer(errno: int) -> bytes:
-        return struct.pack("<HBBI", 0x06, 0, 0, 0x00050000 | errno if errno else 0x7FFF0000)
-
-    def when(test: int, value: int, then: bytes) -> bytes:
-        return struct.pack("<HBBI", test, 0, len(then) // 8, value) + then
-
-    equal, at_least, has_bits = 0x15, 0x35, 0x45
-    refused = [*_SPYING]
-    if not limits["network"]:
-        refused += ["socket", "io_uring_setup"]  # the latter opens sockets too
-    if limits["max_processes"] == 0:
-        refused += [name for name in ("fork", "vfork") if name in numbers]
-    program = load(4) + struct.pack("<HBBI", equal, 1, 0, audit) + answer(_EPERM) + load(0)
-    if "fork" in numbers:
-        program += when(at_least, _X32_CALLS, answer(_EPERM))
-    program += b"".join(when(equal, numbers[name], answer(_EPERM)) for name in refused)
-    if limits["max_processes"] == 0:
-        # Its flags lie behind a pointer, where a filter cannot look: glibc then takes clone.
-        program += when(equal, numbers["clone3"], answer(_ENOSYS))
-        threads_only = load(16) + when(has_bits, _CLONE_THREAD, answer(0)) + answer(_EPERM)
-        program += when(equal, numbers["clone"], threads_only)
-    return program + answer(0)
+    return libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(head), 0, 0) == 0
 
 
 def _check(result: int, what: str) -> int:

@@ -16,19 +16,25 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from areal.api import reward_worker
 from areal.api.config.limits import ProcessLimits
-from areal.api.scratch import ScratchFolder
-from areal.api.secret_text import is_secret
+from areal.api.plain_text import printable
+from areal.api.reward_cgroup import Group, open_group
+from areal.api.reward_environment import hidden_paths, reward_environment
+from areal.api.reward_watch import descendants, is_alive
+from areal.api.scratch import remove_tree
 
 MAX_REPLY_BYTES = 1 << 20
+MAX_TEXT_CHARS = 10_000
 _KILL_ROUNDS = 100
+_ENDING_S = 0.2  # from the end of a process's files to that of the process
 
 
 class BadReplyError(Exception):
@@ -36,21 +42,23 @@ class BadReplyError(Exception):
 
 
 class RewardProcess:
-    """One child process, the folder it may write in, and what was sent to it."""
+    """One child process, the folder it may write in, and what was sent to it.
 
-    def __init__(self, now: float, limits: ProcessLimits | None) -> None:
-        self._scratch = ScratchFolder("reward")
-        try:
-            self.process, self.channel = _spawn(limits, str(self._scratch.path))
-        except OSError:
-            self.forget_folder()
-            raise
+    `place` is a private folder, in which it gets its own.
+    """
+
+    def __init__(self, now: float, limits: ProcessLimits | None, place: Path) -> None:
+        self.folder = tempfile.mkdtemp(dir=place)
+        self.process, self.channel = _spawn(limits, self.folder)
+        self.group = _group_of(self.process.pid, limits)
+        self.output = self.process.stdout.fileno()  # what it prints
         self.busy_since = now  # loop time when it began what it does now
         self.ready = False  # the function is loaded
         self.in_flight: deque[Any] = deque()  # the first one is running
         self.outgoing = bytearray()
         self.watching_writes = False
         self.timer: asyncio.TimerHandle | None = None
+        self.watched: tuple[int, float] | None = None  # (call, CPU time) when last looked at
         self._incoming = b""
 
     def split_messages(self, data: bytes) -> list[dict[str, Any]]:
@@ -63,7 +71,21 @@ class RewardProcess:
             raise BadReplyError(f"sent a reply that is not JSON: {error}") from error
         if not all(isinstance(message, dict) for message in messages):
             raise BadReplyError("sent a reply that is not a JSON object")
-        return messages
+        return [{key: _printable(value) for key, value in one.items()} for one in messages]
+
+    def cpu_of_call(self, cpu_s: float) -> float:
+        """CPU time since the running call was first seen, of `cpu_s` in all; 0 while it loads."""
+        call = self.in_flight[0].id if self.in_flight else 0
+        if self.watched is None or self.watched[0] != call or not self.ready:
+            self.watched = (call, cpu_s)
+        return cpu_s - self.watched[1]
+
+    def wait_end(self) -> int | None:
+        """How a process that closed its files has ended; None when it has not."""
+        try:
+            return self.process.wait(timeout=_ENDING_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def kill(self) -> None:
         """SIGKILL to it and to whatever it started, in whichever session that is now."""
@@ -73,69 +95,67 @@ class RewardProcess:
                 os.killpg(self.process.pid, signal.SIGSTOP)
                 _kill_descendants(self.process.pid)
                 os.killpg(self.process.pid, signal.SIGKILL)
+        if self.group is not None:
+            self.group.kill()
 
-    def forget_folder(self) -> None:
+    def clean_up(self) -> None:
         """When the process is gone: what it wrote goes too."""
-        self._scratch.close()
+        if self.group is not None:
+            self.group.close()
+        with contextlib.suppress(OSError):  # what is left goes with the folder around it
+            remove_tree(self.folder)
+
+
+def _printable(value: Any) -> Any:
+    """Nothing a worker says reaches a log, the database or a terminal unless they can take it."""
+    return printable(value, MAX_TEXT_CHARS) if isinstance(value, str) else value
 
 
 def _spawn(limits: ProcessLimits | None, folder: str) -> tuple[subprocess.Popen, socket.socket]:
     """A fresh interpreter that knows only `reward_worker`, and our end of its socket."""
-    options = json.dumps(None if limits is None else asdict(limits))
+    options = None if limits is None else {**asdict(limits), "hidden": hidden_paths(limits)}
     argv = [sys.executable, "-P", reward_worker.__file__]
     parent_end, child_end = socket.socketpair()
     parent_end.setblocking(False)
     with child_end:
         try:
             process = subprocess.Popen(
-                [*argv, str(child_end.fileno()), options, folder],
-                env=_environment(limits, folder),
+                [*argv, str(child_end.fileno()), json.dumps(options), folder],
+                env=reward_environment(limits, folder),
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # never mixed with the run's own output
+                stderr=subprocess.STDOUT,
                 pass_fds=[child_end.fileno()],
                 start_new_session=True,  # Ctrl-C is for the run, not for its rewards
             )
         except OSError:
             parent_end.close()
             raise
+    os.set_blocking(process.stdout.fileno(), False)
     return process, parent_end
+
+
+def _group_of(pid: int, limits: ProcessLimits | None) -> Group | None:
+    """The process's control group; it waits for its first frame, so it is in before any code."""
+    group = None if limits is None or sys.platform != "linux" else open_group(limits)
+    if group is not None:
+        try:
+            group.add(pid)
+        except OSError:
+            group.close()
+            return None
+    return group
 
 
 def _kill_descendants(pid: int) -> None:
     """Linux tells who they are; elsewhere the group has to do."""
     for _ in range(_KILL_ROUNDS):  # those that were forked meanwhile are found in the next
-        found = [child for child in _descendants(pid) if _is_alive(child)]
+        found = [child for child in descendants(pid) if is_alive(child)]
         for child in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
         if not found:
             return
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has just ended
-            for child in map(int, file.read_text().split()):
-                yield child
-                yield from _descendants(child)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-
-
-def _environment(limits: ProcessLimits | None, folder: str) -> dict[str, str]:
-    """Ours without its secrets; a process without limits loses only those of areal."""
-    kept = set() if limits is None else set(limits.env)
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in kept
-        or not is_secret(name, value)
-        or (limits is None and not name.startswith("AREAL_"))
-    } | {"TMPDIR": folder}
 
 
 def frame(call_id: int, payload: bytes) -> bytes:
@@ -153,8 +173,8 @@ def describe_function(reward_fn: Callable[..., float] | str) -> tuple[str, bytes
     if isinstance(reward_fn, str):
         if "." not in reward_fn:
             raise ValueError(f"reward_fn: expected 'package.module.function', got {reward_fn!r}")
-        return reward_fn, pickle.dumps({**setup, "path": reward_fn})
-    name = getattr(reward_fn, "__qualname__", repr(reward_fn))
+        return printable(reward_fn), pickle.dumps({**setup, "path": reward_fn})
+    name = printable(getattr(reward_fn, "__qualname__", None) or repr(reward_fn), 200)
     try:
         blob = pickle.dumps(reward_fn)
     except Exception as error:

@@ -5,11 +5,12 @@ user's function is loaded. Both directions share one socket:
 
     parent -> child   frames (size, call id, pickle): first the set-up, then (args, kwargs) per call
     child -> parent   {"ready": true, "unkept": [limits]} | {"fatal": text},
-                      then {"id", "value", "s"} | {"id", "error"}
+                      then {"id", "value", "s"} | {"id", "error"} | {"id", "unfit"}
 
-The child's answers are JSON because the parent does not trust the code that ran here. A reply is
-written as soon as it is known, so when this process dies the oldest unanswered call is the cause.
-Limits (`reward_confine`) hold before a line of the user's code runs.
+`unfit` is an error that no further attempt can change: another signature, a coroutine. The child's
+answers are JSON because the parent does not trust the code that ran here. A reply is written as
+soon as it is known, so when this process dies the oldest unanswered call is the cause. Limits
+(`reward_confine`) hold before a line of the user's code runs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from typing import Any, BinaryIO, TextIO
 
 FRAME_HEADER = struct.Struct("<QQ")  # payload bytes, call id
 MAX_ERROR_CHARS = 4000
+MAX_SHOWN_CHARS = 200
+EXPECTED = "fn(prompt, completions, prompt_ids, completion_ids, **data) -> float"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 IN_WORKER = "AREAL_REWARD_WORKER"  # holds the pid of this process
@@ -48,7 +51,7 @@ def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
     faulthandler.enable()  # a segfault leaves the Python stack on stderr
     stacks = _stacks_file()
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    os.dup2(2, 1)  # what a reward function prints must not mix with the run's own output
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     requests = channel.makefile("rb", buffering=1 << 16)
@@ -62,9 +65,11 @@ def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
     _reply(channel, {"ready": True, "unkept": unkept})
     while (frame := _next_frame(requests)) is not None:
         call_id, payload = frame
-        if limits:
-            confinement["limit_cpu"](limits["cpu_seconds"])
         _reply(channel, {"id": call_id, **_answer(function, payload, limits)})
+
+
+class _UnfitError(Exception):
+    """The function is not one that takes these arguments and returns a number."""
 
 
 def _answer(
@@ -73,14 +78,76 @@ def _answer(
     began = time.perf_counter()
     try:
         args, kwargs = pickle.loads(payload)
-        value = function(*args, **kwargs)
-        if not isinstance(value, numbers.Real):
-            raise TypeError(
-                f"a reward must be a number, got {value!r:.200} ({type(value).__name__})"
-            )
-        return {"value": float(value), "s": time.perf_counter() - began}
+        value = _number(_call(function, args, kwargs))
+        return {"value": value, "s": time.perf_counter() - began}
+    except _UnfitError as error:
+        return {"unfit": str(error)}
     except BaseException as error:  # sys.exit() in a reward is its failure, not ours
         return {"error": _describe(error, limits)}
+
+
+def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__.tb_next is not None:  # raised inside of it
+            raise
+        misfit = _misfit(function, args, kwargs)
+        if misfit is None:
+            raise
+        raise _UnfitError(misfit) from None
+
+
+def _misfit(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Why the arguments are not those that the function takes; None when they are."""
+    import inspect  # only now: it would double the time a worker takes to start
+
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions of C do not tell
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        columns = ", ".join(map(str, kwargs)) or "none"
+        return (
+            f"takes {_shown(signature, str)}, but a reward function is called as {EXPECTED} "
+            f"({error}; data here: {_cut(columns)})"
+        )
+    return None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, types.CoroutineType):
+        value.close()
+        raise _UnfitError(f"is `async def`; a reward function is a plain function: def {EXPECTED}")
+    if isinstance(value, list | tuple) or getattr(value, "ndim", 0):
+        raise _UnfitError(
+            f"returned {_shown(value)} ({type(value).__name__}); it is called once per answer and "
+            f"must return one number, not a list as in TRL: def {EXPECTED}"
+        )
+    is_number = isinstance(value, numbers.Real) or (
+        # numpy's bool, Decimal, a tensor of one number
+        hasattr(type(value), "__float__") and not isinstance(value, str | bytes | numbers.Complex)
+    )
+    if not is_number:
+        raise TypeError(f"a reward must be a number, got {_shown(value)} ({type(value).__name__})")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"a reward must be finite, got {_shown(value)}") from None
+
+
+def _shown(value: Any, show: Callable[[Any], str] = repr) -> str:
+    """One short line, whatever the object thinks of being shown."""
+    try:
+        return _cut(show(value))
+    except Exception:  # user code; the class has to do
+        return f"<{type(value).__name__}>"
+
+
+def _cut(text: str) -> str:
+    return " ".join(text[:MAX_SHOWN_CHARS].split()) + ("..." if len(text) > MAX_SHOWN_CHARS else "")
 
 
 def _load(setup: dict[str, Any]) -> Callable[..., Any]:
@@ -124,10 +191,13 @@ def _reply(channel: socket.socket, message: dict[str, Any]) -> None:
 
 def _describe(error: BaseException, limits: dict[str, Any] | None) -> str:
     """Last lines of the traceback first in importance: the error, then where it came from."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = "".join(traceback.format_list(frames[-4:]))
-    text = f"{type(error).__name__}: {error}{_hint(error, limits)}"
-    return f"{text[:MAX_ERROR_CHARS]}\n{where[-MAX_ERROR_CHARS:]}".rstrip()
+    try:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        where = "".join(traceback.format_list(frames[-4:]))
+        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + _hint(error, limits)
+        return f"{text}\n{where[-MAX_ERROR_CHARS:]}".rstrip()
+    except BaseException:  # its text is user code, too
+        return f"{type(error).__name__}, which cannot be shown"
 
 
 def _hint(error: BaseException, limits: dict[str, Any] | None) -> str:
@@ -140,14 +210,27 @@ def _hint(error: BaseException, limits: dict[str, Any] | None) -> str:
         return f" (limits.file_size_mb is {limits['file_size_mb']})"
     if isinstance(error, PermissionError | BlockingIOError):
         shown = ", ".join(f"{key}={limits[key]}" for key in ("max_processes", "network"))
-        return f" (limits: {shown}, files are written in $TMPDIR and limits.writable only)"
+        return (
+            f" (limits: {shown}, files are written in $TMPDIR and limits.writable only; the run's "
+            "folder and limits.unreadable are not read)"
+        )
+    if isinstance(error, KeyError) and _is_about_environment(error):
+        return " (limits.env names the variables it gets besides PATH, HOME and the like)"
     return ""
+
+
+def _is_about_environment(error: KeyError) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].filename == type(os.environ).__getitem__.__code__.co_filename
 
 
 def _stacks_file() -> TextIO:
     """Where areal.utils.stacks collects what SIGUSR1 makes every process of a run write."""
-    path = os.environ.get("AREAL_STACKS")
-    return open(path, "a") if path else sys.stderr  # noqa: SIM115 (open as long as the process)
+    path = os.environ.get("AREAL_STACKS", "")
+    try:
+        return open(path, "a")  # noqa: SIM115 (open as long as the process)
+    except OSError:  # none is named, or the run's folder is gone
+        return sys.stderr
 
 
 def _die_with_parent() -> None:

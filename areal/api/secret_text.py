@@ -1,9 +1,12 @@
 """What is a secret, and texts and trees without them.
 
 A value is a secret when its name says so (`judge_api_key`, `HF_TOKEN`, `db_password`), when it is
-that of such an environment variable, when it is a URL with a password, or when somebody said so
-(`remember_secret`: the token of a run's servers). Logs, the run's database, the saved config and
-trackers are written through here.
+that of such an environment variable (`OPENAI_KEY`, `GH_PAT`, `DB_PASS`), when it is a URL with a
+password, or when somebody said so (`remember_secret`: the token of a run's servers). Logs, the
+run's database, the saved config and trackers are written through here.
+
+Names of the environment are judged more strictly than those of a config, where `answer_key` and
+`first_pass` are ordinary words.
 """
 
 from __future__ import annotations
@@ -14,12 +17,20 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from areal.api.plain_text import encodable
+
 HIDDEN = "<hidden>"
 _MIN_CHARS = 8  # shorter texts would hide ordinary words
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "credential", "credentials"}
-_SECRET_WORDS |= {"apikey", "token", "bearer"}
+_SECRET_WORDS |= {"apikey", "token", "bearer", "creds", "jwt", "sshpass"}
+_SECRET_ENDS = ("password", "passwd", "passphrase", "apikey", "authtoken")  # PGPASSWORD
 _KINDS_OF_KEY = {"api", "access", "admin", "private", "secret", "auth", "encryption", "signing"}
+_KINDS_OF_KEY |= {"openai", "anthropic", "wandb", "hf", "azure", "aws", "gcp", "github", "gitlab"}
+_KINDS_OF_KEY |= {"ssh", "deploy", "service", "master", "license", "webhook"}
+_KINDS_OF_PASS = {"db", "user", "smtp", "mail", "ftp", "redis", "mysql", "postgres", "admin"}
+# Last words of environment variables.
+_SECRET_LAST = {"KEY", "PAT", "PASS", "PWD", "AUTH", "DSN", "WEBHOOK", "COOKIE", "CRED"}
 # `pad_token` and the like are words of a vocabulary.
 _KINDS_OF_TOKEN = {"pad", "eos", "bos", "unk", "stop", "sep", "cls", "mask", "end", "start", "per"}
 _KINDS_OF_TOKEN |= {"special", "image", "video", "audio", "think", "new", "begin", "ids", "id"}
@@ -48,6 +59,7 @@ def remember_secret(value: str) -> None:
 
 def hide_secrets(text: str) -> str:
     """`text` as it may be logged, stored or shown."""
+    text = encodable(text)
     for secret in sorted(_remembered | _of_environment(), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for pattern, replacement in _IN_TEXT:
@@ -88,9 +100,14 @@ def _is_secret_name(name: str) -> bool:
     for before, word in zip([""] + words, words, strict=False):
         if word == "key" and before in _KINDS_OF_KEY:
             return True
+        if word == "pat" and before or word in ("pass", "pwd") and before in _KINDS_OF_PASS:
+            return True
+        if word.endswith(_SECRET_ENDS):
+            return True
         if word in _SECRET_WORDS and not (word == "token" and _KINDS_OF_TOKEN & set(words)):
             return True
-    return False
+    rest, _, last = name.rpartition("_")
+    return bool(rest) and name.isupper() and last in _SECRET_LAST
 
 
 def _of_environment() -> set[str]:

@@ -211,7 +211,7 @@ class HttpEngine(InferenceEngine):
         )
 
     def _loading_of_folder(self, meta: WeightUpdateMeta) -> Callable[[], None]:
-        publication = open_publication(meta.path, version=meta.version)
+        publication = open_publication(meta.path, version=meta.version, key=meta.key)
         with_lm_head = self._protocol.wants_lm_head(self._model_path)
         folder = hf_folder_of(publication, self._model_path, with_lm_head=with_lm_head)
 

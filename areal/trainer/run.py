@@ -32,6 +32,7 @@ from areal.api import scratch
 from areal.api.cli_args import dump_yaml
 from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.api.reward_environment import hidden_from_rewards
 from areal.api.secret_text import without_secrets
 from areal.trainer.identity import run_identity
 from areal.trainer.random_states import RandomStates
@@ -85,6 +86,7 @@ class Run:
             stack.enter_context(self._no_ledger_left_by_a_refusal())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
             stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
+            stack.enter_context(hidden_from_rewards(self.paths.root))
             self.watchdog = stack.enter_context(
                 watched(config.watchdog.seconds, stacks_file=self.paths.stacks)
             )

@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +31,6 @@ _DISK_FAULTS = {
     *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE),
 }
-_READ_BYTES = 16 << 20
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LEFTOVER = re.compile(r"^\..+\.tmp-(\d+)-[0-9a-f]{8}$")
@@ -115,15 +113,6 @@ def open_private(path: str | Path, mode: str, **options: Any) -> IO[Any]:
 def is_disk_fault(error: OSError) -> bool:
     """Whether a disk has refused something; else it is a network, or another process."""
     return error.errno in _DISK_FAULTS
-
-
-def checksum(path: str | Path) -> int:
-    """CRC-32 of the file's bytes."""
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""One bucket: a safetensors file of a few weights, with the CRC-32 of its bytes.
+"""One bucket: a safetensors file of a few weights, with the hash of its bytes.
 
 Written straight from the tensors' memory, so a bucket costs no second copy of its weights; read
 back by mapping the file, so loading copies each weight exactly once, into the model.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from areal.weight_sync.seal import write_hashed
 
 # The short names of safetensors for what a weight can be.
 DTYPE_NAMES = {
@@ -56,21 +57,15 @@ def fill_buckets(
         yield content
 
 
-def write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Writes CPU tensors to `path`; returns (bytes written, CRC-32 of them)."""
-    nbytes = crc = 0
-    with path.open("wb") as file:
-        for piece in _file_content(tensors):
-            file.write(piece)
-            nbytes += len(piece)
-            crc = zlib.crc32(piece, crc)
-    return nbytes, crc
+def write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
+    """Writes CPU tensors to the new file `path`; returns (bytes written, their hash)."""
+    return write_hashed(path, _file_content(tensors))
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{weight name: (dtype name, shape)} of a bucket whose checksum is right.
+    """{weight name: (dtype name, shape)} of a bucket whose hash is right.
 
-    ValueError when `read_bucket` could not read it: a right checksum does not make it a bucket.
+    ValueError when `read_bucket` could not read it: a right hash does not make it a bucket.
     """
     file_bytes = path.stat().st_size
     with path.open("rb") as file:

@@ -1,7 +1,8 @@
 """Weights between two processes on one GPU: not copied out, only where they lie is published.
 
     weight_update_v7/handles.json      version; for each weight dtype, shape, the CUDA IPC handle of
-                                       its storage and a checksum computed on the device
+                                       its storage and a checksum computed on the device; a MAC
+                                       over all of it (seal.py)
 
 The receiver maps the sender's memory and verifies every weight before it copies one. The sender
 must leave its weights alone until the receiver has answered, which `send_weights` waits for.
@@ -13,7 +14,6 @@ must leave its weights alone until the receiver has answered, which `send_weight
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,18 @@ from areal.utils.fs import atomic_folder
 from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES
 from areal.weight_sync.device_checksum import device_checksum
 from areal.weight_sync.publication import PublicationError
+from areal.weight_sync.seal import read_plain, seal, unseal, write_hashed
 
 HANDLES = "handles.json"
-FORMAT = "areal-handles-1"
+FORMAT = "areal-handles-2"
 
 
 def publish_handles(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path, version: int
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    folder: str | Path,
+    version: int,
+    *,
+    key: str = "",
 ) -> None:
     entries = {}
     for name, tensor in named_tensors:
@@ -40,14 +45,17 @@ def publish_handles(
     torch.cuda.synchronize()
     body = {"format": FORMAT, "version": version, "tensors": entries}
     with atomic_folder(folder, durable=False) as scratch:
-        (scratch / HANDLES).write_text(json.dumps(body), encoding="utf-8")
+        scratch.chmod(0o700)
+        write_hashed(scratch / HANDLES, [seal(body, key)])
 
 
-def open_handles(folder: str | Path, *, version: int) -> list[tuple[str, torch.Tensor]]:
+def open_handles(
+    folder: str | Path, *, version: int, key: str = ""
+) -> list[tuple[str, torch.Tensor]]:
     """The sender's own tensors, verified. PublicationError names the file and the fault."""
     file = Path(folder) / HANDLES
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
+        body = unseal(read_plain(file), key)
         if (body["format"], body["version"]) != (FORMAT, version):
             raise PublicationError(
                 f"{file} holds {body['format']} version {body['version']}, "

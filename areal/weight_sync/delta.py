@@ -50,7 +50,13 @@ class DeltaPublisher:
         self._weights: dict[str, torch.Tensor] = {}
 
     def publish(
-        self, named_tensors: NamedTensors, folder: str | Path, version: int, *, bucket_bytes: int
+        self,
+        named_tensors: NamedTensors,
+        folder: str | Path,
+        version: int,
+        *,
+        bucket_bytes: int,
+        key: str = "",
     ) -> Manifest:
         """Writes patches of the version published before where there is one."""
         base_version, base = self._version, self._weights
@@ -58,7 +64,7 @@ class DeltaPublisher:
         weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
         self._weights = weights
         if base_version is None or _kinds(base) != _kinds(weights):
-            return self.publish_whole(folder, version, bucket_bytes=bucket_bytes)
+            return self.publish_whole(folder, version, bucket_bytes=bucket_bytes, key=key)
         with ThreadPoolExecutor(num_cores(), thread_name_prefix="patch") as pool:
             patches = pool.map(make_patch, base.values(), weights.values())
             manifest = publish(
@@ -67,13 +73,17 @@ class DeltaPublisher:
                 version,
                 bucket_bytes=bucket_bytes,
                 base_version=base_version,
+                key=key,
             )
         self._version = version
         return manifest
 
-    def publish_whole(self, folder: str | Path, version: int, *, bucket_bytes: int) -> Manifest:
+    def publish_whole(
+        self, folder: str | Path, version: int, *, bucket_bytes: int, key: str = ""
+    ) -> Manifest:
         """Writes all of the weights that were last given to `publish`."""
-        manifest = publish(self._weights.items(), folder, version, bucket_bytes=bucket_bytes)
+        weights = self._weights.items()
+        manifest = publish(weights, folder, version, bucket_bytes=bucket_bytes, key=key)
         self._version = version
         return manifest
 
@@ -90,9 +100,9 @@ class Mirror:
         self._root = PublicationRoot("shm", run_name=name, disk_root=tempfile.gettempdir())
         self._held: Publication | None = None
 
-    def take(self, folder: str | Path, *, version: int) -> Publication:
+    def take(self, folder: str | Path, *, version: int, key: str = "") -> Publication:
         """The weights of `version`, whole and verified, from a publication whole or not."""
-        sent = open_publication(folder, version=version)
+        sent = open_publication(folder, version=version, key=key)
         if sent.manifest.base_version is None:
             return self.keep(sent, version)
         held = None if self._held is None else self._held.version

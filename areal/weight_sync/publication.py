@@ -2,30 +2,28 @@
 
     weight_update_v7/
       bucket_00000.safetensors ...   a few weights each, about `bucket_bytes` large
-      manifest.json                  version; size and CRC-32 of each bucket; dtype and shape of
-                                     each weight; CRC-32 of the manifest itself; the base when
-                                     these are only changes (delta.py)
+      manifest.json                  version; size and hash of each bucket; dtype and shape of
+                                     each weight; the base when these are only changes
+                                     (delta.py); a MAC over all of it (seal.py)
 
 `publish` builds the folder beside its final name and renames it, so readers see all of it or
 nothing. `open_publication` reads every byte before it gives out the first tensor: a file that is
-missing, cut short, changed in one bit, or not what the manifest lists raises `PublicationError`,
-and the reader's model has not been touched.
+missing, cut short, changed in one bit, or not what the manifest lists, and a manifest that was not
+written with the same key, raise `PublicationError`, and the reader's model has not been touched.
+The folder and its files are for this user alone.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from areal.utils.fs import atomic_folder, checksum
+from areal.utils.fs import atomic_folder
 from areal.weight_sync.bucket import (
     DTYPE_NAMES,
     DTYPES,
@@ -34,11 +32,11 @@ from areal.weight_sync.bucket import (
     read_header,
     write_bucket,
 )
+from areal.weight_sync.seal import hash_file, read_plain, seal, unseal, write_hashed
 
-FORMAT = "areal-weights-1"
+FORMAT = "areal-weights-2"
 MANIFEST = "manifest.json"
 _BUCKET_NAME = re.compile(r"bucket_\d{5}\.safetensors")
-_VERIFIER_THREADS = 4  # the checksum runs without the interpreter lock
 
 
 class PublicationError(RuntimeError):
@@ -49,7 +47,7 @@ class PublicationError(RuntimeError):
 class Bucket:
     file: str
     nbytes: int
-    crc32: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +70,17 @@ def publish(
     bucket_bytes: int = 1 << 30,
     durable: bool = True,
     base_version: int | None = None,
+    key: str = "",
 ) -> Manifest:
     """Writes the weights to `folder` as `version`, replacing what was there.
 
-    Holds at most one bucket in CPU memory beside the model. `durable` flushes to the disk.
+    Holds at most one bucket in CPU memory beside the model. `durable` flushes to the disk. Who
+    opens it must know `key`.
     """
     buckets: list[Bucket] = []
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     with atomic_folder(folder, durable=durable) as scratch:
+        scratch.chmod(0o700)
         for content in fill_buckets(named_tensors, bucket_bytes, "cpu"):
             name = f"bucket_{len(buckets):05d}.safetensors"
             buckets.append(Bucket(name, *write_bucket(scratch / name, content)))
@@ -88,7 +89,7 @@ def publish(
                     raise ValueError(f"the weight {weight} was given twice")
                 tensors[weight] = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
         manifest = Manifest(version, tuple(buckets), tensors, base_version)
-        (scratch / MANIFEST).write_bytes(_encode(manifest))
+        write_hashed(scratch / MANIFEST, [seal(_body(manifest), key)])
     return manifest
 
 
@@ -112,30 +113,33 @@ class Publication:
             yield from read_bucket(self.folder / bucket.file)
 
 
-def open_publication(folder: str | Path, *, version: int | None = None) -> Publication:
-    """Verifies every byte of `folder`, and that it holds `version` where one is expected.
+def open_publication(
+    folder: str | Path, *, version: int | None = None, key: str = ""
+) -> Publication:
+    """Verifies every byte of `folder`, that it was written with `key`, and that it holds `version`
+    where one is expected.
 
     Raises PublicationError naming the file and the fault.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise PublicationError(f"{folder}: there is no such publication folder")
-    manifest = _decode(folder / MANIFEST)
+    manifest = _decode(folder / MANIFEST, key)
     if version is not None and manifest.version != version:
         raise PublicationError(f"{folder} holds version {manifest.version}, expected {version}")
-    with ThreadPoolExecutor(_VERIFIER_THREADS, thread_name_prefix="verify") as pool:
-        list(pool.map(lambda bucket: _verify_bytes(folder, bucket), manifest.buckets))
+    for bucket in manifest.buckets:
+        _verify_bytes(folder / bucket.file, bucket)
     _verify_tensors(folder, manifest)
     return Publication(folder, manifest)
 
 
-def _encode(manifest: Manifest) -> bytes:
-    body = {
+def _body(manifest: Manifest) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "version": manifest.version,
         "base_version": manifest.base_version,
         "buckets": [
-            {"file": bucket.file, "nbytes": bucket.nbytes, "crc32": bucket.crc32}
+            {"file": bucket.file, "nbytes": bucket.nbytes, "sha256": bucket.sha256}
             for bucket in manifest.buckets
         ],
         "tensors": {
@@ -143,28 +147,15 @@ def _encode(manifest: Manifest) -> bytes:
             for name, (dtype, shape) in manifest.tensors.items()
         },
     }
-    return _with_own_checksum(body)
 
 
-def _with_own_checksum(body: dict[str, Any]) -> bytes:
-    plain = json.dumps(body).encode()
-    return json.dumps({**body, "crc32": zlib.crc32(plain)}, indent=1).encode() + b"\n"
-
-
-def _decode(path: Path) -> Manifest:
+def _decode(path: Path, key: str) -> Manifest:
     try:
-        raw = path.read_bytes()
+        body = unseal(read_plain(path), key)
     except FileNotFoundError:
         raise PublicationError(f"{path} is missing: the publication is not complete") from None
-    try:
-        body = json.loads(raw)
-        own_checksum = body.pop("crc32")
-        # Written one way only: any other byte, also one that JSON overlooks, is damage.
-        intact = _with_own_checksum(body) == raw and isinstance(own_checksum, int)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        intact = False
-    if not intact:
-        raise PublicationError(f"{path} is damaged: its content does not match its checksum")
+    except (OSError, ValueError) as error:
+        raise PublicationError(f"{path} {error}") from None
     if body.get("format") != FORMAT:
         raise PublicationError(
             f"{path} has format {body.get('format')!r}, this areal reads {FORMAT!r}; "
@@ -176,7 +167,7 @@ def _decode(path: Path) -> Manifest:
 def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
     """The typed manifest; a well-signed file with wrong content was written by something else."""
     try:
-        buckets = tuple(Bucket(b["file"], b["nbytes"], b["crc32"]) for b in body["buckets"])
+        buckets = tuple(Bucket(b["file"], b["nbytes"], b["sha256"]) for b in body["buckets"])
         tensors = {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in body["tensors"].items()
         }
@@ -187,7 +178,7 @@ def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
             and all(
                 _BUCKET_NAME.fullmatch(bucket.file)
                 and type(bucket.nbytes) is int
-                and type(bucket.crc32) is int
+                and type(bucket.sha256) is str
                 for bucket in buckets
             )
         )
@@ -198,18 +189,16 @@ def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
     return manifest
 
 
-def _verify_bytes(folder: Path, bucket: Bucket) -> None:
-    path = folder / bucket.file
+def _verify_bytes(path: Path, bucket: Bucket) -> None:
     try:
-        found = path.stat().st_size
-        if found != bucket.nbytes:
-            raise PublicationError(f"{path} has {found} bytes, the manifest says {bucket.nbytes}")
-        crc = checksum(path)
+        found = hash_file(path, bucket.nbytes)
     except FileNotFoundError:
         raise PublicationError(f"{path} is missing, the manifest lists it") from None
-    if crc != bucket.crc32:
+    except (OSError, ValueError) as error:
+        raise PublicationError(f"{path} {error}") from None
+    if found != bucket.sha256:
         raise PublicationError(
-            f"{path} is damaged: CRC-32 {crc:08x}, the manifest says {bucket.crc32:08x}"
+            f"{path} is damaged: SHA-256 {found}, the manifest says {bucket.sha256}"
         )
 
 

@@ -13,19 +13,21 @@
         meta = root.meta(recompute_kv=True)
         send_weights(engine, meta.with_version(3), actor.hf_weights())
 
-A `PublicationRoot` is owned by one process, which removes it at the end. The root of an owner that
-was killed is found by its free lock and removed by the next run that opens one.
+A `PublicationRoot` is owned by one process, which removes it at the end, and only its user may
+enter it. In memory it has a random name; that of an owner that was killed is found by its free lock
+and removed by the next run that opens one. Its key, which receivers are told with every order,
+marks what this run has written (seal.py).
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
+import secrets
 import shutil
+import stat
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,15 @@ import torch
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightTransport, WeightUpdateMeta
+from areal.api.scratch import ScratchFolder, sweep
+from areal.api.secret_text import remember_secret
 from areal.weight_sync.cuda_ipc import HANDLES, open_handles, publish_handles
 from areal.weight_sync.publication import PublicationError, open_publication, publish
 
 _ON_DISK = ("disk", "delta")
+_IN_MEMORY = ("shm", "ipc")
 _KEPT_VERSIONS = 2  # the newest, and the one a slow reader may still be mapping
 _SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "areal-"
 _LOCK = ".owner.lock"
 _VERSION_FOLDER = re.compile(r"weight_update_v(\d+)")
 
@@ -71,6 +75,7 @@ def _send_published(engine, meta, named_tensors) -> None:
         meta.version,
         bucket_bytes=meta.weight_chunked_mem_mb << 20,
         durable=meta.type == "disk",
+        key=meta.key,
     )
     engine.update_weights(meta)
     if meta.clear_checkpoint_after_load:
@@ -78,7 +83,7 @@ def _send_published(engine, meta, named_tensors) -> None:
 
 
 def _send_handles(engine, meta, named_tensors) -> None:
-    publish_handles(named_tensors, meta.path, meta.version)
+    publish_handles(named_tensors, meta.path, meta.version, key=meta.key)
     engine.update_weights(meta)
     remove_old_versions(Path(meta.path).parent)
 
@@ -93,11 +98,13 @@ _SENDERS = {
 }
 
 
-def open_sent(folder: str | Path, *, version: int) -> Iterable[tuple[str, torch.Tensor]]:
+def open_sent(
+    folder: str | Path, *, version: int, key: str = ""
+) -> Iterable[tuple[str, torch.Tensor]]:
     """What a sender left in `folder`, verified; PublicationError when it must not be loaded."""
     if (Path(folder) / HANDLES).exists():
-        return open_handles(folder, version=version)
-    publication = open_publication(folder, version=version)
+        return open_handles(folder, version=version, key=key)
+    publication = open_publication(folder, version=version, key=key)
     if (base := publication.manifest.base_version) is not None:
         raise PublicationError(f"{folder} holds only changes of version {base}: take it as a delta")
     return publication
@@ -121,26 +128,32 @@ class PublicationRoot:
             raise ValueError(f"unknown weight transport {type!r}, expected one of {list(_SENDERS)}")
         self.type = type
         self.path: Path | None = None
+        self._key = secrets.token_hex(32)
+        self._memory: ScratchFolder | None = None
         self._lock: int | None = None
-        if type in ("direct", "xccl"):
-            return
-        if type not in _ON_DISK:
-            _remove_orphans(_memory_root())
-        self.path = _choose_path(type, run_name, Path(disk_root))
-        self._lock = _own(self.path)
-        remove_old_versions(self.path, keep=0)
+        remember_secret(self._key)
+        if type in _ON_DISK:
+            self.path = Path(disk_root)
+            self._lock = _own(self.path)
+            remove_old_versions(self.path, keep=0)
+        elif type in _IN_MEMORY:
+            sweep(_memory_root())
+            self._memory = ScratchFolder("weights", place=_memory_root(), label=run_name)
+            self.path = self._memory.path
 
     def meta(self, **options: Any) -> WeightUpdateMeta:
         """The order that publishes here; `with_version` names the version."""
-        return WeightUpdateMeta(type=self.type, path=str(self.path or ""), **options)
+        path = str(self.path or "")
+        return WeightUpdateMeta(type=self.type, path=path, key=self._key, **options)
 
     def close(self) -> None:
         """Removes the folder. Calling it twice is fine."""
-        if self._lock is None:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
+        if self._memory is not None:
+            self._memory.close()
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> PublicationRoot:
         return self
@@ -153,46 +166,35 @@ def _memory_root() -> Path:
     return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
-def _choose_path(type: str, run_name: str, disk_root: Path) -> Path:
-    if type in _ON_DISK:
-        return disk_root
-    # The digest keeps runs of the same name in different folders (and of different users) apart.
-    place = f"{disk_root.absolute()}:{os.getuid()}"
-    digest = hashlib.sha256(place.encode()).hexdigest()[:8]
-    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", run_name)[:60]
-    return _memory_root() / f"{_PREFIX}{readable}-{digest}"
-
-
 def _own(folder: Path) -> int:
-    """Creates `folder` where needed and holds its lock."""
-    for _ in range(5):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = _take_lock(folder)
-        if fd is not None and (folder / _LOCK).exists():
-            return fd
-        # Another starting run may just now be removing it as an orphan: look again.
-        if fd is not None:
-            os.close(fd)
-        time.sleep(0.02)
-    raise RuntimeError(
-        f"{folder} belongs to a run that is still alive; end that run, or change trial_name"
-    )
-
-
-def _take_lock(folder: Path) -> int | None:
-    """An open file whose lock dies with this process, or None when another process holds it."""
-    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Creates `folder` where needed, for this user alone, and holds its lock."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_private(folder)
+    # A file, not the folder itself: network file systems lock only what is open for writing.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open(folder / _LOCK, flags, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+        os.close(lock)
+        raise RuntimeError(
+            f"{folder} belongs to a run that is still alive; end that run, or change trial_name"
+        ) from None
+    return lock
 
 
-def _remove_orphans(root: Path) -> None:
-    """Gives back the memory of runs that were killed: their folders' locks are free."""
-    for lock in root.glob(f"{_PREFIX}*/{_LOCK}"):
-        if lock.stat().st_uid == os.getuid() and (fd := _take_lock(lock.parent)) is not None:
-            shutil.rmtree(lock.parent, ignore_errors=True)
-            os.close(fd)
+def _make_private(folder: Path) -> None:
+    """RuntimeError when it is somebody else's: they could change what is published in it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".owner-") as probe:
+            us = os.fstat(probe.fileno()).st_uid  # as this file system sees us
+    except PermissionError as error:
+        raise RuntimeError(f"{folder} cannot be written: {error.strerror}") from None
+    found = os.stat(folder)
+    if found.st_uid != us:
+        raise RuntimeError(
+            f"{folder} belongs to user {found.st_uid}, not to {us}, who publishes weights in it; "
+            "remove it, or change cluster.fileroot or trial_name"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        os.chmod(folder, 0o700)

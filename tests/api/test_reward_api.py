@@ -140,7 +140,7 @@ async def test_a_fault_is_raised_after_retries_and_never_becomes_a_reward(how, e
         (float("inf"), "returned inf"),
         ("1.0", r"must be a number, got '1.0' \(str\)"),
         (None, r"got None \(NoneType\)"),
-        ([1.0], r"got \[1.0\] \(list\)"),
+        ([1.0], r"returned \[1.0\] \(list\); it is called once per answer"),
     ],
 )
 async def test_what_is_not_a_finite_number_is_an_error(value, text):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sample_attacks
 
+from areal.api import reward_environment
 from areal.api.config.limits import ProcessLimits
 from areal.api.reward_api import (
     AsyncRewardWrapper,
@@ -124,7 +125,10 @@ def burn():
 async def test_secrets_of_the_run_are_out_of_reach(monkeypatch):
     monkeypatch.setenv("AREAL_SERVER_TOKEN", SECRET)
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
-    monkeypatch.setenv("HTTP_PROXY_FOR_TEST", f"http://me:{SECRET}@proxy:1")
+    for name in ("OPENAI_KEY", "GH_PAT", "DB_PASS", "PGPASSWORD", "NOBODY_THOUGHT_OF_THIS"):
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("HTTPS_PROXY", f"http://me:{SECRET}@proxy:1")
+    monkeypatch.setenv("PYTHONSTARTUP_TOKEN", SECRET)
     # The server of a run has its token in its environment too.
     server = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"],
@@ -142,8 +146,9 @@ async def test_secrets_of_the_run_are_out_of_reach(monkeypatch):
                 assert "ermi" in await refused(reward, *attack)  # Permission, not permitted
             if landlock_abi() >= 6:
                 assert "not permitted" in await refused(reward, "signal_parent")
-        async with attacker(env=["JUDGE_API_KEY"]) as reward:
-            assert await reward("own_environment", SECRET) == 1.0
+        for name in ("JUDGE_API_KEY", "NOBODY_THOUGHT_OF_THIS"):
+            async with attacker(env=[name]) as reward:
+                assert await reward("own_environment", SECRET) == 1.0
     finally:
         server.kill()
         server.wait()
@@ -199,7 +204,7 @@ async def test_the_folder_of_a_worker_goes_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     async with attacker() as reward:
         await reward("temporary")
-        assert len(list(tmp_path.glob("areal-reward.*/file"))) == 1
+        assert len(list(tmp_path.glob("areal-rewards.*/*/file"))) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -222,8 +227,30 @@ async def test_a_folder_that_does_not_exist_is_named():
         assert "limits.writable: /no/such/folder: No such file" in await refused(reward, "thread")
 
 
-async def test_without_limits_there_are_none():
+async def test_what_programs_need_of_the_environment_is_there(monkeypatch):
+    for name, value in (("LC_TIME", "C.UTF-8"), ("OMP_NUM_THREADS", "3"), ("HF_HOME", "/hub")):
+        monkeypatch.setenv(name, value)
+    async with attacker() as reward:
+        for name in ("PATH", "LC_TIME", "OMP_NUM_THREADS", "HF_HOME"):
+            assert await reward("own_environment", f"{name!r}: {os.environ[name]!r}") == 1.0
+
+
+def test_the_variables_are_documented():
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "reward.md").read_text()
+    for name in reward_environment._NAMES:
+        assert f"`{name}`" in page or name.upper().endswith("_PROXY"), name
+    for prefix in reward_environment._PREFIXES:
+        assert f"`{prefix}*`" in page
+
+
+async def test_without_limits_there_are_none(monkeypatch):
+    monkeypatch.setenv("OPENAI_KEY", SECRET)
     wrapper = AsyncRewardWrapper(sample_attacks.attack, max_workers=1, max_retries=0, limits=None)
     with closing(wrapper):
         assert await wrapper("spawn") == 1.0
+        assert await wrapper("own_environment", SECRET) == 1.0
+    monkeypatch.delenv("OPENAI_KEY")
+    monkeypatch.setenv("AREAL_SERVER_TOKEN", SECRET)
+    with closing(AsyncRewardWrapper(sample_attacks.attack, limits=None)) as wrapper:
+        assert await wrapper("own_environment", SECRET) == 0.0
     assert ProcessLimits().network

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.scratch import VARIABLE, ScratchFolder, sweep
+from areal.api.scratch import VARIABLE, ScratchFolder, remove_tree, sweep
 
 HOLD = (
     "import sys\nfrom areal.api.scratch import ScratchFolder\n"
@@ -69,15 +69,68 @@ def test_a_killed_owner_leaves_it_and_the_next_sweep_takes_it(root):
     assert list(root.iterdir()) == []
 
 
+def test_names_are_random_and_labels_safe(tmp_path):
+    folders = [ScratchFolder("test", place=tmp_path, label="a/../b c") for _ in range(3)]
+    assert len({folder.path for folder in folders}) == 3
+    for folder in folders:
+        assert folder.path.parent == tmp_path and folder.path.name.startswith(
+            "areal-test.a-..-b-c-"
+        )
+    os.close(os.open(folders[0].path, os.O_RDONLY))  # a reader takes no lock away
+    assert sweep(tmp_path) == []
+    for folder in folders:
+        folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_folders_of_ours_are_swept(root, tmp_path_factory):
     target = tmp_path_factory.mktemp("target")
+    (target / "kept").write_text("x")
     (root / "areal-test.link0000").symlink_to(target)
     (root / "areal-test.file0000").write_text("a file")
-    (root / "areal-test-1a2b3c4d").mkdir()  # as weights in shared memory are called
+    (root / "areal-1a2b3c4d").mkdir(mode=0o700)
     (root / "something").mkdir()
+    (root / "areal-test.loose000").mkdir()
+    (root / "areal-test.loose000").chmod(0o777)  # others may have put something there
     if os.getuid() == 0:
-        (root / "areal-test.other000").mkdir()
+        (root / "areal-test.other000").mkdir(mode=0o700)
         os.chown(root / "areal-test.other000", 12345, -1)
     before = sorted(root.iterdir())
     assert sweep(root) == []
-    assert sorted(root.iterdir()) == before and target.exists()
+    assert sorted(root.iterdir()) == before and (target / "kept").exists()
+
+
+def test_whatever_it_holds_is_removed_and_nothing_else(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    (outside / "kept").write_text("x")
+    folder.mkdir()
+    (folder / "link").symlink_to(outside)
+    (folder / "broken").symlink_to(tmp_path / "nothing")
+    os.mkfifo(folder / "pipe")
+    (folder / "shut" / "deep").mkdir(parents=True)
+    (folder / "shut" / "deep" / "file").write_text("x")
+    (folder / "shut" / "deep").chmod(0)
+    (folder / "shut").chmod(0)
+    remove_tree(folder)
+    assert not folder.exists()
+    assert (outside / "kept").read_text() == "x"
+    with pytest.raises(OSError):
+        (tmp_path / "link").symlink_to(outside)
+        remove_tree(tmp_path / "link")  # a link in its place is not followed
+    assert (outside / "kept").exists()
+
+
+def test_deeper_than_a_path_can_say_and_a_recursion_can_go(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    here = os.getcwd()
+    try:
+        os.chdir(folder)
+        for _ in range(3000):
+            os.mkdir("d" * 40)
+            os.chdir("d" * 40)
+    finally:
+        os.chdir(here)
+    remove_tree(folder)
+    assert not folder.exists()

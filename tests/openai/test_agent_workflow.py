@@ -14,6 +14,7 @@ from openai import APIConnectionError
 from sample_agents import Broken, ByRow, Silent, Turns
 from tiny import tiny_model
 
+from areal.api.config.limits import ProcessLimits
 from areal.models.common.attention_varlen import PackedAttention
 from areal.openai.session import AgentError, AgentTimeoutError
 
@@ -96,6 +97,13 @@ def test_a_crash_ends_its_own_episode_only(subproc):
     with pytest.raises(AgentError, match="ByRow ended with exit code 3"):
         subproc("Broken", how="exit")
     assert len(subproc("Turns")) == 2
+
+
+def test_an_agent_with_limits_works_and_reaches_nothing_else(world, monkeypatch):
+    for name in ("OPENAI_KEY", "GH_PAT", "NOBODY_THOUGHT_OF_THIS"):
+        monkeypatch.setenv(name, "swordfish")
+    interactions = world.run(sample_agents.Spy, mode="subproc", limits=ProcessLimits())
+    assert [item.reward for item in interactions.values()] == [0.0]
 
 
 def test_an_agent_that_cannot_travel(world):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from areal.weight_sync.cuda_ipc import HANDLES, open_handles, publish_handles
+from areal.weight_sync.cuda_ipc import FORMAT, HANDLES, open_handles, publish_handles
 from areal.weight_sync.publication import PublicationError
+from areal.weight_sync.seal import seal
 
 SENDER = """
 import sys, torch
@@ -37,13 +37,17 @@ def test_weights_on_the_cpu_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("{", "cannot be read"),
-        ('{"version": 3}', "KeyError"),
-        (json.dumps({"format": "areal-handles-1", "version": 2, "tensors": {}}), "expected"),
+        (b"{", "cannot be read"),
+        (seal({"version": 3}, ""), "KeyError"),
+        (
+            seal({"format": FORMAT, "version": 3, "tensors": {}}, "another key"),
+            "written with a key",
+        ),
+        (seal({"format": FORMAT, "version": 2, "tensors": {}}, ""), "expected"),
     ],
 )
 def test_a_file_that_is_not_the_versions_is_refused(tmp_path, content, fault):
-    (tmp_path / HANDLES).write_text(content)
+    (tmp_path / HANDLES).write_bytes(content)
     with pytest.raises(PublicationError, match=fault):
         open_handles(tmp_path, version=3)
 

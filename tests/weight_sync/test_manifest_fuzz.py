@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 
 import json_fuzz
 import pytest
@@ -13,12 +12,13 @@ from hypothesis import strategies as st
 
 from areal.weight_sync.bucket import write_bucket
 from areal.weight_sync.publication import (
+    FORMAT,
     MANIFEST,
     PublicationError,
-    _with_own_checksum,
     open_publication,
     publish,
 )
+from areal.weight_sync.seal import hash_file, seal
 
 FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -29,7 +29,7 @@ def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("publications") / "v3"
     publish(WEIGHTS.items(), folder, 3, durable=False)
     body = json.loads((folder / MANIFEST).read_bytes())
-    del body["crc32"]
+    del body["mac"]
     return folder, body
 
 
@@ -47,7 +47,7 @@ def test_any_manifest(good):
     @given(json_fuzz.changed(body))
     def one(changed):
         if isinstance(changed, dict):
-            (folder / MANIFEST).write_bytes(_with_own_checksum(changed))
+            (folder / MANIFEST).write_bytes(seal(changed, ""))
         else:
             (folder / MANIFEST).write_bytes(json_fuzz.to_bytes(changed))
         loads_or_refuses(folder)
@@ -78,7 +78,8 @@ def test_any_header_of_a_bucket(tmp_path):
     def publish_header(raw, length):
         bucket = length.to_bytes(8, "little") + raw + data
         file.write_bytes(bucket)
-        entries = {"file": file.name, "nbytes": len(bucket), "crc32": zlib.crc32(bucket)}
+        digest = hash_file(file, len(bucket))
+        entries = {"file": file.name, "nbytes": len(bucket), "sha256": digest}
         try:
             tensors = {
                 name: {"dtype": entry["dtype"], "shape": entry["shape"]}
@@ -86,8 +87,9 @@ def test_any_header_of_a_bucket(tmp_path):
             }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             tensors = {}
-        body = {"format": "areal-weights-1", "version": 3, "buckets": [entries], "tensors": tensors}
-        (tmp_path / MANIFEST).write_bytes(_with_own_checksum(body))
+        body = {"format": FORMAT, "version": 3, "base_version": None}
+        body |= {"buckets": [entries], "tensors": tensors}
+        (tmp_path / MANIFEST).write_bytes(seal(body, ""))
 
     @settings(FILES, max_examples=300)
     @given(json_fuzz.bodies(header), st.none() | st.integers(0, 2**64 - 1))

@@ -11,12 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.weight_sync.publication import (
-    PublicationError,
-    _with_own_checksum,
-    open_publication,
-    publish,
-)
+from areal.weight_sync.publication import PublicationError, open_publication, publish
+from areal.weight_sync.seal import CHUNK_BYTES, seal
 
 WEIGHTS = {
     "model.embed_tokens.weight": torch.arange(24, dtype=torch.float32).view(6, 4),
@@ -146,6 +142,61 @@ def test_missing_file_is_refused_by_name(intact, tmp_path, name):
         open_publication(tmp_path)
 
 
+def test_more_than_one_chunk(tmp_path):
+    """Hashed in pieces that end where neither a weight nor the file does."""
+    sizes = [CHUNK_BYTES // 2, 5, CHUNK_BYTES, 3, CHUNK_BYTES // 2 + 7]
+    weights = {f"w{i}": torch.randint(0, 255, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
+    publish(weights.items(), tmp_path / "v", 1, key="k")
+    found = dict(open_publication(tmp_path / "v", key="k"))
+    assert_same(found, weights)
+    file = tmp_path / "v" / "bucket_00000.safetensors"
+    for position in (CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 10):
+        with file.open("r+b") as content:
+            content.seek(position)
+            byte = content.read(1)
+            content.seek(position)
+            content.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(PublicationError, match="bucket_00000.safetensors is damaged"):
+            open_publication(tmp_path / "v", key="k")
+        with file.open("r+b") as content:
+            content.seek(position)
+            content.write(byte)
+    open_publication(tmp_path / "v", key="k")
+
+
+@pytest.mark.parametrize("key", ["", "the attacker's", "k" * 63])
+def test_what_was_written_without_the_key_is_refused(tmp_path, key):
+    """Whoever can write to the folder can make all of it fit together, but not the MAC."""
+    publish(WEIGHTS.items(), tmp_path / "v", 1, key="k" * 64)
+    assert open_publication(tmp_path / "v", version=1, key="k" * 64).version == 1
+    swapped = {name: tensor + 1 for name, tensor in WEIGHTS.items() if name != "odd"}
+    publish({**WEIGHTS, **swapped}.items(), tmp_path / "v", 1, key=key)
+    with pytest.raises(PublicationError, match="damaged, or was written by somebody else"):
+        open_publication(tmp_path / "v", version=1, key="k" * 64)
+
+
+def test_a_manifest_of_an_earlier_version_does_not_pass_for_a_later_one(tmp_path):
+    publish(WEIGHTS.items(), tmp_path / "v1", 1, key="k")
+    os.rename(tmp_path / "v1", tmp_path / "v2")
+    with pytest.raises(PublicationError, match="holds version 1, expected 2"):
+        open_publication(tmp_path / "v2", version=2, key="k")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "bucket_00000.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, name, kind):
+    publish(WEIGHTS.items(), tmp_path / "v", 1)
+    file = tmp_path / "v" / name
+    file.rename(tmp_path / "real")
+    {
+        "pipe": lambda: os.mkfifo(file),
+        "link": lambda: file.symlink_to(tmp_path / "real"),
+        "folder": file.mkdir,
+    }[kind]()
+    with pytest.raises(PublicationError, match=name):
+        open_publication(tmp_path / "v")
+
+
 def test_another_version_than_expected(tmp_path):
     publish(WEIGHTS.items(), tmp_path / "v", 3)
     assert open_publication(tmp_path / "v", version=3).version == 3
@@ -161,8 +212,8 @@ def test_missing_folder(tmp_path):
 def signed(intact, **changes):
     """A manifest with `changes` and a right checksum: what another program might write."""
     body = json.loads(intact["manifest.json"])
-    del body["crc32"]
-    return {**intact, "manifest.json": _with_own_checksum({**body, **changes})}
+    del body["mac"]
+    return {**intact, "manifest.json": seal({**body, **changes}, "")}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +221,7 @@ def signed(intact, **changes):
     [
         ({"format": "areal-weights-9"}, "areal-weights-9"),
         ({"tensors": {}}, "nothing of it"),
-        ({"buckets": [{"file": "../../etc/passwd", "nbytes": 1, "crc32": 0}]}, "not a manifest"),
+        ({"buckets": [{"file": "../../etc/passwd", "nbytes": 1, "sha256": ""}]}, "not a manifest"),
         ({"buckets": [{"file": 3}]}, "not a manifest"),
         ({"buckets": []}, "in no bucket"),
         ({"version": "7"}, "not a manifest"),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from areal.api.io_struct import WeightUpdateMeta
 from areal.weight_sync.publication import open_publication
 from areal.weight_sync.transports import PublicationRoot, remove_old_versions, send_weights
 
+NOBODY = 65534
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 
@@ -24,7 +29,9 @@ class Receiver(InferenceEngine):
         self.version, self.weights = 0, {}
 
     def update_weights(self, meta, named_tensors=None):
-        source = open_publication(meta.path) if named_tensors is None else named_tensors
+        source = named_tensors
+        if source is None:
+            source = open_publication(meta.path, key=meta.key)
         self.weights = {name: tensor.clone() for name, tensor in source}
         self.version = meta.version
 
@@ -115,6 +122,85 @@ def test_memory_of_a_killed_owner_is_given_back(tmp_path):
     with PublicationRoot("shm", run_name="next", disk_root=tmp_path) as root:
         assert not os.path.exists(orphan)
         assert root.path.exists()
+
+
+@pytest.mark.parametrize("kind", ["shm", "disk"])
+def test_nobody_else_may_enter(tmp_path, kind):
+    with PublicationRoot(kind, run_name="r", disk_root=tmp_path / "weights") as root:
+        send_weights(Receiver(), root.meta().with_version(1), WEIGHTS.items())
+        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in root.path.rglob("*")}
+        assert stat.S_IMODE(root.path.stat().st_mode) == 0o700
+        assert set(modes.values()) == {0o700, 0o600}
+        assert "/weight_update_v1/" in str(list(modes))
+
+
+def test_names_in_memory_cannot_be_known_before(tmp_path):
+    """Whoever knows the name makes the folder first, and owns what is put there."""
+    roots = [PublicationRoot("shm", run_name="r", disk_root=tmp_path) for _ in range(2)]
+    assert roots[0].path != roots[1].path
+    assert all(len(root.path.name) >= len("areal-weights-r-") + 8 for root in roots)
+    assert roots[0].meta().key != roots[1].meta().key
+    assert roots[0].meta().key not in repr(roots[0].meta())
+    for root in roots:
+        root.close()
+
+
+def test_a_loose_folder_of_ours_is_made_tight(tmp_path):
+    (tmp_path / "weights").mkdir(mode=0o755)
+    with PublicationRoot("disk", run_name="r", disk_root=tmp_path / "weights") as root:
+        assert stat.S_IMODE(root.path.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_folder_of_another_user_is_refused(tmp_path):
+    theirs = tmp_path / "weights"
+    theirs.mkdir()
+    os.chmod(theirs, 0o777)
+    os.chown(theirs, NOBODY, NOBODY)
+    with pytest.raises(RuntimeError, match=f"weights belongs to user {NOBODY}, not to 0"):
+        PublicationRoot("disk", run_name="r", disk_root=theirs)
+    assert os.listdir(theirs) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_another_user_can_neither_read_nor_swap_nor_trick_the_sweep(tmp_path):
+    attack = textwrap.dedent("""
+        import os, sys
+        def tried(what):
+            try:
+                what()
+                return True
+            except OSError:
+                return False
+        path = sys.argv[1]
+        print(tried(lambda: os.listdir(path)), tried(lambda: os.rename(path, path + "-old")),
+              tried(lambda: open(path + "/weight_update_v1/manifest.json").read()))
+        # A folder that looks abandoned, with a link that leads to what is not theirs.
+        os.mkdir("/dev/shm/areal-weights-trap", 0o700)
+        os.symlink(sys.argv[2], "/dev/shm/areal-weights-trap/.owner.lock")
+        os.symlink(path, "/dev/shm/areal-weights-link")
+    """)
+    trap, link = Path("/dev/shm/areal-weights-trap"), Path("/dev/shm/areal-weights-link")
+    (tmp_path / "kept").write_text("as it was")
+    try:
+        with PublicationRoot("shm", run_name="r", disk_root=tmp_path) as root:
+            send_weights(Receiver(), root.meta().with_version(1), WEIGHTS.items())
+            done = subprocess.run(
+                ["/usr/bin/python3", "-c", attack, str(root.path), str(tmp_path / "kept")],
+                capture_output=True,
+                text=True,
+                user=NOBODY,
+                group=NOBODY,
+                cwd="/",
+            )
+            assert done.stdout.split() == ["False"] * 3, done.stderr
+            with PublicationRoot("shm", run_name="next", disk_root=tmp_path):
+                assert trap.is_dir() and link.is_symlink()  # not ours to remove
+            assert (root.path / "weight_update_v1").is_dir()
+        assert (tmp_path / "kept").read_text() == "as it was"
+    finally:
+        link.unlink(missing_ok=True)
+        shutil.rmtree(trap, ignore_errors=True)
 
 
 def test_unknown_transport(tmp_path):

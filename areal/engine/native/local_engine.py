@@ -98,7 +98,7 @@ class NativeLocalEngine(InferenceEngine):
     ) -> None:
         source = named_tensors
         if source is None:
-            source = open_sent(meta.path, version=meta.version)
+            source = open_sent(meta.path, version=meta.version, key=meta.key)
         self._loop.call(
             lambda engine: engine.load_weights(source, meta.version, recompute_kv=meta.recompute_kv)
         ).result()

@@ -300,7 +300,8 @@ def launch_native_server(
 
 
 def _weight_order(meta: WeightUpdateMeta) -> dict[str, Any]:
-    return {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
+    place = {"path": meta.path, "key": meta.key}
+    return {**place, "version": meta.version, "recompute_kv": meta.recompute_kv}
 
 
 def _lasting_order(meta: WeightUpdateMeta) -> dict[str, Any] | None:

@@ -72,6 +72,7 @@ UPDATE = object_of(
     {
         "kind": one_of(*KINDS),
         "path": TEXT,
+        "key": TEXT,
         "group": TEXT,
         "version": INTEGER,
         "recompute_kv": FLAG,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -38,6 +38,7 @@ class Order:
     version: int
     recompute_kv: bool
     path: str = ""
+    key: str = field(default="", repr=False)  # with which the sender marks what it writes there
     group: str = ""
 
 
@@ -74,9 +75,10 @@ class WeightInbox:
     def _receive(self, order: Order) -> Iterable[tuple[str, torch.Tensor]]:
         match order.kind:
             case "folder":
-                return open_sent(order.path, version=order.version)
+                return open_sent(order.path, version=order.version, key=order.key)
             case "delta":
-                return self._opened_mirror().take(order.path, version=order.version)
+                mirror = self._opened_mirror()
+                return mirror.take(order.path, version=order.version, key=order.key)
             case "xccl":
                 staged = self._receive_broadcast(order)
                 # The other ranks of this server are in no group: they read what this one received.

@@ -4,8 +4,8 @@
 |--------------------------|----------------------------------------------------|-----------------|
 | POST /init_weights_group | name, host, port, rank, world_size, backend,       | when all joined |
 |                          | timeout_s                                          |                 |
-| POST /update_weights     | kind=folder or delta: path; kind=xccl: group;      | when they serve |
-|                          | version, recompute_kv=true                         |                 |
+| POST /update_weights     | kind=folder or delta: path, key=""; kind=xccl:     | when they serve |
+|                          | group; version, recompute_kv=true                  |                 |
 
 Status 409: the server lacks what the order builds on, the base of a delta or the group; 502: the
 group broke.
@@ -67,6 +67,7 @@ def _order(content: dict[str, Any]) -> Order:
     return Order(
         kind=kind,
         **{place: field(content, place, str)},
+        key=field(content, "key", str, default=""),
         version=field(content, "version", int),
         recompute_kv=field(content, "recompute_kv", bool, default=True),
     )

@@ -48,11 +48,11 @@ class DeltaSender:
         meta: WeightUpdateMeta,
         named_tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        size = {"bucket_bytes": meta.weight_chunked_mem_mb << 20}
+        how = {"bucket_bytes": meta.weight_chunked_mem_mb << 20, "key": meta.key}
         try:
-            self._publisher.publish(named_tensors, meta.path, meta.version, **size)
+            self._publisher.publish(named_tensors, meta.path, meta.version, **how)
             if not _told_all(members, meta):
-                self._publisher.publish_whole(meta.path, meta.version, **size)
+                self._publisher.publish_whole(meta.path, meta.version, **how)
                 _told_all(members, meta)
         except BaseException:
             self._publisher.forget()
@@ -63,7 +63,8 @@ class DeltaSender:
 
 def _told_all(members: Members, meta: WeightUpdateMeta) -> bool:
     """Whether every server has the version now; False when one lacks the base of the delta."""
-    order = {"path": meta.path, "version": meta.version, "recompute_kv": meta.recompute_kv}
+    order = {"path": meta.path, "key": meta.key, "version": meta.version}
+    order["recompute_kv"] = meta.recompute_kv
 
     def tell(control: ControlClient) -> bool:
         if control.get("/health")["version"] == meta.version:  # told before, by the delta

@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from areal.api.reward_environment import RUN_FOLDER
 from areal.api.scheduler_api import (
     GPUAllocationError,
     Job,
@@ -185,6 +186,7 @@ def _start(group: PlacementGroup, job: Job, index: int) -> Any:
         "WORLD_SIZE": str(job.replicas),
         "OMP_NUM_THREADS": str(int(bundle["CPU"])),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        RUN_FOLDER: os.environ.get(RUN_FOLDER, ""),
         **job.spec_of(index).env_vars,
     }
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)

@@ -189,6 +189,19 @@ def test_weights_are_updated_and_damaged_ones_refused(address, control, tmp_path
     assert generate(address, entry("a"))["a"]["output_logprobs"] == after["output_logprobs"]
 
 
+def test_weights_that_the_sender_has_not_written_are_refused(address, control, tmp_path):
+    """Somebody who can write to the folder puts weights of their own there."""
+    order = {"path": str(tmp_path / "v17"), "version": 17}
+    publish(tiny_model(seed=5).named_hf_tensors(), tmp_path / "v17", 17, key="of this run")
+    control.post("/update_weights", **order, key="of this run")
+    before = generate(address, entry("a"))["a"]
+    for key in ("", "a guess"):
+        publish(tiny_model(seed=6).named_hf_tensors(), tmp_path / "v17", 17, key=key)
+        with pytest.raises(ServerRefusedError, match="400: .*manifest.json is damaged, or was wr"):
+            control.post("/update_weights", **order, key="of this run")
+    assert generate(address, entry("a"))["a"]["output_logprobs"] == before["output_logprobs"]
+
+
 def test_weights_of_another_model_are_refused(control, tmp_path):
     version = control.get("/health")["version"]
     publish(tiny_model(hidden_size=16).named_hf_tensors(), tmp_path / "v", 3)

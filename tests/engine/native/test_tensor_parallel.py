@@ -29,7 +29,9 @@ from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import save_hf
 from areal.utils.child_process import ChildProcess
+from areal.weight_sync import cuda_ipc
 from areal.weight_sync.publication import open_publication, publish
+from areal.weight_sync.seal import seal
 from areal.weight_sync.transports import PublicationRoot, send_weights
 
 TOKEN = "token-of-this-run"
@@ -243,8 +245,8 @@ def test_a_server_of_two_ranks(server, server_folder, tmp_path):
 
     with pytest.raises(AssertionError, match="shm or disk"):
         (tmp_path / "v2").mkdir()
-        body = {"format": "areal-handles-1", "version": 2, "tensors": {}}
-        (tmp_path / "v2" / "handles.json").write_text(json.dumps(body))
+        body = {"format": cuda_ipc.FORMAT, "version": 2, "tensors": {}}
+        (tmp_path / "v2" / cuda_ipc.HANDLES).write_bytes(seal(body, ""))
         call(address, "/update_weights", path=str(tmp_path / "v2"), version=2)
 
     # A stop string is watched on every rank, each with the tokenizer of the folder.
