@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from areal.api.json_text import loads_written
 from areal.utils.openai_wire.calls import ChatCall
 from areal.utils.openai_wire.errors import WireError
 
@@ -65,7 +65,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # the model wrote no JSON: shown as it wrote it
+            arguments = loads_written(arguments)
+        except ValueError:  # the model wrote no JSON: shown as it wrote it
             return call
     return {**call, "function": {**function, "arguments": arguments}}
