@@ -117,6 +117,7 @@ class OnlineEpisodes(RolloutWorkflow):
             await self._until_ended(session)
         finally:
             proxy.release(session)
+        session.raise_if_failed()
         rewarded = any(item.reward is not None for item in session.cache.values())
         return _result(session) if rewarded else None
 

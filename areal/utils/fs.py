@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
+import resource
 import secrets
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 _READ_BYTES = 16 << 20
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -65,13 +69,43 @@ def atomic_write_text(path: str | Path, text: str, *, durable: bool = True) -> N
     atomic_write_bytes(path, text.encode(), durable=durable)
 
 
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Opens a file for reading. OSError for what is not a regular one: opening a FIFO would wait
+    for a writer, reading a device may never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    # It may have been replaced since: O_NONBLOCK opens even a FIFO at once.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_regular(path: str | Path, *, max_bytes: int) -> bytes:
+    """The content of a regular file; OSError also when it is larger than that."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+        return file.read(max_bytes)
+
+
 def checksum(path: str | Path) -> int:
     """CRC-32 of the file's bytes."""
     crc = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_READ_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many open files and sockets as it may: by default that is often
+    1,024, fewer than a run has requests in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower bound of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from areal.utils.fs import atomic_folder
+from areal.utils.fs import atomic_folder, read_regular
 from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES
 from areal.weight_sync.device_checksum import device_checksum
 from areal.weight_sync.publication import PublicationError
 
 HANDLES = "handles.json"
 FORMAT = "areal-handles-1"
+_MAX_HANDLES = 256 << 20  # bytes
 
 
 def publish_handles(
@@ -47,14 +48,17 @@ def open_handles(folder: str | Path, *, version: int) -> list[tuple[str, torch.T
     """The sender's own tensors, verified. PublicationError names the file and the fault."""
     file = Path(folder) / HANDLES
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
+        body = json.loads(read_regular(file, max_bytes=_MAX_HANDLES))
         if (body["format"], body["version"]) != (FORMAT, version):
             raise PublicationError(
                 f"{file} holds {body['format']} version {body['version']}, "
                 f"expected {FORMAT} version {version}"
             )
         return [(name, _open(name, entry, file)) for name, entry in body["tensors"].items()]
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except PublicationError:
+        raise
+    # RuntimeError: torch's, for a handle that is none, or where there is no GPU
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as err:
         raise PublicationError(f"{file} cannot be read: {type(err).__name__}: {err}") from err
 
 

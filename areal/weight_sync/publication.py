@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from areal.utils.fs import atomic_folder, checksum
+from areal.utils.fs import atomic_folder, checksum, read_regular
 from areal.weight_sync.bucket import (
     DTYPE_NAMES,
     DTYPES,
@@ -37,6 +37,7 @@ from areal.weight_sync.bucket import (
 
 FORMAT = "areal-weights-1"
 MANIFEST = "manifest.json"
+_MAX_MANIFEST = 256 << 20  # bytes
 _BUCKET_NAME = re.compile(r"bucket_\d{5}\.safetensors")
 _VERIFIER_THREADS = 4  # the checksum runs without the interpreter lock
 
@@ -153,9 +154,11 @@ def _with_own_checksum(body: dict[str, Any]) -> bytes:
 
 def _decode(path: Path) -> Manifest:
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, max_bytes=_MAX_MANIFEST)
     except FileNotFoundError:
         raise PublicationError(f"{path} is missing: the publication is not complete") from None
+    except OSError as error:
+        raise PublicationError(f"{path} cannot be read: {error.strerror}") from None
     try:
         body = json.loads(raw)
         own_checksum = body.pop("crc32")
@@ -207,6 +210,8 @@ def _verify_bytes(folder: Path, bucket: Bucket) -> None:
         crc = checksum(path)
     except FileNotFoundError:
         raise PublicationError(f"{path} is missing, the manifest lists it") from None
+    except OSError as error:
+        raise PublicationError(f"{path} cannot be read: {error.strerror}") from None
     if crc != bucket.crc32:
         raise PublicationError(
             f"{path} is damaged: CRC-32 {crc:08x}, the manifest says {bucket.crc32:08x}"

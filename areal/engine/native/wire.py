@@ -23,10 +23,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
+from areal.api.json_text import loads_object, well_formed
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 
 MAX_RID = 256  # characters
@@ -102,6 +103,9 @@ def check_supported(request: ModelRequest) -> None:
             f"gconfig.lora_name: the native engine has no adapters, got "
             f"{_show(request.gconfig.lora_name)}; leave it empty"
         )
+    for text in request.gconfig.stop or ():
+        if well_formed(text) is not text:
+            raise ValueError(f"gconfig.stop: a lone surrogate is not text, got {_show(text)}")
 
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:
@@ -110,7 +114,7 @@ def encode_requests(requests: Iterable[GenRequest]) -> bytes:
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
     """One item per request, in order. ValueError when the requests cannot even be told apart."""
-    content = parse_object(body, "body")
+    content = loads_object(body)
     entries = content.get("requests")
     if not isinstance(entries, list) or not entries:
         raise ValueError(
@@ -125,7 +129,7 @@ def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
 
 def decode_sequences(body: bytes) -> list[list[int]]:
     """The token ids of /score."""
-    sequences = parse_object(body, "body").get("sequences")
+    sequences = loads_object(body).get("sequences")
     if not isinstance(sequences, list) or not sequences:
         raise ValueError(
             f"sequences: expected a list with at least one list of token ids, got "
@@ -136,7 +140,7 @@ def decode_sequences(body: bytes) -> list[list[int]]:
 
 def decode_tags(body: bytes) -> list[str] | None:
     """What /offload and /onload are about; None is everything."""
-    tags = parse_object(body, "body").get("tags") if body else None
+    tags = loads_object(body).get("tags") if body else None
     _texts_or_null(tags, "tags")
     return tags
 
@@ -146,7 +150,7 @@ def encode_lines(results: Iterable[Reply | Refusal | Progress]) -> bytes:
 
 
 def decode_line(line: bytes) -> Reply | Refusal | Progress:
-    content = parse_object(line, "line")
+    content = loads_object(line, "line")
     rid = _rid(content, "line")
     if "progress" in content:
         return _decode_progress(rid, content["progress"], "progress")
@@ -158,17 +162,6 @@ def decode_line(line: bytes) -> Reply | Refusal | Progress:
             )
         return Refusal(rid, kind, message)
     return _decode_reply(rid, content)
-
-
-def parse_object(body: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `body`, or ValueError."""
-    try:
-        content = from_json(body)
-    except ValueError as err:
-        raise ValueError(f"{where}: not JSON ({str(err)[:100]})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_show(content)}")
-    return content
 
 
 _REQUIRED = object()
@@ -293,7 +286,7 @@ def _line_of(result: Reply | Refusal | Progress) -> dict[str, Any]:
     if isinstance(result, Progress):
         return {"rid": result.rid, "progress": _output_of(result)}
     if isinstance(result, Refusal):
-        return {"rid": result.rid, "refused": result.kind, "message": result.message}
+        return {"rid": result.rid, "refused": result.kind, "message": well_formed(result.message)}
     finished = result.finished
     return {
         "rid": finished.rid,
