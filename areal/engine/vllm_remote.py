@@ -115,8 +115,14 @@ class VLLMProtocol(ServerProtocol):
         return _has_head(model_path)
 
     def served_version(self, control: ControlClient) -> int | None:
-        noted = control.get("/weight_info")["weight_version"]
-        return 0 if noted == _FIRST_VERSION else int(noted)
+        noted = control.get("/weight_info").get("weight_version")
+        if noted == _FIRST_VERSION:
+            return 0
+        if not isinstance(noted, str) or not noted.isdecimal():
+            raise ServerError(
+                f"{control.kind} {control.address}: expected a version, got {noted!r:.60}"
+            )
+        return int(noted)
 
     def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
         control.post_text("/v1/load_lora_adapter", lora_name=name, lora_path=folder)

@@ -59,6 +59,7 @@ TALLIES = {
     "rollout/failed": "failed",
     "rollout/workers_replaced": "workers replaced",
     "server/requests_resent": "resent",
+    "server/replies_refused": "replies refused",
     "server/restarts": "server restarts",
 }
 _MAX_KINDS = 3

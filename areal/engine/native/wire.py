@@ -28,6 +28,7 @@ from pydantic_core import to_json
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
 from areal.api.json_text import loads_object, well_formed
+from areal.api.reply_check import check_lengths, check_logprobs, check_tokens
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 
 MAX_RID = 256  # characters
@@ -149,19 +150,26 @@ def encode_lines(results: Iterable[Reply | Refusal | Progress]) -> bytes:
     return b"".join(to_json(_line_of(result)) + b"\n" for result in results)
 
 
+class BadLineError(ValueError):
+    """A line about the request `rid` that says nothing of use."""
+
+    def __init__(self, rid: str, fault: str) -> None:
+        super().__init__(fault)
+        self.rid = rid
+
+
 def decode_line(line: bytes) -> Reply | Refusal | Progress:
+    """BadLineError, or another ValueError when not even the request is known."""
     content = loads_object(line, "line")
     rid = _rid(content, "line")
-    if "progress" in content:
-        return _decode_progress(rid, content["progress"], "progress")
-    if "refused" in content:
-        kind, message = content["refused"], content.get("message")
-        if kind not in get_args(RefusalKind) or not isinstance(message, str):
-            raise ValueError(
-                f"refused: expected {get_args(RefusalKind)} and a message, got {kind!r}"
-            )
-        return Refusal(rid, kind, message)
-    return _decode_reply(rid, content)
+    try:
+        if "progress" in content:
+            return _decode_progress(rid, content["progress"], "progress")
+        if "refused" in content:
+            return _decode_refusal(rid, content)
+        return _decode_reply(rid, content)
+    except ValueError as err:
+        raise BadLineError(rid, str(err)) from None
 
 
 _REQUIRED = object()
@@ -245,6 +253,13 @@ def _decode_progress(rid: str, content: Any, where: str) -> Progress:
         raise ValueError(f"{where}.{err}") from None
 
 
+def _decode_refusal(rid: str, content: dict[str, Any]) -> Refusal:
+    kind, message = content["refused"], content.get("message")
+    if kind not in get_args(RefusalKind) or not isinstance(message, str):
+        raise ValueError(f"refused: expected {get_args(RefusalKind)} and a message, got {kind!r}")
+    return Refusal(rid, kind, message)
+
+
 def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
     output = _decode_output(content)
     reason = content.get("stop_reason")
@@ -256,20 +271,19 @@ def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
 
 def _decode_output(content: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
     """Tokens, log-probabilities and versions."""
-    tokens = _ids(content.get("output_tokens"), "output_tokens")
-    logprobs = content.get("output_logprobs")
-    if not isinstance(logprobs, list) or not set(map(type, logprobs)) <= {float, int}:
-        raise ValueError(f"output_logprobs: expected a list of numbers, got {_show(logprobs)}")
-    # A sum is finite only if all are, and quicker; it may overflow, so it only acquits.
-    if not math.isfinite(sum(logprobs)) and not all(map(math.isfinite, logprobs)):
-        raise ValueError("output_logprobs: expected finite numbers, got one that is not")
-    versions = content.get("output_versions")
+    tokens, logprobs, versions = (
+        content.get(name) for name in ("output_tokens", "output_logprobs", "output_versions")
+    )
+    check_tokens(tokens)
+    check_logprobs(logprobs)
+    check_lengths(tokens, logprobs)
+    # A request that moved to another server may go on with older weights: `check_versions` is up to
+    # whoever knows where it was.
     if not isinstance(versions, list) or not set(map(type, versions)) <= {int}:
         raise ValueError(f"output_versions: expected a list of integers, got {_show(versions)}")
-    if not len(tokens) == len(logprobs) == len(versions):
+    if len(tokens) != len(versions):
         raise ValueError(
-            "output_logprobs, output_versions: expected one per output token, "
-            f"got {len(logprobs)} and {len(versions)} for {len(tokens)}"
+            f"output_versions: expected one per output token, got {len(versions)} for {len(tokens)}"
         )
     return tokens, logprobs, versions
 
