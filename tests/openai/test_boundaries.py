@@ -160,6 +160,51 @@ def test_a_request_that_ends_with_the_reply_is_one_sample(world):
     assert len(leaf.path()) == 2
 
 
+@pytest.fixture
+def template(world):
+    """Sets the chat template of the world's tokenizer for one test."""
+    before = world.tokenizer.chat_template
+
+    def change(text):
+        world.tokenizer.chat_template = text
+
+    yield change
+    world.tokenizer.chat_template = before
+
+
+def test_an_episode_whose_template_breaks_its_limits_is_not_data(world, template):
+    template("{{ 'x' * (10 ** 10 if messages | length > 1 else 1) }}")
+    engine = ScriptedEngine(world.tokenizer, "fine", "unheard")
+
+    async def act(client, extra):
+        reply = await ask(client, QUESTION)
+        with pytest.raises(openai.InternalServerError, match="takes more than"):
+            await ask(client, [*QUESTION, reply.choices[0].message, *QUESTION])
+
+    with pytest.raises(AgentError, match="the chat template of .* takes more than"):
+        world.run(Does(act), engine=engine, chat_template_type="hf")
+
+
+THOUGHT = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("opened_by", ["model", "template"])
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_in_reasoning_is_not_made(world, template, opened_by, path, stream):
+    text = f"I could {THOUGHT}</think>Done. {THOUGHT}"
+    if opened_by == "model":
+        text = f"<think>{text}"
+    else:
+        template(world.tokenizer.chat_template + "<think>\n")
+    agent = Posts(path, json.dumps({**BODIES[path], "stream": stream}).encode())
+    (item,) = world.run(agent, engine=ScriptedEngine(world.tokenizer, text)).values()
+    assert agent.answer.status_code == 200
+    message = item.output_message_list[0]
+    assert len(message["tool_calls"]) == 1
+    assert message["content"] == text.removesuffix(THOUGHT).rstrip()
+
+
 # What a model writes.
 
 pieces = st.sampled_from(

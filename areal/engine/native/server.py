@@ -45,6 +45,7 @@ from areal.engine.native.wire import (
     decode_sequences,
     encode_lines,
 )
+from areal.utils.chat_template import TemplateLimitError
 from areal.utils.http_server import JsonReply, new_app, read_body, server_config, trust
 from areal.utils.openai_wire import WireError, error_body
 from areal.utils.route_schema import json_body
@@ -60,6 +61,7 @@ _STATUS_OF_ERROR = {
     WrongGroupError: 409,
     GroupError: 502,
     EngineEndedError: 503,
+    TemplateLimitError: 500,
     Exception: 500,
 }
 
