@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
 from server_checks import (
@@ -243,6 +244,25 @@ async def check_death_after_a_broadcast(world, children):
     with pytest.raises(EngineLostError, match=f"(?s){lost}"):
         await world.engine.agenerate(request())
     assert len(children) == 2
+
+
+async def test_no_route_opens_without_the_token(process):
+    """Least of all those that vLLM opens in its development mode."""
+    routes = [
+        *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/sleep", "/wake_up"),
+        *("/reset_prefix_cache", "/v1/completions", "/v1/load_lora_adapter", "/tokenize"),
+        *("/invocations", "/health", "/metrics", "/weight_info", "/server_info", "/version"),
+        *("/docs", "/openapi.json", "/health/", "//pause", "/PAUSE"),
+    ]
+    async with aiohttp.ClientSession() as session:
+        for route in routes:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": TOKEN}):
+                for method in ("GET", "POST"):
+                    url = f"http://{process.address}{route}"
+                    async with session.request(
+                        method, url, headers=headers, json={}, allow_redirects=False
+                    ) as answer:
+                        assert answer.status == 401, (method, route, answer.status)
 
 
 def test_a_server_that_ends_says_why(folders, tmp_path):

@@ -18,7 +18,6 @@ and a client that goes away has its requests discarded.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import socket
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from areal.engine.native.wire import (
     decode_sequences,
     encode_lines,
 )
+from areal.engine.token_gate import WRONG_TOKEN, TokenGate
 from areal.utils.chat_template import TemplateLimitError
 from areal.utils.http_server import JsonReply, new_app, read_body, server_config, trust
 from areal.utils.openai_wire import WireError, error_body
@@ -146,21 +146,13 @@ async def _with_stop_watches(
     return await asyncio.to_thread(lambda: [watched(item) for item in items])
 
 
-class _TokenGate:
-    """Lets nothing past without the token, before any body is read."""
-
-    def __init__(self, app: Any, token: str) -> None:
-        self.app = app
-        self.expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope, receive, send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] != "lifespan" and not hmac.compare_digest(given, self.expected):
-            message = "Authorization: expected 'Bearer TOKEN' with this server's token"
-            await _error(scope["path"], 401, message)(scope, receive, send)
-            return
+class _TokenGate(TokenGate):
+    async def admit(self, scope, receive, send) -> None:
         trust(scope)
-        await self.app(scope, receive, send)
+        await super().admit(scope, receive, send)
+
+    async def refuse(self, scope, receive, send) -> None:
+        await _error(scope["path"], 401, WRONG_TOKEN)(scope, receive, send)
 
 
 class _ResultStream(Response):
