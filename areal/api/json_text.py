@@ -41,8 +41,11 @@ class JsonError(ValueError):
         self.field = field
 
 
-def loads(data: bytes | str, where: str = "") -> Any:
-    """JsonError when it is not JSON within the limits; `where` is the name of the whole."""
+def loads(data: bytes | str, where: str = "", *, check_numbers: bool = True) -> Any:
+    """JsonError when it is not JSON within the limits; `where` is the name of the whole.
+
+    check_numbers=False: the caller checks each by its field, and most are in long lists.
+    """
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -51,15 +54,17 @@ def loads(data: bytes | str, where: str = "") -> Any:
             raise JsonError(where, f"not JSON ({str(error)[:100]})") from None
         reason = "expected text, got a lone surrogate (half of a UTF-16 pair)"
         raise JsonError(field or where, reason) from None
-    if (path := _path_of(value, _is_infinite)) is not None:
+    if check_numbers and (path := _path_of(value, _is_infinite)) is not None:
         reason = "expected a finite number of at most 308 digits"
         raise JsonError(_name(path) or where, reason)
     return value
 
 
-def loads_object(data: bytes | str, where: str = "body") -> dict[str, Any]:
+def loads_object(
+    data: bytes | str, where: str = "body", *, check_numbers: bool = True
+) -> dict[str, Any]:
     """The JSON object in `data`, or JsonError."""
-    value = loads(data, where)
+    value = loads(data, where, check_numbers=check_numbers)
     if not isinstance(value, dict):
         raise JsonError(where, f"expected a JSON object, got {type(value).__name__}")
     return value

@@ -46,7 +46,7 @@ def check_logprobs(logprobs: Any, *, low: float = MIN_SAMPLED_LOGPROB) -> None:
     if not _is_list_of(logprobs, {int, float}):
         raise ValueError(f"output_logprobs: expected a list of numbers, got {_shown(logprobs)}")
     # A comparison with NaN is false, whichever it is: so the extremes do not find it.
-    if logprobs and not (math.isfinite(_sum(logprobs)) and low <= min(logprobs)):
+    if logprobs and not (_has_finite_sum(logprobs) and low <= min(logprobs)):
         wrong = next((p for p in logprobs if not low <= p < math.inf), None)
         if wrong is not None:
             raise ValueError(
@@ -85,7 +85,7 @@ def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) 
             f"output_versions: versions 0 .. {end - 1} exist, got {_shown(min(versions))} .. "
             f"{_shown(max(versions))}"
         )
-    if any(later < earlier for earlier, later in zip([first, *versions], versions, strict=False)):
+    if versions and (versions[0] < first or sorted(versions) != versions):
         raise ValueError("output_versions: weights only move forward, got a version that goes back")
 
 
@@ -93,11 +93,12 @@ def _is_list_of(value: Any, kinds: set[type]) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= kinds
 
 
-def _sum(values: Sequence[float]) -> float:
+def _has_finite_sum(values: Sequence[float]) -> bool:
+    """Then all are finite; they may be also if not."""
     try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):  # beyond all, or inf - inf
-        return math.nan
+        return math.isfinite(sum(values))
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _shown(value: Any) -> str:

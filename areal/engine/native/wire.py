@@ -115,7 +115,7 @@ def encode_requests(requests: Iterable[GenRequest]) -> bytes:
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
     """One item per request, in order. ValueError when the requests cannot even be told apart."""
-    content = loads_object(body)
+    content = loads_object(body, check_numbers=False)
     entries = content.get("requests")
     if not isinstance(entries, list) or not entries:
         raise ValueError(
@@ -130,7 +130,7 @@ def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
 
 def decode_sequences(body: bytes) -> list[list[int]]:
     """The token ids of /score."""
-    sequences = loads_object(body).get("sequences")
+    sequences = loads_object(body, check_numbers=False).get("sequences")
     if not isinstance(sequences, list) or not sequences:
         raise ValueError(
             f"sequences: expected a list with at least one list of token ids, got "
@@ -160,7 +160,7 @@ class BadLineError(ValueError):
 
 def decode_line(line: bytes) -> Reply | Refusal | Progress:
     """BadLineError, or another ValueError when not even the request is known."""
-    content = loads_object(line, "line")
+    content = loads_object(line, "line", check_numbers=False)
     rid = _rid(content, "line")
     try:
         if "progress" in content:
