@@ -8,6 +8,7 @@ a later turn puts the new messages' tokens after it and never tokenises the past
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import secrets
@@ -78,7 +79,8 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
     created = next_created()
     call = parse_call(session.options, route.chat_body(body, session.cache))
     parent = session.cache.find_parent(call.messages, call.tools)
-    input_ids = prompt_ids(session.options, call, parent)
+    # In a thread: a long chat takes milliseconds, and other episodes wait for this event loop.
+    input_ids = await asyncio.to_thread(prompt_ids, session.options, call, parent)
     response = await _generate(session, call.gconfig, input_ids)
     reply = chat_reply(
         call,

@@ -36,6 +36,7 @@ from areal.openai.routes import ROUTES, Route
 from areal.openai.schemas import BODIES, END_SESSION, SET_REWARD
 from areal.openai.session import Session, SessionEndedError
 from areal.utils import logging
+from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_server import (
     CLIENT_LEFT,
     JsonReply,
@@ -85,6 +86,8 @@ class AgentProxy:
         async with self._starting:
             if self._serving is not None:
                 return
+            # Before there is an agent whose time it would take.
+            await asyncio.to_thread(wait_until_warm)
             listener = _bind(self._port)
             self._port = listener.getsockname()[1]
             config = server_config(create_app(self), keep_alive_s=_KEEP_ALIVE_S)

@@ -96,6 +96,12 @@ def warm_up() -> None:
     _children.warm_up()
 
 
+def wait_until_warm() -> None:
+    """Blocks until a chat would be rendered at once."""
+    with _children.one() as child:
+        child.wait_until_ready(time.monotonic() + CALL_S)
+
+
 def _encoded(order: dict[str, Any]) -> bytes:
     try:
         # Other objects are shown as transformers shows them to a template.
@@ -129,7 +135,7 @@ class _Child:
 
     def __init__(self) -> None:
         env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         env |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "areal.utils.chat_template_worker"],
@@ -142,6 +148,7 @@ class _Child:
         )
         os.set_blocking(self._process.stdin.fileno(), False)
         self._is_ready = False
+        self._is_late = False
         self._known: dict[str, int] = {}  # templates by what they are called there
 
     @property
@@ -156,7 +163,7 @@ class _Child:
         deadline = time.monotonic() + CALL_S
         try:
             with waiting("the rendering of a chat template"):
-                self._wait_ready(deadline)
+                self.wait_until_ready(deadline)
                 self._send(to_json(head), deadline)
                 self._send(order, deadline)
                 return from_json(self._receive(deadline))
@@ -166,14 +173,7 @@ class _Child:
             self.close()
             raise
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-    def _wait_ready(self, deadline: float) -> None:
+    def wait_until_ready(self, deadline: float) -> None:
         if not self._is_ready:
             try:
                 self._receive(deadline)
@@ -184,6 +184,13 @@ class _Child:
                     "words are on the standard error of this process"
                 ) from None
             self._is_ready = True
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
 
     def _send(self, data: bytes, deadline: float) -> None:
         pipe = self._process.stdin.fileno()
@@ -216,6 +223,7 @@ class _Child:
         poll = select.poll()  # `select` takes no descriptor above 1,023
         poll.register(pipe, event)
         if left_s <= 0 or not poll.poll(left_s * 1000):
+            self._is_late = True
             self._process.kill()
             raise _EndedError
 
@@ -224,7 +232,7 @@ class _Child:
         self.close()
         if code == -signal.SIGPROF:
             return f"{CPU_S:g} s of CPU time"
-        if code == -signal.SIGKILL:
+        if self._is_late:
             return f"{CALL_S:g} s"
         return f"it may (its process ended with status {code})"
 
