@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -217,3 +218,18 @@ def test_it_never_redirects(proxy, key_of_session):
                 answer = b"".join(iter(lambda: connection.recv(65536), b""))
             status = int(answer.split()[1])
             assert 400 <= status < 500 and b"location:" not in answer.lower(), (target, answer)
+
+
+def test_strangers_starve_no_agent(proxy, client, key_of_session):
+    host, port = proxy.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    headers = {"authorization": f"Bearer {key_of_session()}"}
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for number in range(600):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            stranger.sendall(b"POST /v1/messages HTTP/1.1\r\n" if number % 2 else b"")
+            strangers.append(stranger)
+        for path in LENGTHS:
+            answer = client.post(path, headers=headers, json=HONEST[path])
+            assert answer.status_code == 200, answer.text
+        assert all(map(http_fuzz.is_closed, strangers)), "each had 20 s"

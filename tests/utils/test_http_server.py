@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import http_fuzz
 import pytest
 import requests
 import uvicorn
@@ -71,22 +73,12 @@ def served(limits=QUICK, keep_alive_s=60):
         listener.close()
 
 
-def is_closed(connection) -> bool:
-    """Whether the server has closed it, by a deadline."""
-    connection.settimeout(CLOSED_S)
-    try:
-        while connection.recv(65536):
-            pass
-    except ConnectionError:
-        return True
-    except TimeoutError:
-        return False
-    return True
+def connect(address) -> socket.socket:
+    return socket.create_connection(address, timeout=CLOSED_S)
 
 
 def reply(connection) -> bytes:
     """Headers and a body of JSON, however they are cut."""
-    connection.settimeout(CLOSED_S)
     content = b""
     while not content.endswith(b"}"):
         content += (piece := connection.recv(65536))
@@ -111,15 +103,15 @@ def head(size: int, key: str = "key") -> bytes:
     ids=["nothing", "line", "headers", "body", "stranger's body", "stranger at rest"],
 )
 def test_who_does_not_finish_a_request_is_closed(begin):
-    with served() as address, socket.create_connection(address) as connection:
+    with served() as address, connect(address) as connection:
         connection.sendall(begin)
-        assert is_closed(connection)
+        assert http_fuzz.is_closed(connection)
         assert echo(address) == (200, {"size": 3})
 
 
 @pytest.mark.parametrize("begin", [b"", head(10_000), head(10_000, "wrong")])
 def test_a_byte_at_a_time_is_no_request(begin):
-    with served() as address, socket.create_connection(address) as connection:
+    with served() as address, connect(address) as connection:
         connection.sendall(begin)
         until = time.monotonic() + CLOSED_S
         with pytest.raises(ConnectionError):
@@ -136,15 +128,15 @@ def test_a_key_gets_in_among_hundreds_without():
         assert echo(address, session=kept) == (200, {"size": 3})
         for begin in (b"", b"GET / HTTP/1.1\r\nHost:", head(10**9, "wrong")):
             for _ in range(200):
-                stranger = stack.enter_context(socket.create_connection(address))
+                stranger = stack.enter_context(connect(address))
                 with contextlib.suppress(ConnectionError):
                     stranger.sendall(begin)
             assert echo(address) == (200, {"size": 3})
             assert echo(address, session=kept) == (200, {"size": 3})
-        first = stack.enter_context(socket.create_connection(address))
+        first = stack.enter_context(connect(address))
         for _ in range(51):
-            stack.enter_context(socket.create_connection(address))
-        assert is_closed(first), "the oldest goes"
+            stack.enter_context(connect(address))
+        assert http_fuzz.is_closed(first), "the oldest goes"
 
 
 def test_who_has_shown_a_key_may_rest_and_wait():
@@ -166,7 +158,7 @@ def test_who_has_shown_a_key_may_rest_and_wait():
 
 def test_a_large_body_has_the_time_it_takes():
     limits = ConnectionLimits(request_s=0.5, min_rate=1 << 10)
-    with served(limits) as address, socket.create_connection(address) as connection:
+    with served(limits) as address, connect(address) as connection:
         connection.sendall(head(20 << 10))
         for _ in range(20):
             connection.sendall(b"x" * 1024)
@@ -180,7 +172,7 @@ def test_nobody_is_blamed_for_a_blocked_event_loop():
         blocking = threading.Thread(
             target=requests.get, args=[url], kwargs={"headers": KEY, "timeout": CLOSED_S}
         )
-        with socket.create_connection(address) as connection:
+        with connect(address) as connection:
             connection.sendall(head(3))
             time.sleep(0.1)
             blocking.start()
@@ -191,9 +183,8 @@ def test_nobody_is_blamed_for_a_blocked_event_loop():
 
 
 def test_a_body_too_large_is_refused():
-    with served() as address, socket.create_connection(address) as connection:
+    with served() as address, connect(address) as connection:
         connection.sendall(head(1 << 30))
-        connection.settimeout(CLOSED_S)
         with contextlib.suppress(ConnectionError):
             for _ in range(300):
                 connection.sendall(b"x" * (1 << 20))
@@ -217,7 +208,7 @@ def test_connections_leave_files_to_others():
     code = f"""
 import resource, socket, sys, threading, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-sys.path.insert(0, {str(__file__).rpartition("/")[0]!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 from test_http_server import ConnectionLimits, served
 with served(ConnectionLimits()) as address:
     print(address[1], flush=True)
@@ -232,7 +223,7 @@ with served(ConnectionLimits()) as address:
         address = ("127.0.0.1", int(child.stdout.readline()))
         with contextlib.ExitStack() as stack:
             for _ in range(400):
-                stack.enter_context(socket.create_connection(address))
+                stack.enter_context(connect(address))
             assert echo(address) == (200, {"size": 3})
             child.stdin.write("x")
             child.stdin.flush()

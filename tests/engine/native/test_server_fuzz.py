@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -215,6 +217,29 @@ def test_a_publication_that_is_no_files(server, tmp_path):
         answer = post(server, "/update_weights", {"path": "/x", "version": version})
         assert answer.status_code == 400 and "version: expected" in answer.json()["error"]
     serves(server)
+
+
+def test_strangers_starve_nobody(server):
+    """Idle connections and slow writers, hundreds of them: who has the token is served at once, and
+    they are closed."""
+    address = urlsplit(server.url)
+    begins = [b"", b"POST /generate HTTP/1.1\r\nHost: x", STRANGER + b"x"]
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for number in range(600):
+            stranger = socket.create_connection((address.hostname, address.port), timeout=60)
+            strangers.append(stack.enter_context(stranger))
+            stranger.sendall(begins[number % 3])
+        until = time.monotonic() + 25
+        while time.monotonic() < until:
+            serves(server)
+            for stranger in strangers[1::3]:
+                with contextlib.suppress(OSError):
+                    stranger.send(b"x")
+        assert all(map(http_fuzz.is_closed, strangers)), "each had 20 s"
+
+
+STRANGER = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n"
 
 
 def test_no_server_redirects(server):
