@@ -79,9 +79,11 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
     created = next_created()
     call = parse_call(session.options, route.chat_body(body, session.cache))
     parent = session.cache.find_parent(call.messages, call.tools)
+    # Before the first wait: calls that run side by side draw in the order in which they came.
+    seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     # In a thread: a long chat takes milliseconds, and other episodes wait for this event loop.
     input_ids = await asyncio.to_thread(prompt_ids, session.options, call, parent)
-    response = await _generate(session, call.gconfig, input_ids)
+    response = await _generate(session, call.gconfig.new(seed=seed), input_ids)
     reply = chat_reply(
         call,
         f"{route.id_prefix}{uuid.uuid4().hex}",
@@ -167,11 +169,8 @@ def _ids_after_reply(
 async def _generate(
     session: Session, gconfig: GenerationHyperparameters, input_ids: list[int]
 ) -> ModelResponse:
-    seed = gconfig.seed if gconfig.seed is not None else session.next_seed()
     request = ModelRequest(
-        input_ids=input_ids,
-        gconfig=gconfig.new(seed=seed),
-        tokenizer=session.options.tokenizer,
+        input_ids=input_ids, gconfig=gconfig, tokenizer=session.options.tokenizer
     )
     try:
         response = await session.engine.agenerate(request)

@@ -249,17 +249,22 @@ def _endpoint(proxy: AgentProxy, route: Route):
 
 
 async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
-    request = f"{route.id_prefix}{dumps(body)}"  # the same text when an SDK sends it again
     try:
         answer = await session.call(complete(session, route, body))
     except (WireError, SessionEndedError):
         raise
     except Exception as error:  # ours: told to the agent, and kept by the session
         logger.warning("a call of an agent failed", exc_info=error)
-        session.fail(request, error)
+        session.fail(_request_text(route, body), error)
         raise _fault(error) from error
-    session.succeed(request)
+    if session.has_failures:
+        session.succeed(_request_text(route, body))
     return answer
+
+
+def _request_text(route: Route, body: dict[str, Any]) -> str:
+    """The same text when an SDK sends the request again."""
+    return f"{route.id_prefix}{dumps(body)}"
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:

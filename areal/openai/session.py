@@ -100,7 +100,12 @@ class Session:
         self._failed[request] = error
 
     def succeed(self, request: str) -> None:
+        """Heals what failed before."""
         self._failed.pop(request, None)
+
+    @property
+    def has_failures(self) -> bool:
+        return bool(self._failed)
 
     def end(self, reward: Any = None) -> None:
         """Calls that still run are cancelled. `reward`: a number, numbers by completion id."""
