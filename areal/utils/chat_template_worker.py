@@ -21,7 +21,7 @@ from pydantic_core import from_json, to_json
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from areal.api.json_text import well_formed
-from areal.utils.chat_template import CPU_S, MAX_OUTPUT, MEMORY_BYTES, SIZE
+from areal.utils.chat_template import CPU_S, MEMORY_BYTES, OUTPUT_CHARS, OUTPUT_FACTOR, SIZE
 
 
 def main() -> None:
@@ -31,12 +31,13 @@ def main() -> None:
     _write(replies, {})
     templates: dict[int, str] = {}
     while (data := _read(requests)) is not None:
-        head, order = from_json(data), from_json(_read(requests))
+        head, order = from_json(data), _read(requests)
         template = templates.setdefault(head["template"], head.get("text"))
-        _write(replies, _answer(template, order))
+        max_chars = OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
+        _write(replies, _answer(template, from_json(order), max_chars))
 
 
-def _answer(template: str, order: dict[str, Any]) -> dict[str, Any]:
+def _answer(template: str, order: dict[str, Any], max_chars: int) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
         texts, _ = render_jinja_template(
@@ -46,8 +47,8 @@ def _answer(template: str, order: dict[str, Any]) -> dict[str, Any]:
             add_generation_prompt=True,
             **order["variables"],
         )
-        if sum(map(len, texts)) > MAX_OUTPUT:
-            return {"limit": f"{MAX_OUTPUT} characters of text"}
+        if sum(map(len, texts)) > max_chars:
+            return {"limit": f"{max_chars} characters of text"}
         return {"texts": [well_formed(text) for text in texts]}
     except MemoryError:
         return {"limit": f"{MEMORY_BYTES >> 20} MiB of memory"}

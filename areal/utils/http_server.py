@@ -95,7 +95,8 @@ def server_config(
     return uvicorn.Config(
         app,
         http=partial(_Connection, guard),
-        log_level="warning",
+        # Its warnings are about requests that are none: anybody could fill a disk with them.
+        log_level="error",
         access_log=False,
         lifespan="off",
         ws="none",

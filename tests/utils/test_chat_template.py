@@ -69,6 +69,11 @@ def test_it_is_what_transformers_renders(tokenizer, chat, tools, system):
     tokenizer.chat_template = CHAT_TEMPLATE
 
 
+def test_long_chats_have_long_texts(tokenizer):
+    long = [{"role": "user", "content": "x" * 5_000_000}]
+    assert len(render_chat(tokenizer, long, variables={})) > 5_000_000
+
+
 def test_many_chats_at_once(tokenizer):
     chats = [[{"role": "user", "content": str(number)}] for number in range(100)]
     found = render_chats(tokenizer, chats, variables={})
@@ -96,13 +101,23 @@ BOMBS = {
     "json": "{{ [[]] | tojson(indent=10**10) }}",
     "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
     "output": "{% for i in range(90000) %}{{ 'x' * 10**5 }}{% endfor %}",
+    "some text": "{{ 'x' * 2000000 }}",
     "the request": "{% for m in messages %}{{ m.content * 10**10 }}{% endfor %}",
 }
 ENDLESS = {
     "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}"
     "{% endfor %}{% endfor %}{% endfor %}",
 }
-LIMITED = ("a product", "doubling", "a format", "join", "the request", "loops", "a macro")
+LIMITED = (
+    "a product",
+    "some text",
+    "doubling",
+    "a format",
+    "join",
+    "the request",
+    "loops",
+    "a macro",
+)
 DEEP = {
     "a macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "brackets": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",

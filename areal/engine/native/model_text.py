@@ -15,7 +15,6 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.engine.native.engine import read_eos_ids
 from areal.engine.native.stop_strings import StopWatch
 from areal.utils import logging
-from areal.utils.chat_template import warm_up
 
 logger = logging.getLogger("NativeModelText")
 
@@ -56,7 +55,6 @@ class ModelText:
                 "written: put its tokenizer.json there, or send token ids to /generate, without "
                 "stop strings"
             )
-        warm_up()
         from transformers import AutoTokenizer
 
         try:

@@ -31,6 +31,7 @@ from areal.engine.native.openai_choices import ChatChoice, Chunk, CompletionChoi
 from areal.engine.native.receiver import Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal
+from areal.utils.chat_template import warm_up
 from areal.utils.http_server import JsonReply, read_body
 from areal.utils.openai_wire import (
     ChatCall,
@@ -96,11 +97,13 @@ async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> 
 
 
 def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], list[GenRequest]]:
+    is_chat = isinstance(call, ChatCall)
+    if is_chat:
+        warm_up()
     try:
         tokenizer = text.tokenizer()
     except ValueError as err:
         raise WireError(400, str(err)) from err
-    is_chat = isinstance(call, ChatCall)
     if is_chat:
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
         prompts = [chat_prompt_ids(tokenizer, call)]
