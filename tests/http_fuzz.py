@@ -12,6 +12,7 @@ description forbids what was sent.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -78,3 +79,15 @@ def check(status: int, text: str, request: Any) -> None:
     if status >= 400 and text:
         error = json.loads(text)["error"]
         assert error, request
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server closes it, before its timeout."""
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -20,6 +20,7 @@ class QuietEngine:
     """Stands for the client of servers; a copy counts one request for each answer it is part of."""
 
     num_requests = 0  # that copies have told of
+    newest_version = None
 
     def initialize(self) -> None: ...
 

@@ -42,6 +42,7 @@ class FakeEngine:
     """Serves `version`; counts the episodes in flight."""
 
     version: int = 0
+    newest_version: int | None = None  # that was sent; None: not known
     in_flight: int = 0
     most_in_flight: int = 0
 

@@ -76,6 +76,16 @@ class InferenceEngine(ABC):
         """What a copy in another process has counted; an engine that counts nothing drops it."""
         del counts
 
+    def expect_weights(self, version: int) -> None:
+        """Weights of this version are about to be sent, by whomever: replies may name it from now
+        on, and none that is newer. An engine that counts versions itself has no use for it."""
+        del version
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version that a token can have; None where that is not known."""
+        return None
+
     def note_weights(self, meta: WeightUpdateMeta) -> None:
         """These weights serve, whoever sent them: a server that dies may be replaced by one with
         them, and one that came meanwhile gets them now. An engine whose servers stay has no use for

@@ -1,12 +1,14 @@
 """What an agent said to the model and what came back, as tokens that can be trained on.
 
-In: every completion of one session, in the order in which it was recorded. Out: the session's
-samples, each a row of tensors (`api/io_struct.py` has the keys).
+In: every completion of one session. Out: the session's samples, each a row of tensors
+(`api/io_struct.py` has the keys). They are ordered by when they were asked for, not by when the
+reply was complete: that would depend on how long the replies are.
 
-A chat grows: the next request repeats the messages so far, the reply among them. So each
-interaction has as parent the one whose messages and reply are the longest prefix of its own, and a
-session is a forest. Exported `individual`, every interaction is a sample by itself; exported
-`concat`, every path from a root to a leaf is one sample, whose tokens are those really sampled.
+A chat grows: the next request repeats the messages so far, the reply among them, and may end with
+it. So each interaction has as parent the one whose messages and reply are the longest prefix of its
+own messages, and a session is a forest. Exported `individual`, every interaction is a sample by
+itself; exported `concat`, every path from a root to a leaf is one sample, whose tokens are those
+really sampled.
 
     cache = InteractionCache()
     parent = cache.find_parent(messages)
@@ -18,6 +20,7 @@ session is a forest. Exported `individual`, every interaction is a sample by its
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import numbers
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from areal.api.io_struct import ModelResponse
+from areal.api.json_text import loads_written
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +38,14 @@ Message = dict[str, Any]
 ExportStyle = Literal["individual", "concat"]
 # Whether the first messages are the beginning of the second: `matcher(prefix, messages)`.
 PrefixMatcher = Callable[[Sequence[Message], Sequence[Message]], bool]
+
+
+_created = itertools.count()
+
+
+def next_created() -> int:
+    """The place of a request among all of this process; to be drawn when it comes in."""
+    return next(_created)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +67,7 @@ class InteractionWithTokenLogpReward:
     completion: dict[str, Any] | None = None  # what the client got, by the route it asked
     response: dict[str, Any] | None = None
     input_data: Any = None  # the request's own input, where that is not messages
+    created: int = field(default_factory=next_created)  # when it was asked for: see next_created
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
         """A batch of one row. `seq_no_eos` is that of the last reply."""
@@ -109,7 +122,7 @@ class InteractionWithTokenLogpReward:
 
 
 class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
-    """The interactions of one session by id, in the order in which they were recorded."""
+    """The interactions of one session by id, in the order in which they were asked for."""
 
     def __init__(self, matcher: PrefixMatcher | None = None) -> None:
         self._matches = matcher or is_message_prefix
@@ -128,7 +141,11 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
     def add(self, interaction_id: str, interaction: InteractionWithTokenLogpReward) -> None:
         if interaction_id in self._items:
             raise ValueError(f"the interaction {interaction_id!r} is recorded already")
+        overtook = self._items and interaction.created < self._items[self._last_id()].created
         self._items[interaction_id] = interaction
+        if overtook:
+            ordered = sorted(self._items.items(), key=lambda entry: entry[1].created)
+            self._items = dict(ordered)
 
     def find_parent(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
@@ -137,13 +154,13 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
 
         Tools are written into the prompt, so a chat with others does not continue it.
         """
-        shorter = [
+        candidates = [
             item
             for item in self._items.values()
-            if len(item.whole_chat()) < len(messages) and (item.tools or None) == (tools or None)
+            if len(item.whole_chat()) <= len(messages) and (item.tools or None) == (tools or None)
         ]
         # Longest first, so that the usual case, the turn before, costs one comparison.
-        for item in sorted(reversed(shorter), key=lambda item: -len(item.whole_chat())):
+        for item in sorted(reversed(candidates), key=lambda item: -len(item.whole_chat())):
             if self._matches(item.whole_chat(), messages):
                 return item
         return None
@@ -158,7 +175,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
         """The reward of the newest completion."""
         if not self._items:
             raise ValueError("a reward for a session without a completion: the model was not asked")
-        self.set_reward(next(reversed(self._items)), reward)
+        self.set_reward(self._last_id(), reward)
 
     def apply_reward_discount(self, discount: float) -> None:
         """Once, from the last to the first: r_i += discount * r_{i+1}. No reward counts as 0."""
@@ -174,7 +191,8 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
     def drop_retry_orphans(self) -> list[str]:
         """Forget replies that never arrived: asked again with the same chat, and not continued.
 
-        Returns their ids. A reply with a reward of its own is kept.
+        Of equal requests the one asked last is kept, whichever reply was complete first. Returns
+        the ids. A reply with a reward of its own is kept.
         """
         parents = {id(item.parent) for item in self._items.values()}
         ids = list(self._items)
@@ -202,6 +220,9 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
             )
         parents = {id(item.parent) for item in self._items.values()}
         return {name: item for name, item in self._items.items() if id(item) not in parents}
+
+    def _last_id(self) -> str:
+        return next(reversed(self._items))
 
     def _same_request(
         self, one: InteractionWithTokenLogpReward, other: InteractionWithTokenLogpReward
@@ -261,6 +282,6 @@ def _arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        return loads_written(arguments)
     except ValueError:
         return arguments

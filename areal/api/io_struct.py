@@ -23,7 +23,6 @@ Rows with images have `multi_modal_input`: a list of B dicts of tensors, {} for 
 from __future__ import annotations
 
 import copy
-import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from areal.api.config.generation import GenerationHyperparameters
+from areal.api.reply_check import check_lengths, check_logprobs, check_tokens
 
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation
@@ -312,17 +312,9 @@ class HttpGenerationResult:
     routed_experts: Any = None
 
     def __post_init__(self) -> None:
-        if len(self.output_tokens) != len(self.output_logprobs):
-            raise ValueError(
-                f"the server sent {len(self.output_tokens)} tokens and "
-                f"{len(self.output_logprobs)} log-probabilities; each token needs one"
-            )
-        for place, logprob in enumerate(self.output_logprobs):
-            if not math.isfinite(logprob):
-                raise ValueError(
-                    f"the server sent {logprob} as the log-probability of token {place}; expected "
-                    "a finite number (look for non-finite weights or logits)"
-                )
+        check_tokens(self.output_tokens)
+        check_logprobs(self.output_logprobs)
+        check_lengths(self.output_tokens, self.output_logprobs)
 
 
 Trajectory = Mapping[str, Any]

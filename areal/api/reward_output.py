@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 
-from areal.api.plain_text import printable
 from areal.api.secret_text import hide_secrets
 
 BURST_BYTES = 1 << 20
@@ -18,6 +18,16 @@ BYTES_PER_S = 64 << 10  # that the burst grows back by
 _LINE_BYTES = 8192  # longer ones are cut in two
 _READ_BYTES = 1 << 16
 _LAST_READS = 16
+# A lone surrogate cannot be written as UTF-8, a control character makes a terminal do things.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
+
+
+def printable(text: str, max_chars: int | None = None) -> str:
+    """`text` with the escapes Python would write for what no log or terminal takes, tabs and new
+    lines excepted, cut where it is too long."""
+    if max_chars is not None and len(text) > max_chars:
+        text = text[:max_chars] + "..."
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class OutputRelay:

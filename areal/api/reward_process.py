@@ -25,9 +25,9 @@ from typing import Any
 
 from areal.api import reward_worker
 from areal.api.config.limits import ProcessLimits
-from areal.api.plain_text import printable
 from areal.api.reward_cgroup import Group, open_group
 from areal.api.reward_environment import hidden_paths, reward_environment
+from areal.api.reward_output import printable
 from areal.api.reward_watch import descendants, is_alive
 from areal.api.scratch import remove_tree
 

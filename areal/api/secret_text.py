@@ -3,7 +3,8 @@
 A value is a secret when its name says so (`judge_api_key`, `HF_TOKEN`, `db_password`), when it is
 that of such an environment variable (`OPENAI_KEY`, `GH_PAT`, `DB_PASS`), when it is a URL with a
 password, or when somebody said so (`remember_secret`: the token of a run's servers). Logs, the
-run's database, the saved config and trackers are written through here.
+run's database, the saved config and trackers are written through here. Lone surrogates are replaced
+on the way: neither files nor SQLite take them.
 
 Names of the environment are judged more strictly than those of a config, where `answer_key` and
 `first_pass` are ordinary words.
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from areal.api.plain_text import encodable
+from areal.api.json_text import well_formed
 
 HIDDEN = "<hidden>"
 _MIN_CHARS = 8  # shorter texts would hide ordinary words
@@ -58,8 +59,8 @@ def remember_secret(value: str) -> None:
 
 
 def hide_secrets(text: str) -> str:
-    """`text` as it may be logged, stored or shown."""
-    text = encodable(text)
+    """`text` as it may be logged, stored or shown, and encoded as UTF-8."""
+    text = well_formed(text)
     for secret in sorted(_remembered | _of_environment(), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for pattern, replacement in _IN_TEXT:

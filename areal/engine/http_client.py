@@ -11,9 +11,10 @@ update ends what runs (the server answers with the tokens it has), loads, and le
 again with what they had: the prefix is computed once more, by the new weights. A request whose
 meaning depends on where its output began (`stop` texts, a frequency penalty) starts over instead.
 
-Requests whose connection was lost go out again, at most `retries` times in a row. Where the server
-has died and is replaced they wait for the replacement, go on there with the tokens they have, and
-that attempt does not count. Everything else that goes wrong is raised, never turned into data.
+Requests whose connection was lost, or whose reply cannot be trained on (api/reply_check.py), go out
+again, at most `retries` times in a row. Where the server has died and is replaced they wait for the
+replacement, go on there with the tokens they have, and that attempt does not count. Everything else
+that goes wrong is raised, never turned into data.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
-from pydantic_core import from_json
 
 from areal.api.io_struct import (
     HttpGenerationResult,
@@ -34,8 +33,10 @@ from areal.api.io_struct import (
     ModelResponse,
     StopReason,
 )
+from areal.api.json_text import loads_object
+from areal.api.reply_check import check_amount, check_tokens
 from areal.engine.fleet import Fleet, Server, retry_delay_s
-from areal.engine.server_control import ServerError, error_text
+from areal.engine.server_control import BadReplyError, ServerError, error_text
 from areal.engine.server_protocol import ServerProtocol
 from areal.engine.shared_work import SharedWork
 from areal.engine.update_gate import UpdateGate
@@ -44,6 +45,7 @@ from areal.utils import logging
 logger = logging.getLogger("HttpEngine")
 
 _SEED_END = 1 << 63
+_MAX_REPLY = 256 << 20  # bytes
 _IDLE_S = 3.0  # shorter than servers keep idle connections, else they close one as we use it
 
 
@@ -65,8 +67,6 @@ class Draft:
         self.tokens += result.output_tokens
         self.logprobs += result.output_logprobs
         self.versions += [version] * len(result.output_tokens)
-        if len(self.tokens) > self.budget:
-            raise ServerError(f"{len(self.tokens)} tokens came for a budget of {self.budget}")
         if result.stop_reason != "abort":
             self.stop_reason = result.stop_reason
         elif len(self.tokens) == self.budget:
@@ -132,6 +132,7 @@ class HttpClient:
         timeout_s: float,
         retries: int,
         max_context: int | None,
+        vocab_size: int | None,
         replace: Callable[[str], str],
     ) -> None:
         self.events = asyncio.get_running_loop()
@@ -140,10 +141,12 @@ class HttpClient:
         self._timeout_s = timeout_s
         self._retries = retries
         self._max_context = max_context
+        self._vocab_size = vocab_size
         self._fleet = Fleet(addresses)
         self._replace = replace
         self._replacements = SharedWork()  # by the address that was lost
-        self.num_resent = 0  # requests sent again after a lost connection
+        self.num_resent = 0  # requests sent again after a lost connection or a refused reply
+        self.num_refused = 0  # replies
         self._attempts: set[_Attempt] = set()
         self._callers: set[asyncio.Task] = set()
         # No limits here: the executor's gate decides how many requests are in flight.
@@ -169,10 +172,12 @@ class HttpClient:
                     progressed = await self._extend(draft, server)
                 except (aiohttp.ClientError, OSError, ServerError) as err:
                     # Also after an answer: a server that is about to end may still say 500.
+                    is_bad_reply = isinstance(err, BadReplyError)
+                    self.num_refused += is_bad_reply
                     if await self._is_replaced(server, address):
                         self.num_resent += 1
                         continue
-                    if isinstance(err, ServerError):
+                    if isinstance(err, ServerError) and not is_bad_reply:
                         raise
                     self._fleet.give_back(server, request.input_ids, cost)
                     self._fleet.avoid(server)
@@ -232,11 +237,13 @@ class HttpClient:
                 f"{self._where(server)}: the weight update did not end within {self._timeout_s:g} s"
             ) from None
         try:
-            result = await self._post(self._protocol.generation(draft.next_request()), server)
+            rest = draft.next_request()
+            result = await self._post(self._protocol.generation(rest), server)
         finally:
             self._gate.leave()
         if result is None:
             return True  # dropped for an update
+        self._check(result, rest.gconfig.max_new_tokens, server)
         draft.add(result, version)
         if result.stop_reason == "abort" and not result.output_tokens:
             return self._was_interrupted(version, server)
@@ -256,7 +263,7 @@ class HttpClient:
                 self._attempts.add(attempt)
                 url = f"http://{server.address}{call.endpoint}"
                 async with self._session.request(call.method, url, json=call.payload) as answer:
-                    content = await answer.read()
+                    content = await self._content(answer, server)
         except TimeoutError:
             if attempt is not None and attempt.dropped:
                 return None
@@ -272,14 +279,33 @@ class HttpClient:
 
     def _read(self, content: bytes, server: Server) -> HttpGenerationResult:
         try:
-            return self._protocol.read(_parse(content))
-        except (ValueError, KeyError, TypeError, IndexError) as err:  # the server's fault
-            raise ServerError(
-                f"{self._where(server)}: an answer that is none: {type(err).__name__}: {err}"
-            ) from err
+            return self._protocol.read(loads_object(content))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+            raise self._bad_reply(server, f"{type(err).__name__}: {err}") from err
+
+    def _check(self, result: HttpGenerationResult, budget: int, server: Server) -> None:
+        try:
+            check_tokens(result.output_tokens, vocab_size=self._vocab_size)
+            check_amount(len(result.output_tokens), result.stop_reason, max_tokens=budget)
+        except ValueError as err:
+            raise self._bad_reply(server, str(err)) from err
+
+    async def _content(self, answer: aiohttp.ClientResponse, server: Server) -> bytes:
+        chunks, size = [], 0
+        async for chunk in answer.content.iter_any():
+            size += len(chunk)
+            if size > _MAX_REPLY:
+                raise self._bad_reply(server, f"more than {_MAX_REPLY} bytes")
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _bad_reply(self, server: Server, fault: str) -> BadReplyError:
+        return BadReplyError(f"{self._where(server)}: malformed reply: {fault}")
 
     async def _after_failure(self, failures: int, server: Server, err: Exception) -> None:
-        fault = f"{self._where(server)}: {type(err).__name__}: {err}"
+        fault = str(err)  # a BadReplyError names the server itself
+        if not isinstance(err, BadReplyError):
+            fault = f"{self._where(server)}: {type(err).__name__}: {err}"
         if failures > self._retries:
             raise ServerError(f"{fault} (after {failures} attempts)")
         self.num_resent += 1
@@ -289,10 +315,3 @@ class HttpClient:
 
     def _where(self, server: Server) -> str:
         return f"{self._protocol.kind} {server.address}"
-
-
-def _parse(content: bytes) -> dict[str, Any]:
-    answer = from_json(content)
-    if not isinstance(answer, dict):
-        raise ValueError(f"expected a JSON object, got {str(answer)[:60]}")
-    return answer

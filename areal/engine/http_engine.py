@@ -57,8 +57,9 @@ class HttpEngine(InferenceEngine):
 
     `request_timeout_s` bounds one attempt of a request and every control call, `setup_timeout_s`
     how long `initialize` waits, `weight_group_timeout_s` how long a worker may keep a broadcast of
-    weights waiting. `processes` are those of the servers, in the order of `addrs`;
-    without them nobody is replaced. `max_restarts` bounds the replacements between two updates.
+    weights waiting. Tokens at or beyond `vocab_size` are refused. `processes` are those of the
+    servers, in the order of `addrs`; without them nobody is replaced. `max_restarts` bounds the
+    replacements between two updates.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class HttpEngine(InferenceEngine):
         *,
         model_path: str | Path,
         max_context: int | None = None,
+        vocab_size: int | None = None,
         processes: Sequence[ServerProcess] = (),
         max_restarts: int = 3,
         request_timeout_s: float = 3600.0,
@@ -83,6 +85,7 @@ class HttpEngine(InferenceEngine):
         self._token = token
         self._model_path = Path(model_path)
         self._max_context = max_context
+        self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
         self._setup_timeout_s = setup_timeout_s
@@ -180,6 +183,7 @@ class HttpEngine(InferenceEngine):
             "version": self._gate.version,
             "restarts": self._seats.num_restarts,
             "requests_resent": self._client.num_resent if self._client is not None else 0,
+            "replies_refused": self._client.num_refused if self._client is not None else 0,
         }
         for stats in self._on_all(self._protocol.stats):
             for name, value in stats.items():
@@ -296,6 +300,7 @@ class HttpEngine(InferenceEngine):
                 timeout_s=self._request_timeout_s,
                 retries=self._request_retries,
                 max_context=self._max_context,
+                vocab_size=self._vocab_size,
                 replace=self._replace,
             )
         elif not runs_here(client.events):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from areal.api.json_text import loads_object
 from areal.utils.waits import waiting
 
 S = TypeVar("S")  # a client, or whatever stands for a server
@@ -38,6 +39,10 @@ class ServerRefusedError(ServerError):
 
     def __str__(self) -> str:
         return self.args[0]
+
+
+class BadReplyError(ServerError):
+    """A server answered with what cannot be trained on (api/reply_check.py), or is no answer."""
 
 
 class ServerEndedError(ServerRefusedError):
@@ -103,10 +108,10 @@ class ControlClient:
     def _exchange_json(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         content = self._exchange(method, path, body)
         try:
-            return json.loads(content or b"{}")  # some servers say "yes" with an empty body
+            return loads_object(content or b"{}")  # some servers say "yes" with an empty body
         except ValueError as err:
             what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
-            raise ServerError(f"{what}: not JSON: {content[:200]!r}") from err
+            raise ServerError(f"{what}: malformed reply: {err}: {content[:200]!r}") from err
 
     def _exchange(
         self, method: str, path: str, body: bytes | None, *, timeout_s: float | None = None
@@ -165,7 +170,7 @@ def error_text(content: bytes | str) -> str:
     """What a server says went wrong: our `{"error": text}`, others' `{"error": {"message"}}`."""
     try:
         answer = json.loads(content)
-    except ValueError:  # a proxy, or another program
+    except (ValueError, RecursionError):  # a proxy, or another program
         answer = None
     if not isinstance(answer, dict):
         return (content.decode("utf-8", "replace") if isinstance(content, bytes) else content)[:200]

@@ -76,6 +76,8 @@ class SGLangProtocol(ServerProtocol):
         if finish.get("status_code") is not None:  # its way to say that it could not
             raise ValueError(f"finish_reason: {finish.get('message')}")
         pairs = info.get("output_token_logprobs") or []
+        if not pairs and answer.get("output_ids"):
+            raise ValueError("output_token_logprobs: expected one per token, got none")
         return HttpGenerationResult(
             [pair[1] for pair in pairs], [pair[0] for pair in pairs], finish["type"]
         )

@@ -2,8 +2,9 @@
 
 The server is stock vLLM in an environment of its own (`areal env create vllm`). Generation goes by
 /v1/completions with token ids both ways; pausing, weights and adapters go by routes that vLLM opens
-in its development mode. Log-probabilities are those of the distribution a token was drawn from
-(`--logprobs-mode processed_logprobs`).
+in its development mode. vLLM asks for a key under /v1 only; token_gate.py wants it everywhere.
+Log-probabilities are those of the distribution a token was drawn from (`--logprobs-mode
+processed_logprobs`).
 
 Weights come from a folder, or through a process group that the workers join by methods of ours
 (vllm_worker.py), which vLLM gives them at its start (`--worker-extension-cls`).
@@ -39,6 +40,7 @@ from areal.weight_sync.hf_folder import folder_with_lm_head
 MODEL_NAME = "areal"  # what the server calls the model, whatever its folder
 _PACKAGE = Path(__file__).absolute().parents[1]  # areal
 _EXTENSION = "areal.engine.vllm_worker.WeightReceiver"
+_GATE = "areal.engine.token_gate.VLLMTokenGate"
 _FIRST_VERSION = "default"  # its note before any update
 _MAX_STOPS = 4
 _STATS = {
@@ -115,8 +117,14 @@ class VLLMProtocol(ServerProtocol):
         return _has_head(model_path)
 
     def served_version(self, control: ControlClient) -> int | None:
-        noted = control.get("/weight_info")["weight_version"]
-        return 0 if noted == _FIRST_VERSION else int(noted)
+        noted = control.get("/weight_info").get("weight_version")
+        if noted == _FIRST_VERSION:
+            return 0
+        if not isinstance(noted, str) or not noted.isdecimal():
+            raise ServerError(
+                f"{control.kind} {control.address}: expected a version, got {noted!r:.60}"
+            )
+        return int(noted)
 
     def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
         control.post_text("/v1/load_lora_adapter", lora_name=name, lora_path=folder)
@@ -189,6 +197,7 @@ def launch_vllm_server(
         "seed": seed,
         "logprobs-mode": "processed_logprobs",
         "worker-extension-cls": _EXTENSION,
+        "middleware": _GATE,
     }
     flags = {
         "enforce-eager": enforce_eager,

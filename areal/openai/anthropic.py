@@ -7,11 +7,12 @@ and tool use are refused, except thoughts of earlier turns, which are left out.
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from areal.api.json_text import dumps, loads_written
 from areal.openai.completions import Completion
+from areal.openai.streaming import named_event
 from areal.utils.openai_wire import WireError
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ def message_of(done: Completion) -> dict[str, Any]:
     }
 
 
-async def message_events(done: Completion) -> AsyncIterator[bytes]:
-    for event in _events(done):
-        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+def message_events(done: Completion) -> Iterator[bytes]:
+    return map(named_event, _events(done))
 
 
 def error_of(error: WireError) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+    arguments = dumps(block.get("input") or {})
     function = {"name": block.get("name"), "arguments": arguments}
     return {"id": block.get("id"), "type": "function", "function": function}
 
@@ -160,7 +160,7 @@ def _blocks_of(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _arguments(text: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text)
+        arguments = loads_written(text)
     except ValueError:
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": text}
@@ -179,7 +179,7 @@ def _events(done: Completion) -> Iterator[dict[str, Any]]:
             delta = {"type": "text_delta", "text": block["text"]}
         else:
             empty = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            delta = {"type": "input_json_delta", "partial_json": dumps(block["input"])}
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}

@@ -1,6 +1,6 @@
 """A call to the model: messages into tokens, tokens into a reply, both into the session.
 
-    parse_call -> prompt_ids -> engine.agenerate -> visible text, tool calls -> recorded, answered
+    parse_call -> prompt_ids -> engine.agenerate -> visible text, tool calls -> answer -> recorded
 
 Token in, token out: what a model wrote stays as it was sampled. With `chat_template_type: concat`
 a later turn puts the new messages' tokens after it and never tokenises the past again.
@@ -8,6 +8,7 @@ a later turn puts the new messages' tokens after it and never tokenises the past
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import secrets
@@ -16,13 +17,15 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal.api.interaction import InteractionWithTokenLogpReward
+from areal.api.interaction import InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.json_text import dumps
 from areal.utils import logging
 from areal.utils.openai_wire import (
     ChatCall,
     Output,
     WireError,
+    begins_in_reasoning,
     chat_prompt_ids,
     chat_prompt_text,
     chat_reply,
@@ -47,7 +50,7 @@ class Completion:
 
     asked: dict[str, Any]  # the body, in the words of its route
     call: ChatCall
-    reply: dict[str, Any]  # a chat completion of OpenAI's
+    reply: dict[str, Any]  # a chat completion of OpenAI's, whatever the route
     interaction: InteractionWithTokenLogpReward
 
     @property
@@ -59,17 +62,28 @@ class Completion:
         return self.reply["choices"][0]["finish_reason"]
 
 
-async def complete(session: Session, route: Route, body: dict[str, Any]) -> Completion:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the client gets, ready to be sent."""
+
+    content: bytes
+    media_type: str
+
+
+async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answer:
     """Answer one request and record it.
 
-    A WireError is the caller's fault. Anything else is ours: the session remembers it as its
-    failure until a call succeeds.
+    A WireError is the caller's fault, anything else is ours. Recorded last, when the whole answer
+    is there: what the agent does not get is no part of its episode.
     """
+    created = next_created()
     call = parse_call(session.options, route.chat_body(body, session.cache))
     parent = session.cache.find_parent(call.messages, call.tools)
-    input_ids = prompt_ids(session.options, call, parent)
-    response = await _generate(session, call.gconfig, input_ids)
-    session.failure = None
+    # Before the first wait: calls that run side by side draw in the order in which they came.
+    seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
+    # In a thread: a long chat takes milliseconds, and other episodes wait for this event loop.
+    input_ids = await asyncio.to_thread(prompt_ids, session.options, call, parent)
+    response = await _generate(session, call.gconfig.new(seed=seed), input_ids)
     reply = chat_reply(
         call,
         f"{route.id_prefix}{uuid.uuid4().hex}",
@@ -78,6 +92,7 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Comp
         prompt_tokens=len(input_ids),
         tokenizer=session.options.tokenizer,
         tool_parser=session.options.config.tool_call_parser,
+        in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
     )
     interaction = InteractionWithTokenLogpReward(
         response,
@@ -86,11 +101,16 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Comp
         parent=parent,
         chat_template_type=session.options.config.chat_template_type,
         tools=call.tools,
+        created=created,
     )
     done = Completion(body, call, reply, interaction)
     route.note(done)
+    if call.stream:
+        answer = Answer(b"".join(route.events(done)), "text/event-stream")
+    else:
+        answer = Answer(dumps(route.reply(done)).encode(), "application/json")
     session.cache.add(reply["id"], interaction)
-    return done
+    return answer
 
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
@@ -149,22 +169,15 @@ def _ids_after_reply(
 async def _generate(
     session: Session, gconfig: GenerationHyperparameters, input_ids: list[int]
 ) -> ModelResponse:
-    seed = gconfig.seed if gconfig.seed is not None else session.next_seed()
     request = ModelRequest(
-        input_ids=input_ids,
-        gconfig=gconfig.new(seed=seed),
-        tokenizer=session.options.tokenizer,
+        input_ids=input_ids, gconfig=gconfig, tokenizer=session.options.tokenizer
     )
     try:
         response = await session.engine.agenerate(request)
     except ValueError as error:  # the engine cannot do what was asked: too long, an odd option
         raise WireError(400, str(error)) from error
-    except Exception as error:
-        session.failure = error
-        raise
     if response.stop_reason == "abort":
-        session.failure = RuntimeError(f"generation was aborted after {response.output_len} tokens")
-        raise session.failure
+        raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
     return response
 
 

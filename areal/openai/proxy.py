@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -28,22 +27,31 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from areal.openai.completions import Completion, complete
+from areal.api.json_text import JsonError, dumps, loads_object
+from areal.openai.completions import Answer, complete
 from areal.openai.routes import ROUTES, Route
 from areal.openai.schemas import BODIES, END_SESSION, SET_REWARD
 from areal.openai.session import Session, SessionEndedError
 from areal.utils import logging
+from areal.utils.chat_template import wait_until_warm
+from areal.utils.http_server import (
+    CLIENT_LEFT,
+    JsonReply,
+    new_app,
+    read_body,
+    server_config,
+    trust,
+)
 from areal.utils.openai_wire import WireError, error_body
 from areal.utils.route_schema import json_body
 
 logger = logging.getLogger("AgentProxy")
 
 _HOST = "127.0.0.1"
-_CLIENT_LEFT = 499  # nobody reads it
+_KEEP_ALIVE_S = 5
 
 
 class AgentProxy:
@@ -78,9 +86,12 @@ class AgentProxy:
         async with self._starting:
             if self._serving is not None:
                 return
+            # Before there is an agent whose time it would take.
+            await asyncio.to_thread(wait_until_warm)
             listener = _bind(self._port)
             self._port = listener.getsockname()[1]
-            self._server = _Server(_config(create_app(self)))
+            config = server_config(create_app(self), keep_alive_s=_KEEP_ALIVE_S)
+            self._server = _Server(config)
             self._serving = asyncio.create_task(
                 self._server.serve(sockets=[listener]), name="agent-proxy"
             )
@@ -113,13 +124,25 @@ class AgentProxy:
         if session in self._offered:
             self._offered.remove(session)
 
-    def start_offered(self) -> Session:
+    def start_offered(self) -> dict[str, Any]:
+        """What a client needs to know of the session that is now its own."""
         if not self._offered:
             raise WireError(429, "no session can start now: the run has enough; ask again later")
         session = self._offered.popleft()
-        self.admit(session)
         session.started.set()
-        return session
+        try:
+            dumps(session.data)
+        except (TypeError, ValueError, RecursionError) as error:
+            session.fail("/rl/start_session", error)
+            session.close()
+            raise RuntimeError(f"a row of the data set cannot be sent as JSON: {error}") from error
+        self.admit(session)
+        return {
+            "session_id": session.id,
+            "api_key": session.key,
+            "base_url": self.base_url,
+            "data": session.data,
+        }
 
     def session_of(self, request: Request) -> Session:
         key = _key_of(request)
@@ -127,6 +150,7 @@ class AgentProxy:
         session = self._sessions.get(key.removeprefix("sk-areal-").partition("-")[0])
         if session is None or not session.has_key(key):
             raise WireError(401, "expected 'Authorization: Bearer KEY' with the key of a session")
+        trust(request.scope)
         return session
 
     def check_admin(self, request: Request) -> None:
@@ -135,11 +159,11 @@ class AgentProxy:
             raise WireError(404, "sessions are started by the run itself (rollout.agent.mode)")
         if not hmac.compare_digest(_key_of(request).encode(), expected.encode()):
             raise WireError(401, "expected 'Authorization: Bearer KEY' with the admin key")
+        trust(request.scope)
 
 
 def create_app(proxy: AgentProxy) -> FastAPI:
-    app = FastAPI(openapi_url=None)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app = new_app(openapi_url=None)
     app.add_exception_handler(WireError, _answer(lambda error: error))
     app.add_exception_handler(
         HTTPException, _answer(lambda error: WireError(error.status_code, error.detail))
@@ -147,9 +171,13 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     app.add_exception_handler(
         SessionEndedError, _answer(lambda error: WireError(409, "the session has ended"))
     )
-    app.add_exception_handler(
-        Exception, _answer(lambda error: WireError(500, f"{type(error).__name__}: {error}"))
-    )
+
+    async def answer_fault(request: Request, error: Exception) -> Response:
+        with contextlib.suppress(WireError):  # nobody's session
+            proxy.session_of(request).fail(request.scope["path"], error)
+        return _error(request, _fault(error))
+
+    app.add_exception_handler(Exception, answer_fault)
 
     for path, route in ROUTES.items():
         schema = json_body(BODIES[path])
@@ -180,15 +208,9 @@ def create_app(proxy: AgentProxy) -> FastAPI:
         return {"interactions": len(session.cache)}
 
     @app.post("/rl/start_session")
-    async def start_session(request: Request) -> dict[str, Any]:
+    async def start_session(request: Request) -> Response:
         proxy.check_admin(request)
-        session = proxy.start_offered()
-        return {
-            "session_id": session.id,
-            "api_key": session.key,
-            "base_url": proxy.base_url,
-            "data": session.data,
-        }
+        return JsonReply(proxy.start_offered())
 
     return app
 
@@ -198,17 +220,6 @@ class _Server(uvicorn.Server):
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-
-def _config(app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=1,
-    )
 
 
 def _bind(port: int) -> socket.socket:
@@ -229,27 +240,34 @@ def _bind(port: int) -> socket.socket:
 def _endpoint(proxy: AgentProxy, route: Route):
     async def answer(request: Request) -> Response:
         session, body = proxy.session_of(request), await _body(request)
-        done = await _while_connected(request, _ask(session, route, body))
-        if done is None:
-            return Response(status_code=_CLIENT_LEFT)
-        if done.call.stream:
-            return StreamingResponse(route.events(done), media_type="text/event-stream")
-        return JSONResponse(route.reply(done))
+        answer = await _while_connected(request, _ask(session, route, body))
+        if answer is None:
+            return Response(status_code=CLIENT_LEFT)
+        return Response(answer.content, media_type=answer.media_type)
 
     return answer
 
 
-async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Completion:
+async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
     try:
-        return await session.call(complete(session, route, body))
+        answer = await session.call(complete(session, route, body))
     except (WireError, SessionEndedError):
         raise
-    except Exception as error:  # the engine's: told to the agent, and kept by the session
+    except Exception as error:  # ours: told to the agent, and kept by the session
         logger.warning("a call of an agent failed", exc_info=error)
-        raise WireError(500, f"{type(error).__name__}: {error}") from error
+        session.fail(_request_text(route, body), error)
+        raise _fault(error) from error
+    if session.has_failures:
+        session.succeed(_request_text(route, body))
+    return answer
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Completion]) -> Any:
+def _request_text(route: Route, body: dict[str, Any]) -> str:
+    """The same text when an SDK sends the request again."""
+    return f"{route.id_prefix}{dumps(body)}"
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """The result of `work`, or None when the client left before; `work` is cancelled then."""
     task = asyncio.create_task(work, name="agent-call")
     watcher = asyncio.create_task(_left(request), name="client-watch")
@@ -267,14 +285,10 @@ async def _left(request: Request) -> None:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    raw = await request.body()
     try:
-        body = json.loads(raw) if raw else {}
-    except (ValueError, RecursionError) as error:
-        raise WireError(400, f"body: not JSON ({str(error)[:100]})") from None
-    if not isinstance(body, dict):
-        raise WireError(400, f"body: expected a JSON object, got {type(body).__name__}")
-    return body
+        return loads_object(await read_body(request) or b"{}")
+    except JsonError as error:
+        raise WireError(400, str(error), error.field) from None
 
 
 def _key_of(request: Request) -> str:
@@ -290,15 +304,19 @@ def _callers_fault(param: str):
         raise WireError(400, str(error), param) from None
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_LEFT)
-
-
 def _answer(wire_error: Callable[[Exception], WireError]):
     async def answer(request: Request, error: Exception) -> Response:
-        told = wire_error(error)
-        route = ROUTES.get(request.url.path)
-        body = error_body(told) if route is None else route.error(told)
-        return JSONResponse(body, status_code=told.status)
+        return _error(request, wire_error(error))
 
     return answer
+
+
+def _error(request: Request, error: WireError) -> Response:
+    """In the shape that clients of this route expect."""
+    route = ROUTES.get(request.scope["path"])
+    body = error_body(error) if route is None else route.error(error)
+    return JsonReply(body, status_code=error.status)
+
+
+def _fault(error: Exception) -> WireError:
+    return WireError(500, f"{type(error).__name__}: {error}")

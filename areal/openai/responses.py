@@ -8,11 +8,11 @@ out.
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from areal.openai.completions import Completion
+from areal.openai.streaming import named_event
 from areal.utils.openai_wire import WireError
 
 if TYPE_CHECKING:
@@ -71,10 +71,9 @@ def response_of(done: Completion) -> dict[str, Any]:
     }
 
 
-async def response_events(done: Completion) -> AsyncIterator[bytes]:
+def response_events(done: Completion) -> Iterator[bytes]:
     for number, event in enumerate(_events(done)):
-        event = {**event, "sequence_number": number}
-        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+        yield named_event({**event, "sequence_number": number})
 
 
 def _earlier(body: dict[str, Any], cache: InteractionCache) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class Route:
     id_prefix: str  # of the ids that clients give rewards by
     chat_body: Callable[[dict[str, Any], InteractionCache], dict[str, Any]]
     reply: Callable[[Completion], dict[str, Any]]
-    events: Callable[[Completion], AsyncIterator[bytes]]  # the reply as a stream
+    events: Callable[[Completion], Iterator[bytes]]  # the reply as a stream
     note: Callable[[Completion], None]  # what the client got, in the interaction
     error: Callable[[WireError], dict[str, Any]] = error_body
 

@@ -4,9 +4,10 @@ In: calls that carry the session's key. Out: the interactions, with rewards, as 
 
     open -> calls, each recorded when its reply is complete -> ended with a reward -> exported
 
-Invariant: a session sees its own calls only, and nothing is recorded after its end. A call that
-failed on our side and was not followed by one that succeeded makes the episode fail, even if the
-agent went on without it: what an agent does with a broken model is not data.
+Invariant: a session sees its own calls only, and nothing is recorded after its end. A request that
+failed on our side (status 500) makes the episode fail, unless the same request succeeded later: an
+SDK's retry. Also if the agent went on without it: what an agent does with a broken model is not
+data.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Session:
         self.id = secrets.token_hex(8)
         self.key = f"sk-areal-{self.id}-{secrets.token_urlsafe(24)}"
         self.cache = InteractionCache(options.matcher)
-        self.failure: Exception | None = None  # of the newest call, when that was our fault
+        # Requests that failed on our side and have not succeeded since.
+        self._failed: dict[str, Exception] = {}
         self.data: dict[str, Any] | None = None  # the row, for a client outside to read
         self.started = asyncio.Event()  # by such a client
         self.ended = asyncio.Event()
@@ -93,6 +95,18 @@ class Session:
             self._calls.discard(task)
         return result
 
+    def fail(self, request: str, error: Exception) -> None:
+        """`request` was answered with a fault of ours; equal requests have equal texts."""
+        self._failed[request] = error
+
+    def succeed(self, request: str) -> None:
+        """Heals what failed before."""
+        self._failed.pop(request, None)
+
+    @property
+    def has_failures(self) -> bool:
+        return bool(self._failed)
+
     def end(self, reward: Any = None) -> None:
         """Calls that still run are cancelled. `reward`: a number, numbers by completion id."""
         if self.ended.is_set():
@@ -119,12 +133,16 @@ class Session:
 
     def export(self) -> dict[str, InteractionWithTokenLogpReward]:
         """The samples of an episode that is over, discounted."""
-        if self.failure is not None:
-            raise AgentError(
-                f"the model's newest call of this episode failed: {self.failure}"
-            ) from self.failure
+        self.raise_if_failed()
         config = self.options.config
         if config.drop_retry_orphans:
             self.cache.drop_retry_orphans()
         self.cache.apply_reward_discount(config.turn_discount)
         return self.cache.export_interactions(config.export_style)
+
+    def raise_if_failed(self) -> None:
+        if self._failed:
+            error = next(iter(self._failed.values()))
+            raise AgentError(
+                f"a call to the model failed on the server's side: {type(error).__name__}: {error}"
+            ) from error

@@ -6,18 +6,23 @@ recorded before its first event, and a client that leaves in the middle changes 
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from areal.api.json_text import dumps
 from areal.openai.completions import Completion
 from areal.utils.openai_wire import chat_chunk, usage_chunk
 
 
-async def chat_events(done: Completion) -> AsyncIterator[bytes]:
+def chat_events(done: Completion) -> Iterator[bytes]:
     for chunk in _chunks(done):
-        yield f"data: {json.dumps(chunk)}\n\n".encode()
+        yield f"data: {dumps(chunk)}\n\n".encode()
     yield b"data: [DONE]\n\n"
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """An event that says its type twice, as Anthropic's clients and those of /v1/responses want."""
+    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
 
 
 def _chunks(done: Completion) -> Iterator[dict[str, Any]]:

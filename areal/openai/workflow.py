@@ -23,6 +23,7 @@ from areal.openai.proxy import AgentProxy
 from areal.openai.session import AgentTimeoutError, Session, SessionOptions
 from areal.rollout.context import workflow_context
 from areal.utils import stats_tracker
+from areal.utils.chat_template import warm_up
 from areal.utils.import_path import load
 from areal.utils.openai_wire import TOOL_PARSERS
 
@@ -117,6 +118,7 @@ class OnlineEpisodes(RolloutWorkflow):
             await self._until_ended(session)
         finally:
             proxy.release(session)
+        session.raise_if_failed()
         rewarded = any(item.reward is not None for item in session.cache.values())
         return _result(session) if rewarded else None
 
@@ -190,6 +192,8 @@ def _session_options(
             f"rollout.agent.tool_call_parser: unknown name {config.tool_call_parser!r}; expected "
             f"one of {known}"
         )
+    tokenizer("")  # settles its inner state: from here on threads may share it
+    warm_up()
     matcher = None
     if config.prefix_matcher is not None:
         matcher = load(config.prefix_matcher, key="rollout.agent.prefix_matcher")

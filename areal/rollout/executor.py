@@ -46,6 +46,7 @@ from areal.rollout.ledger import Resume
 from areal.rollout.outcome import Outcome, Running, failed, judge
 from areal.rollout.pool import GroupPool
 from areal.rollout.submitted import SubmittedTasks
+from areal.rollout.trajectory import version_span
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workflows import build_workflow
 from areal.utils import import_path, logging
@@ -397,6 +398,7 @@ class WorkflowExecutor:
         """One group, to its outcome. The boundary where a workflow's exception becomes a count."""
         try:
             trajectory = await self._groups.run(group.prompt.task_id, group.prompt.data)
+            self._check_versions(trajectory)
             outcome = judge(group, trajectory, self._should_accept, version=self._version)
         except EngineLostError:
             raise  # a failure of the loop: the prompt stays `issued`, for the run that goes on
@@ -405,6 +407,16 @@ class WorkflowExecutor:
         if not self._outcomes:  # the first of this tick; the others join it
             self._runner.call(self._settle)
         self._outcomes.append(outcome)
+
+    def _check_versions(self, trajectory: Trajectory | None) -> None:
+        """Again, whatever the engine did: its copies in workers do not know what was sent."""
+        newest = self._engine.newest_version
+        span = None if trajectory is None or newest is None else version_span(trajectory)
+        if span is not None and span[1] > newest:
+            raise RuntimeError(
+                f"a token names version {span[1]} of the weights, the newest that was sent is "
+                f"{newest}: look at the inference servers"
+            )
 
     def _settle(self) -> None:
         """Durable first, visible second, then let others start."""

@@ -27,7 +27,7 @@ from areal.engine.server_process import Launch, ServerProcess
 from areal.engine.server_protocol import ServerProtocol
 from areal.engine.sglang_remote import SGLangProtocol, launch_sglang_server
 from areal.engine.vllm_remote import VLLMProtocol, launch_vllm_server
-from areal.models.hf_io import read_hf_config
+from areal.models.hf_io import language_config, read_hf_config
 from areal.trainer.places import place_servers, sender_address, server_gpus
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
@@ -114,6 +114,7 @@ def _native_engine(
     return NativeRemoteEngine(
         addresses,
         token,
+        vocab_size=_vocab_size(config),
         processes=processes,
         address_file=paths.servers,
         **_time_limits(config),
@@ -184,6 +185,7 @@ def _http_engine(
         token,
         model_path=config.actor.path,
         max_context=_max_context(config),
+        vocab_size=_vocab_size(config),
         processes=[process],
         **_time_limits(config),
     )
@@ -215,6 +217,10 @@ def _server_dtype(config: PPOConfig) -> str:
 def _max_context(config: PPOConfig) -> int | None:
     context = read_hf_config(config.actor.path).get("max_position_embeddings")
     return config.server.max_context or context
+
+
+def _vocab_size(config: PPOConfig) -> int | None:
+    return language_config(read_hf_config(config.actor.path)).get("vocab_size")
 
 
 def _new_token() -> str:

@@ -240,6 +240,7 @@ class PPOTrainer(Trainer):
         """Generation goes on with the new weights as soon as they are in."""
         if self.inference.servers != self._receivers:
             self._connect()
+        self.inference.expect_weights(version)
         self.engine.update_weights(version)
         self.engine.set_version(version)
         self.inference.note_weights(self.weights.with_version(version))

@@ -40,7 +40,7 @@ from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
 from areal.trainer.world import numeric_world
 from areal.utils import logging, perf_tracer, stats_tracker
-from areal.utils.fs import atomic_write_text
+from areal.utils.fs import atomic_write_text, raise_file_limit
 from areal.utils.perf_tracer import phase
 from areal.utils.recover import RecoverError, newest_step
 from areal.utils.run_db import RunDatabase, Start
@@ -74,6 +74,7 @@ class Run:
     """One run of one experiment. Close it, or use it as a context manager."""
 
     def __init__(self, config: BaseExperimentConfig, *, dataset_size: int) -> None:
+        raise_file_limit()  # requests in flight are connections
         self.paths = RunPaths.of(config)
         self.ft_spec = _finetune_spec(config, dataset_size)
         self._resumes = config.recover.mode == "on"

@@ -17,6 +17,7 @@ import ctypes
 import errno
 import os
 import re
+import resource
 import secrets
 import shutil
 import sys
@@ -113,6 +114,15 @@ def open_private(path: str | Path, mode: str, **options: Any) -> IO[Any]:
 def is_disk_fault(error: OSError) -> bool:
     """Whether a disk has refused something; else it is a network, or another process."""
     return error.errno in _DISK_FAULTS
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many open files and sockets as it may: by default that is often
+    1,024, fewer than a run has requests in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower bound of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:

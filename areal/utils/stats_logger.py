@@ -61,6 +61,7 @@ TALLIES = {
     "rollout/failed": "failed",
     "rollout/workers_replaced": "workers replaced",
     "server/requests_resent": "resent",
+    "server/replies_refused": "replies refused",
     "server/restarts": "server restarts",
     "trackers/failed": "tracker errors",
 }

@@ -9,11 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from areal.utils.chat_template import render_chats, warm_up
+
 Messages = list[dict[str, Any]]
 
 
 def load_hf_tokenizer(path: str) -> Any:
     """A Hugging Face tokenizer with a chat template, a pad token and an end token."""
+    warm_up()
     from transformers import AutoTokenizer
 
     if not Path(path).exists() and str(path).startswith((".", "/", "~")):
@@ -54,13 +57,8 @@ def chat_prompts_ids(
     chats: list[Messages], tokenizer: Any, *, enable_thinking: bool = False
 ) -> list[list[int]]:
     """`chat_prompt_ids` of many chats, several times faster than one by one."""
-    return tokenizer.apply_chat_template(
-        chats,
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=False,
-        enable_thinking=enable_thinking,
-    )
+    texts = render_chats(tokenizer, chats, variables={"enable_thinking": enable_thinking})
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
 def replies_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:

@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.api.json_text import well_formed
 from areal.utils.fs import atomic_write_text
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class TrajectoryDump:
         ]
         kind = "eval-rollout" if is_eval else "rollout"
         path = self._logs / kind / str(version) / f"{task_id}.jsonl"
-        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        lines = (well_formed(json.dumps(record, ensure_ascii=False)) + "\n" for record in records)
         # Not flushed to the disk: a dump is for reading, and losing one to a power cut is no harm.
         atomic_write_text(path, "".join(lines), durable=False)
         return path

@@ -108,7 +108,7 @@ class WeightGroup:
             buckets = headers
             if place.backend == "nccl":
                 buckets = _nccl(dist.PrefixStore("buckets", store), place, memory)
-        except RuntimeError as err:
+        except (RuntimeError, OSError) as err:  # OSError: no such host
             raise GroupError(f"the weight group of {place.host}:{place.port}: {err}") from err
         return cls(place, memory, headers, buckets)
 

@@ -62,7 +62,10 @@ def open_handles(
                 f"expected {FORMAT} version {version}"
             )
         return [(name, _open(name, entry, file)) for name, entry in body["tensors"].items()]
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except PublicationError:
+        raise
+    # RuntimeError: torch's, for a handle that is none, or where there is no GPU
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as err:
         raise PublicationError(f"{file} cannot be read: {type(err).__name__}: {err}") from err
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.workflow_api import RolloutWorkflow
 from areal.rollout.context import workflow_context
 from areal.utils import stats_tracker
+from areal.utils.chat_template import render_chat
 from areal.workflow.chat_turn import ChatTurn, Prompt, chat_input_ids, messages_of
 from areal.workflow.transcript import Transcript
 
@@ -118,9 +119,7 @@ def feedback_ids(feedback: str, tokenizer: Any, enable_thinking: bool) -> list[i
         {"role": "assistant", "content": _REPLY_PLACE},
         {"role": "user", "content": feedback},
     ]
-    text = tokenizer.apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
-    )
+    text = render_chat(tokenizer, chat, variables={"enable_thinking": enable_thinking})
     _, found, after = text.rpartition(_REPLY_PLACE)
     if not found or feedback not in after:
         raise ValueError(

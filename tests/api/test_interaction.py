@@ -200,6 +200,40 @@ def test_parents_and_leaves_of_any_session(chats):
     assert covered == {id(item) for item in items}, "every interaction is on the path to a leaf"
 
 
+def test_a_request_that_ends_with_the_reply_goes_on_from_it():
+    cache = InteractionCache()
+    question = [says("user", "q")]
+    first = record(cache, "1", question, "a")
+    second = record(cache, "2", [*question, says("assistant", "a")], "b")
+    assert second.parent is first
+    assert list(cache.export_interactions("concat")) == ["2"]
+    assert cache.find_parent([*question, says("assistant", "other")]) is None
+
+
+# What an agent adds before it asks again: nothing, or some messages.
+additions = st.lists(
+    st.lists(st.sampled_from([says("user", "x"), says("tool", "y"), says("system", "z")])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(additions, st.lists(st.sampled_from("ab"), min_size=6, max_size=6))
+def test_a_chat_that_only_grows_is_one_sample(additions, answers):
+    cache, chat, ids = InteractionCache(), [says("user", "q")], [1]
+    for number, (more, answer) in enumerate(zip(additions, answers, strict=False)):
+        item = record(
+            cache, str(number), list(chat), answer, response=reply_to(ids, [100 + number])
+        )
+        chat = [*item.whole_chat(), *more]
+        ids = [*ids, 100 + number, *[2] * len(more)]
+    (leaf,) = cache.export_interactions("concat").values()
+    leaf.reward = 1.0
+    row = leaf.to_tensor_dict()
+    sampled = row["input_ids"][0][row["loss_mask"][0] == 1].tolist()
+    assert sampled == [100 + number for number in range(len(cache))]
+
+
 # Rewards.
 
 
@@ -268,6 +302,31 @@ def test_retry_orphans_are_dropped():
     record(cache, "again", [says("user", "other")])
     assert cache.drop_retry_orphans() == ["lost"]
     assert list(cache) == ["kept", "answered", "next", "scored", "again"]
+
+
+@given(st.permutations(range(4)))
+def test_of_equal_requests_the_one_asked_last_is_kept(completed):
+    asked = [interaction([says("user", "q")], str(number)) for number in range(4)]
+    cache = InteractionCache()
+    for number in completed:  # replies may overtake each other
+        cache.add(str(number), asked[number])
+    assert list(cache) == ["0", "1", "2", "3"]
+    assert cache.drop_retry_orphans() == ["0", "1", "2"]
+    cache.set_last_reward(1.0)
+    assert asked[3].reward == 1.0
+
+
+def test_the_order_of_replies_changes_no_reward():
+    def discounted(completed):
+        asked = [interaction([says("user", str(number))]) for number in range(3)]
+        cache = InteractionCache()
+        for number in completed:
+            cache.add(str(number), asked[number])
+        cache.set_last_reward(1.0)
+        cache.apply_reward_discount(0.5)
+        return {name: item.reward for name, item in cache.items()}
+
+    assert discounted([2, 0, 1]) == discounted([0, 1, 2]) == {"0": 0.25, "1": 0.5, "2": 1.0}
 
 
 def test_concat_needs_stitched_tokens():

@@ -129,7 +129,13 @@ def test_an_order_nobody_could_fulfil_is_refused(build, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("logprobs", "says"),
-    [([-0.1], "2 tokens and 1 log-prob"), ([-0.1, float("nan")], "nan as .* of token 1")],
+    [
+        ([-0.1], "one per output token, got 1 for 2"),
+        ([-0.1, float("nan")], "finite numbers of at least -1000, got nan"),
+        ([-0.1, -9999.0], "finite numbers of at least -1000, got -9999"),
+        ([-0.1, 0.5], "at or below 0 .rounding: 0.001., got 0.5"),
+        ([-0.1, True], "expected a list of numbers"),
+    ],
 )
 def test_a_reply_that_cannot_be_trained_on_is_refused(logprobs: list[float], says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -136,18 +136,68 @@ async def test_samples_of_a_prompt_go_to_one_server():
         (lambda body: web.json_response({"error": {"message": "too long"}}, status=400),
          ValueError, "too long"),
         (lambda body: web.Response(text="<html>proxy", status=502), ServerError, "502: <html>"),
-        (lambda body: web.Response(text="nonsense"), ServerError, "an answer that is none"),
-        (lambda body: web.json_response([1]), ServerError, "expected a JSON object"),
-        (lambda body: answer([1, 2, 3, 4, 5]), ServerError, "5 tokens came for a budget of 4"),
-        (lambda body: answer([], "abort", status_code=500, message="boom"), ServerError, "boom"),
     ],
 )  # fmt: skip
-async def test_a_wrong_answer_is_raised_at_once(script, error, message):
+async def test_an_error_is_raised_at_once(script, error, message):
     server = ScriptedServer(script)
     async with engine_of(server) as engine:
         with pytest.raises(error, match=message):
             await engine.agenerate(request())
     assert len(server.seen) == 1
+
+
+def odd(pairs, reason="stop", **more):
+    finish = {"finish_reason": {"type": reason}, "output_token_logprobs": pairs}
+    return lambda body: web.json_response({"meta_info": finish, **more})
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (lambda body: web.Response(text="nonsense"), "not JSON"),
+        (lambda body: web.json_response([1]), "expected a JSON object"),
+        (lambda body: web.json_response({"meta_info": None}), "TypeError"),
+        (lambda body: web.json_response({"meta_info": {"finish_reason": "stop"}}), "TypeError"),
+        (lambda body: answer([1, 2, 3, 4, 5]), "5 tokens came, 4 were asked for"),
+        (lambda body: answer([], "abort", status_code=500, message="boom"), "boom"),
+        (lambda body: answer([256]), "must lie in 0 .. 255, got 256"),
+        (lambda body: answer([-1]), "token ids must lie in 0 .. .*, got -1"),
+        (lambda body: answer([1.0]), "expected a list of token ids"),
+        (lambda body: answer([True]), "expected a list of token ids"),
+        (lambda body: answer([]), "none came, though the request ended with 'stop'"),
+        (odd(None), "none came, though the request ended with 'stop'"),
+        (odd(None, "length"), "none came, though the request ended with 'length'"),
+        (odd(None, "abort", output_ids=[5]), "expected one per token, got none"),
+        (odd([[-9999.0, 5, None]]), "of at least -1000, got -9999"),
+        (odd([[0.5, 5, None]]), "at or below 0"),
+        (odd([[True, 5, None]]), "expected a list of numbers"),
+        (odd([[None, 5, None]]), "expected a list of numbers"),
+        (odd([["-0.5", 5, None]]), "expected a list of numbers"),
+        (odd([[float("nan"), 5, None]]), "not JSON"),
+        (odd([[-0.5]]), "IndexError"),
+        (lambda body: web.Response(body=b'{"meta_info": ' + b"[" * 9000), "not JSON"),
+    ],
+)
+async def test_a_reply_that_cannot_be_trained_on_is_refused(script, message):
+    """Asked for again within the bound, counted, and never data."""
+    server = ScriptedServer(script, script, lambda body: answer([7]))
+    async with engine_of(server, vocab_size=256) as engine:
+        assert (await engine.agenerate(request())).output_tokens == [7]
+        stats = await asyncio.to_thread(engine.stats)
+        assert stats["replies_refused"] == 2 and stats["requests_resent"] == 2
+    server = ScriptedServer(script)
+    async with engine_of(server, vocab_size=256) as engine:
+        with pytest.raises(
+            ServerError, match=f"malformed reply.*{message}.*after 3 attempts"
+        ) as caught:
+            await engine.agenerate(request())
+        assert f"SGLang server {engine._seats.addresses[0]}" in str(caught.value)
+    assert len(server.seen) == 3
+
+
+async def test_float_rounding_is_no_fault():
+    async with engine_of(ScriptedServer(odd([[1e-4, 5, None]])), vocab_size=256) as engine:
+        assert (await engine.agenerate(request())).output_logprobs == [1e-4]
 
 
 async def test_no_reply_in_time():

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
 from server_checks import (
@@ -114,6 +115,25 @@ async def world(process, folders):
     engine.initialize()
     yield ServerWorld(engine, folders, "vllm-test", tolerance=1e-3)
     await asyncio.to_thread(engine.destroy)
+
+
+async def test_no_route_opens_without_the_token(process):
+    """Least of all those that vLLM opens in its development mode. First: the next test ends it."""
+    routes = [
+        *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/sleep", "/wake_up"),
+        *("/reset_prefix_cache", "/v1/completions", "/v1/load_lora_adapter", "/tokenize"),
+        *("/invocations", "/health", "/metrics", "/weight_info", "/server_info", "/version"),
+        *("/docs", "/openapi.json", "/health/", "//pause", "/PAUSE"),
+    ]
+    async with aiohttp.ClientSession() as session:
+        for route in routes:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": TOKEN}):
+                for method in ("GET", "POST"):
+                    url = f"http://{process.address}{route}"
+                    async with session.request(
+                        method, url, headers=headers, json={}, allow_redirects=False
+                    ) as answer:
+                        assert answer.status == 401, (method, route, answer.status)
 
 
 async def test_one_server_through_its_life(world, children, tmp_path):

@@ -202,7 +202,7 @@ def test_what_an_agent_makes_of_a_broken_model_is_not_data(world):
                 return 0.0
 
     engine = ScriptedEngine(world.tokenizer, "fine", RuntimeError("the server is gone"))
-    with pytest.raises(AgentError, match="newest call of this episode failed: the server is gone"):
+    with pytest.raises(AgentError, match="server's side: RuntimeError: the server is gone"):
         world.run(Forgiving, engine=engine)
 
 

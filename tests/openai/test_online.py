@@ -9,7 +9,7 @@ from sample_agents import QUESTION
 
 from areal.api.config.agent import AgentConfig
 from areal.api.config.generation import GenerationHyperparameters
-from areal.openai.session import AgentTimeoutError
+from areal.openai.session import AgentError, AgentTimeoutError
 from areal.openai.workflow import ADMIN_KEY, online_workflow
 
 SECRET = "a secret of the test"
@@ -117,3 +117,11 @@ def test_the_admin_key_must_be_a_secret(world, monkeypatch, secret):
             tokenizer=world.tokenizer,
             gconfig=GenerationHyperparameters(),
         )
+
+
+def test_a_row_that_is_no_json_fails_its_episode(online, world):
+    running = world.start(online, {"image": object()})
+    answer = Outside(online, world).post("start_session", SECRET)
+    assert answer.status_code == 500 and "cannot be sent as JSON" in answer.text
+    with pytest.raises(AgentError, match="not JSON serializable"):
+        running.result(30)

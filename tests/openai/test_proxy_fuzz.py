@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
 import http_fuzz
 import httpx
+import json_fuzz
 import pytest
 import schemathesis
 from http_fuzz import NOISE, is_allowed
@@ -147,6 +149,23 @@ def test_no_route_falls_over(proxy, client, key_of_session):
         assert answer.status_code == 200, answer.text
 
 
+def test_any_body_is_answered(proxy, client, key_of_session):
+    def send(path):
+        @settings(max_examples=10 * NUM_EXAMPLES)
+        @given(json_fuzz.bodies(HONEST[path]))
+        def one(body):
+            key = ADMIN if path == "/rl/start_session" else key_of_session()
+            answer = client.post(path, headers=http_fuzz.bearer(key), content=body)
+            http_fuzz.check(answer.status_code, answer.text, body)
+            if answer.status_code >= 400:
+                assert ("type" in answer.json()) == (path == "/v1/messages")
+
+        one()
+
+    for path in HONEST:
+        send(path)
+
+
 def url_of(proxy):
     return proxy.base_url.removesuffix("/v1")
 
@@ -179,3 +198,38 @@ def test_bytes_that_are_no_request_leave_it_standing(proxy, client, content, beg
     with socket.create_connection((address[0], int(address[1])), timeout=10) as connection:
         connection.sendall(begin + content)
     assert client.get("/v1/models").status_code == 401
+
+
+def test_it_never_redirects(proxy, key_of_session):
+    """A client that follows would hand its key to whomever the Host header names."""
+    for target in (
+        "/v1/models/",
+        "//v1/models",
+        "/rl/end_session/",
+        "http://evil.example/v1/models/",
+    ):
+        for host in ("evil.example", "[", ""):
+            fields = (
+                f"Host: {host}\r\nAuthorization: Bearer {key_of_session()}\r\nConnection: close"
+            )
+            address = proxy.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+            with socket.create_connection((address[0], int(address[1])), timeout=60) as connection:
+                connection.sendall(f"GET {target} HTTP/1.1\r\n{fields}\r\n\r\n".encode())
+                answer = b"".join(iter(lambda: connection.recv(65536), b""))
+            status = int(answer.split()[1])
+            assert 400 <= status < 500 and b"location:" not in answer.lower(), (target, answer)
+
+
+def test_strangers_starve_no_agent(proxy, client, key_of_session):
+    host, port = proxy.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    headers = {"authorization": f"Bearer {key_of_session()}"}
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for number in range(600):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            stranger.sendall(b"POST /v1/messages HTTP/1.1\r\n" if number % 2 else b"")
+            strangers.append(stranger)
+        for path in LENGTHS:
+            answer = client.post(path, headers=headers, json=HONEST[path])
+            assert answer.status_code == 200, answer.text
+        assert all(map(http_fuzz.is_closed, strangers)), "each had 20 s"

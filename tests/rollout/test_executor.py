@@ -108,6 +108,18 @@ def test_tokens_past_the_bound_are_never_returned(tmp_path):
         assert world.executor.stats()["stale"] == world.ledger.balance()["stale"] == 4
 
 
+def test_tokens_of_weights_that_nobody_sent_are_no_data(tmp_path):
+    """Copies of the engine in workers cannot know what was sent: here is the last look."""
+    with open_world(tmp_path, batch_size=2) as world:
+        world.engine.version, world.engine.newest_version = 3, 2
+        world.start(FakeWorkflow())
+        with pytest.raises(
+            RolloutFailedError, match="names version 3 .* newest that was sent is 2"
+        ):
+            world.executor.prepare_batch()
+        assert world.executor.stats()["finished"] == 0
+
+
 def test_rejected_groups_are_replaced(tmp_path):
     def reject_odd(group):
         return int(group["rewards"][0]) % 2 == 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rollout_world import trajectory
 
 from areal.rollout import books
+from areal.rollout.failures import describe
 from areal.rollout.ledger import Ledger, Outcome, Resume
 from areal.rollout.source import Prompt
 from areal.utils.run_db import RunDatabase
@@ -47,6 +48,18 @@ def states(db: RunDatabase) -> str:
     letters = {"failed": "F"}
     rows = db.query("SELECT state FROM tasks ORDER BY task_id")
     return "".join(letters.get(row["state"], row["state"][0]) for row in rows)
+
+
+@given(st.text(st.characters(exclude_categories=[])))
+def test_any_text_can_be_the_reason(text):
+    """Of an agent, a reward function, a server: also one that no encoder takes."""
+    with open_ledger() as (ledger, db):
+        ledger.issue(prompts(0, 1), version=0)
+        error = ValueError(text)
+        ledger.settle([Outcome(0, "failed", 0, 0, 0, why=describe(error), error=error)], version=0)
+        ledger.settle([Outcome(1, "rejected", 0, 0, 0, why=text)], version=0)
+        db.record_event("stopped", text)
+        assert states(db) == "Fr"
 
 
 def test_every_path_of_a_task():

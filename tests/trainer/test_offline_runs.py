@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 
 import pytest
 from tiny_run import query
@@ -17,6 +18,7 @@ from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.cli.demo import make_model
 from areal.trainer.experiment import TRAINERS
+from areal.trainer.run import Run
 from areal.utils.run_paths import RunPaths
 
 KINDS = ("sft", "rw", "dpo")
@@ -123,3 +125,13 @@ def test_a_reward_model_goes_on_as_one(root):
     first = json.loads(query(again.root, "SELECT stats FROM steps WHERE step = -1")[0][0])
     last = json.loads(query(paths.root, "SELECT stats FROM steps WHERE step = 7")[0][0])
     assert first["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
+
+
+def test_a_run_may_open_as_many_files_as_the_machine_lets_it(root):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with Run(config_of("sft", root, "files"), dataset_size=5):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -127,3 +127,15 @@ def test_with_a_log_file_the_traceback_goes_there_and_the_console_keeps_one_line
     assert line.endswith("[PartOne] ERROR: bad: ZeroDivisionError: division by zero")
     assert "ERROR: bad\nTraceback" in (tmp_path / "main.log").read_text()
     assert "Traceback" in run_python(code, AREAL_DEBUG="1")
+
+
+def test_half_a_character_is_no_logging_error(tmp_path):
+    text = run_python(
+        f"with logging.log_to_file({str(tmp_path / 'log')!r}):\n"
+        "    logging.getLogger('PartOne').warning('it said %s', chr(0xD83D))\n"
+        "    try: raise ValueError(chr(0xDC00))\n"
+        "    except ValueError: logging.getLogger('PartOne').exception('and')\n"
+    )
+    assert "Logging error" not in text
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert "it said \ufffd" in log and "ValueError: \ufffd" in log

@@ -18,12 +18,14 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
+from areal.api.json_text import loads_object
 from areal.engine.native.loop import EngineLoop
 from areal.engine.native.route_schemas import ABORT, TAGS
-from areal.engine.native.wire import decode_tags, field, parse_object
+from areal.engine.native.wire import decode_tags, field
 from areal.utils.device import device_identity
+from areal.utils.http_server import JsonReply, read_body
 from areal.utils.route_schema import json_body
 
 
@@ -40,7 +42,7 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
 
     @app.post("/abort", openapi_extra=json_body(ABORT))
     async def abort(request: Request) -> dict[str, int]:
-        order = parse_object(await request.body(), "body")
+        order = loads_object(await read_body(request))
         if field(order, "all", bool, default=False):
             field(order, "rid", str, default="")  # of no use then, but still no nonsense
             rids = None
@@ -50,13 +52,13 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
 
     @app.post("/offload", openapi_extra=json_body(TAGS, required=False))
     async def offload(request: Request) -> dict[str, bool]:
-        tags = decode_tags(await request.body())
+        tags = decode_tags(await read_body(request))
         await asyncio.wrap_future(loop.call(lambda engine: engine.offload(tags)))
         return {"offloaded": True}
 
     @app.post("/onload", openapi_extra=json_body(TAGS, required=False))
     async def onload(request: Request) -> dict[str, bool]:
-        tags = decode_tags(await request.body())
+        tags = decode_tags(await read_body(request))
         await asyncio.wrap_future(loop.call(lambda engine: engine.onload(tags)))
         return {"offloaded": False}
 
@@ -72,8 +74,8 @@ def add_watch_routes(app: FastAPI, loop: EngineLoop, *, model: str) -> None:
         }
         if loop.failure is not None:
             cause = f"{type(loop.failure).__name__}: {loop.failure}"
-            return JSONResponse({"status": "failed", "error": cause, **content}, status_code=503)
-        return JSONResponse({"status": "ok", **content})
+            return JsonReply({"status": "failed", "error": cause, **content}, status_code=503)
+        return JsonReply({"status": "ok", **content})
 
     @app.get("/stats")
     async def stats() -> dict[str, float]:

@@ -8,9 +8,11 @@
 One exchange carries hundreds of requests, so the cost of HTTP is paid per tick, not per sample.
 Calls with the same prompt go to the same server and share its computation there. A server tells the
 tokens of long outputs every so often, so requests whose connection was lost go out again with those
-they had, at most `retries` times; with a seed they come back with the same tokens. Where the server
-has died they wait for the one that is started in its place, or go to the others when there is none;
-that attempt does not count. Everything else that goes wrong is raised, never turned into data.
+they had, at most `retries` times; with a seed they come back with the same tokens. So do requests
+whose reply cannot be trained on (api/reply_check.py), without what that server told of them. Where
+the server has died they wait for the one that is started in its place, or go to the others when
+there is none; that attempt does not count. Everything else that goes wrong is raised, never turned
+into data.
 """
 
 from __future__ import annotations
@@ -21,24 +23,37 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
+from areal.api.reply_check import check_amount, check_tokens, check_versions
 from areal.engine.fleet import Fleet, Server, retry_delay_s
 from areal.engine.native.deadlines import Deadlines
 from areal.engine.native.members import Members
-from areal.engine.native.sequence import GenRequest, Progress
-from areal.engine.native.wire import Refusal, Reply, decode_line, encode_requests
-from areal.engine.server_control import ServerEndedError, ServerError, error_text
+from areal.engine.native.sequence import Finished, GenRequest, Progress
+from areal.engine.native.wire import (
+    BadLineError,
+    Refusal,
+    Reply,
+    decode_line,
+    encode_requests,
+)
+from areal.engine.server_control import (
+    BadReplyError,
+    ServerEndedError,
+    ServerError,
+    error_text,
+)
 from areal.engine.shared_work import SharedWork
 from areal.utils import logging
 from areal.utils.waits import waiting
 
 logger = logging.getLogger("NativeRemoteEngine")
 
+_MAX_LINE = 256 << 20  # bytes
 PROGRESS_TOKENS = 64  # at most as many tokens of a request are lost with its server
 
 
@@ -49,12 +64,18 @@ class _Pending:
     request: ModelRequest
     future: asyncio.Future[Reply]
     so_far: Progress | None = None  # what servers have told of its output
+    num_sent: int = 0  # tokens of it that the present server was given
     attempts: int = 0
     exchange: _Exchange | None = None
 
     @property
     def max_tokens(self) -> int:
         return len(self.request.input_ids) + self.request.gconfig.max_new_tokens
+
+    @property
+    def budget(self) -> int:
+        gconfig = self.request.gconfig
+        return min(gconfig.max_new_tokens, gconfig.max_tokens - len(self.request.input_ids))
 
     def add_progress(self, told: Progress) -> None:
         if self.so_far is None:
@@ -66,6 +87,7 @@ class _Pending:
 
     def wire_request(self, rid: str) -> GenRequest:
         request = self.request
+        self.num_sent = 0 if self.so_far is None else len(self.so_far.tokens)
         return GenRequest(
             rid,
             request.input_ids,
@@ -87,6 +109,7 @@ class _Exchange:
     address: str  # that of the server when it was sent
     waiting: dict[str, _Pending]
     num_wanted: int  # calls nobody has cancelled yet
+    refused: set[str] = field(default_factory=set)  # rids of bad replies: more may come of them
     task: asyncio.Task | None = None
 
 
@@ -103,14 +126,17 @@ class GenerateClient:
         *,
         deadlines: Deadlines,
         retries: int,
+        vocab_size: int | None,
         counts: Counter[str],
     ) -> None:
-        """After a lost connection `counts` gets the `requests_resent` and the `tokens_kept`."""
+        """`counts` gets the `replies_refused`, and after a lost connection the `requests_resent`
+        and the `tokens_kept`."""
         self.events = asyncio.get_running_loop()
         self._fleet = Fleet(members.addresses)
         self._deadlines = deadlines
         self._retries = retries
         self._members = members
+        self._vocab_size = vocab_size
         # What is done once for all exchanges that a server has lost, by its address.
         self._verdicts, self._replacements = SharedWork(), SharedWork()
         self._counts = counts
@@ -215,6 +241,8 @@ class GenerateClient:
             _fail(exchange.waiting.values(), err)
         except OSError as err:
             await self._on_lost(exchange, err)
+        except BadReplyError as err:
+            self._refuse(exchange.waiting.values(), server, err)
         except ServerEndedError as err:
             self._elsewhere(exchange.waiting.values(), server, err)
         except (ServerError, ValueError) as err:
@@ -235,28 +263,76 @@ class GenerateClient:
             async for chunk in answer.content.iter_any():
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    self._settle(exchange, _read(line, exchange.server))
+                    self._take_line(exchange, line)
+                if len(rest) > _MAX_LINE:
+                    raise _bad_reply(exchange.server, f"a line of more than {_MAX_LINE} bytes")
 
-    def _settle(self, exchange: _Exchange, result: Reply | Refusal | Progress) -> None:
-        server, pending = exchange.server, exchange.waiting.get(result.rid)
-        if pending is None:
-            raise ServerError(f"{_where(server)}: a reply to {result.rid}, which nobody sent")
-        if isinstance(result, Progress):
-            pending.add_progress(result)
+    def _take_line(self, exchange: _Exchange, line: bytes) -> None:
+        server = exchange.server
+        try:
+            result = decode_line(line)
+            rid, fault = result.rid, None
+        except BadLineError as err:
+            result, rid, fault = None, err.rid, str(err)
+        except ValueError as err:  # about nobody's request, or about all of them
+            raise _bad_reply(server, str(err)) from err
+        if rid in exchange.refused:
             return
-        del exchange.waiting[result.rid]
-        if pending.exchange is None:  # given up
-            return
-        pending.exchange = None
-        exchange.num_wanted -= 1
-        if pending.future.done():  # cancelled in this very tick: its caller has not run since
-            return
+        if rid not in exchange.waiting:
+            raise _bad_reply(server, f"to {rid[:60]!r}, which nobody sent")
+        fault = fault or self._fault(exchange.waiting[rid], result)
+        if fault is not None:
+            exchange.refused.add(rid)
+            pending = _settled(exchange, rid)
+            self._refuse([] if pending is None else [pending], server, _bad_reply(server, fault))
+        elif isinstance(result, Progress):
+            exchange.waiting[rid].add_progress(result)
+        elif (pending := _settled(exchange, rid)) is not None:
+            self._answer(pending, server, result)
+
+    def _answer(self, pending: _Pending, server: Server, result: Reply | Refusal) -> None:
         if isinstance(result, Reply):
             pending.future.set_result(result)
         elif result.kind == "request":
             pending.future.set_exception(ValueError(result.message))
         else:
             self._elsewhere([pending], server, ServerError(f"{_where(server)}: {result.message}"))
+
+    def _fault(self, pending: _Pending, result: Reply | Refusal | Progress) -> str | None:
+        """Why this cannot be trained on."""
+        try:
+            if isinstance(result, Progress):
+                self._check_progress(pending, result)
+            elif isinstance(result, Reply):
+                self._check_reply(pending, result.finished)
+        except ValueError as err:
+            return str(err)
+        return None
+
+    def _check_progress(self, pending: _Pending, told: Progress) -> None:
+        before = [] if pending.so_far is None else pending.so_far.versions
+        own = before[pending.num_sent :]
+        check_tokens(told.tokens, vocab_size=self._vocab_size)
+        check_amount(len(before) + len(told.tokens), None, max_tokens=pending.budget)
+        newest = self._members.newest_version
+        check_versions(told.versions, newest=newest, first=own[-1] if own else 0)
+
+    def _check_reply(self, pending: _Pending, finished: Finished) -> None:
+        tokens, versions, so_far = finished.output_tokens, finished.output_versions, pending.so_far
+        check_tokens(tokens, vocab_size=self._vocab_size)
+        check_amount(len(tokens), finished.stop_reason, max_tokens=pending.budget)
+        if so_far is not None:
+            told = so_far.tokens, so_far.versions
+            if told != (tokens[: len(so_far.tokens)], versions[: len(so_far.tokens)]):
+                raise ValueError("output_tokens: expected those told before, at the beginning")
+        check_versions(versions[pending.num_sent :], newest=self._members.newest_version)
+
+    def _refuse(self, calls: Collection[_Pending], server: Server, err: BadReplyError) -> None:
+        self._counts["replies_refused"] += 1
+        for pending in calls:
+            pending.so_far = None
+        if calls:
+            self._retry(calls, server, err)
 
     async def _on_lost(self, exchange: _Exchange, err: Exception) -> None:
         """Send again what is unanswered: at once when the server has died, else a bit later."""
@@ -309,7 +385,9 @@ class GenerateClient:
 
     def _retry(self, calls: Collection[_Pending], server: Server, err: Exception) -> None:
         self._fleet.avoid(server)
-        fault, again = f"{_where(server)}: {type(err).__name__}: {err}", []
+        fault, again = str(err), []  # a BadReplyError names the server itself
+        if not isinstance(err, BadReplyError):
+            fault = f"{_where(server)}: {type(err).__name__}: {err}"
         for pending in calls:
             pending.attempts += 1
             if pending.attempts <= self._retries:
@@ -345,11 +423,19 @@ def _give_up(pending: _Pending) -> None:
             exchange.task.cancel()
 
 
-def _read(line: bytes, server: Server) -> Reply | Refusal | Progress:
-    try:
-        return decode_line(line)
-    except ValueError as err:  # the server's fault, not that of whoever asked
-        raise ServerError(f"{_where(server)}: a line that is no reply: {err}") from err
+def _settled(exchange: _Exchange, rid: str) -> _Pending | None:
+    """The call that waits no longer; None when nobody wants its answer any more."""
+    pending = exchange.waiting.pop(rid)
+    if pending.exchange is None:  # given up
+        return None
+    pending.exchange = None
+    exchange.num_wanted -= 1
+    # Else cancelled in this very tick: its caller has not run since.
+    return None if pending.future.done() else pending
+
+
+def _bad_reply(server: Server, fault: str) -> BadReplyError:
+    return BadReplyError(f"{_where(server)}: malformed reply: {fault}")
 
 
 def _error_of(server: Server, status: int, body: str) -> Exception:

@@ -69,13 +69,15 @@ class Members:
         self._left_out: set[str] = set()  # addresses
         self._version: int | None = None  # of the weights that serve, once they were noted
         self._weights: dict[str, Any] | None = None  # the order that brings them, if any can
+        self.newest_version: int | None = None  # that any server can have; None: not known here
+        self._is_copy = False  # it does not hear of updates
         self._paused = False
         self.offloaded: frozenset[str] = frozenset()
         self._follows = False  # a copy: whoever owns the processes decides, the file tells
         self._changing = threading.Lock()  # guards all above but reading `controls`
 
     def __getstate__(self) -> dict[str, Any]:
-        left = {"_changing": None, "_processes": ()}
+        left = {"_changing": None, "_processes": (), "newest_version": None, "_is_copy": True}
         if self._file is not None:
             left["_follows"] = True
             left["_seats"] = FollowedSeats(
@@ -102,6 +104,7 @@ class Members:
         # One of our own has said that it is ready; if it is gone by now it will not come back.
         timeout_s = 0.0 if self._processes else self._setup_timeout_s
         self.on_all(lambda control: control.wait_until_healthy(timeout_s))
+        self.expect_weights(max(self.on_all(served_version).values()))
         self._tell_copies()
         for index, process in enumerate(self._processes):
             name = f"native-server{index}-watch"
@@ -141,9 +144,9 @@ class Members:
     def note_weights(self, version: int, order: dict[str, Any] | None) -> None:
         """`version` serves; `order` brings it to a server that lacks it, if anything can."""
         self.remember_weights(version, order)
-        for control, health in self.on_all(lambda control: control.get("/health")).items():
+        for control, served in self.on_all(served_version).items():
             # Who sent them may not have known a server that was started or joined meanwhile.
-            if health["version"] != version:
+            if served != version:
                 if order is None:
                     raise RuntimeError(
                         f"native server {control.address} lacks version {version} of the weights, "
@@ -151,8 +154,15 @@ class Members:
                     )
                 self._attempt(control, lambda server: server.post("/update_weights", **order))
 
+    def expect_weights(self, version: int) -> None:
+        """A server may have `version` from now on."""
+        if not self._is_copy:
+            with self._changing:
+                self.newest_version = max(version, self.newest_version or 0)
+
     def remember_weights(self, version: int, order: dict[str, Any] | None) -> None:
         """The same, for who has just sent them to all."""
+        self.expect_weights(version)
         with self._changing:
             self._version, self._weights = version, order
         self._seats.renew_restarts()
@@ -193,10 +203,10 @@ class Members:
         with self._changing:
             if address in self.addresses:
                 raise ValueError(f"native server {address} is one of this engine's already")
-            _require_model(control, others["model"])
+            _require_model(control, others.get("model"))
             self._prepare(control, order or self._weights)
             # During an update the others may be ahead of what was noted: it follows with the note.
-            _require_version(control, others["version"], self._version)
+            _require_version(control, _version_in(others, control), self._version)
             self._left_out.discard(address)
             self.controls = (*self.controls, control)
 
@@ -289,6 +299,17 @@ class Members:
         self._tell_copies()
 
 
+def served_version(control: ControlClient) -> int:
+    return _version_in(control.get("/health"), control)
+
+
+def _version_in(health: dict[str, Any], control: ControlClient) -> int:
+    version = health.get("version")
+    if type(version) is not int or version < 0:
+        raise ServerError(f"native server {control.address}: no version is {version!r:.60}")
+    return version
+
+
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
     return {} if tags is None else {"tags": list(tags)}
 
@@ -301,8 +322,8 @@ def _comes_back(control: ControlClient) -> bool:
     return True
 
 
-def _require_model(control: ControlClient, expected: str) -> None:
-    served = control.get("/health")["model"]
+def _require_model(control: ControlClient, expected: str | None) -> None:
+    served = control.get("/health").get("model")
     if served != expected:
         raise RuntimeError(
             f"native server {control.address} serves the model {served}, the others {expected}: "
@@ -311,7 +332,7 @@ def _require_model(control: ControlClient, expected: str) -> None:
 
 
 def _require_version(control: ControlClient, expected: int, noted: int | None) -> None:
-    version = control.get("/health")["version"]
+    version = served_version(control)
     if version not in (expected, noted):
         raise RuntimeError(
             f"native server {control.address} has version {version} of the weights, the others "

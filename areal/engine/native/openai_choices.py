@@ -35,6 +35,7 @@ class ReplyHead:
     tokenizer: Any
     tool_parser: str
     stop_ids: frozenset[int]  # tokens that end an output and are no text
+    in_reasoning: bool = False  # outputs of a chat begin inside reasoning
 
     def text_tokens(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
@@ -93,7 +94,9 @@ class ChatChoice:
         text = self._stream.push(self._head.text_tokens(tokens)) + self._stream.finish()
         calls: list[dict[str, Any]] = []
         if self._head.call.tools:
-            content, calls = parse_tool_calls(self._text + text, self._head.tool_parser)
+            content, calls = parse_tool_calls(
+                self._text + text, self._head.tool_parser, in_reasoning=self._head.in_reasoning
+            )
             text = (content or "")[self._num_shown :]
         chunks = self._content(text, tokens, logprobs)
         if calls:
@@ -106,7 +109,9 @@ class ChatChoice:
         if not self._head.call.tools:
             return text
         self._text += text
-        end = tool_calls_may_begin(self._text, self._head.tool_parser)
+        end = tool_calls_may_begin(
+            self._text, self._head.tool_parser, in_reasoning=self._head.in_reasoning
+        )
         shown, self._num_shown = self._num_shown, max(self._num_shown, end)
         return self._text[shown : self._num_shown]
 

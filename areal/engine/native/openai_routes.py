@@ -13,7 +13,6 @@ samples of a prompt are n requests that share its pages; with a seed, sample i d
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 import uuid
@@ -23,19 +22,23 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
+from areal.api.json_text import JsonError, dumps, loads_object
 from areal.engine.native.loop import EngineLoop
 from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_choices import ChatChoice, Chunk, CompletionChoice, ReplyHead
 from areal.engine.native.receiver import Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
-from areal.engine.native.wire import Refusal, parse_object
+from areal.engine.native.wire import Refusal
+from areal.utils.chat_template import warm_up
+from areal.utils.http_server import JsonReply, read_body
 from areal.utils.openai_wire import (
     ChatCall,
     CompletionCall,
     Output,
     WireError,
+    begins_in_reasoning,
     chat_prompt_ids,
     chat_reply,
     completion_reply,
@@ -71,11 +74,11 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
 
     @app.post("/v1/chat/completions", openapi_extra=json_body(CHAT))
     async def chat(request: Request) -> Response:
-        return await _answer(parse_chat(_body(await request.body())), loop, text, model)
+        return await _answer(parse_chat(_body(await read_body(request))), loop, text, model)
 
     @app.post("/v1/completions", openapi_extra=json_body(COMPLETION))
     async def completions(request: Request) -> Response:
-        return await _answer(parse_completion(_body(await request.body())), loop, text, model)
+        return await _answer(parse_completion(_body(await read_body(request))), loop, text, model)
 
 
 async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> Response:
@@ -94,11 +97,14 @@ async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> 
 
 
 def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], list[GenRequest]]:
+    is_chat = isinstance(call, ChatCall)
+    if is_chat:
+        warm_up()
     try:
         tokenizer = text.tokenizer()
     except ValueError as err:
         raise WireError(400, str(err)) from err
-    if isinstance(call, ChatCall):
+    if is_chat:
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
         prompts = [chat_prompt_ids(tokenizer, call)]
     else:
@@ -112,6 +118,7 @@ def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], l
         tokenizer=tokenizer,
         tool_parser=parser_of_template(tokenizer.chat_template),
         stop_ids=frozenset([*call.gconfig.stop_token_ids, *eos_ids]),
+        in_reasoning=is_chat and begins_in_reasoning(tokenizer, prompts[0]),
     )
     return head, prompts, _requests(call, completion_id, prompts, text)
 
@@ -162,7 +169,7 @@ class _WholeReply(Response):
                 finished.update({result.rid: result.finished for result in results})
         ordered = [finished[request.rid] for request in self._requests]
         # In a thread: many long outputs are decoded, and others wait for this event loop.
-        response = await asyncio.to_thread(lambda: JSONResponse(self._reply(ordered)))
+        response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered)))
         await response(scope, receive, send)
 
     def _reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
@@ -172,7 +179,9 @@ class _WholeReply(Response):
             for one in finished
         ]
         write = chat_reply if isinstance(head.call, ChatCall) else completion_reply
-        options = {"tool_parser": head.tool_parser} if write is chat_reply else {}
+        options = {}
+        if write is chat_reply:
+            options = {"tool_parser": head.tool_parser, "in_reasoning": head.in_reasoning}
         return write(
             head.call, head.completion_id, head.created, outputs, self._prompt_tokens,
             head.tokenizer, **options,
@@ -248,8 +257,7 @@ class _StreamedReply(Response):
 
 
 def _events(chunks: list[Chunk]) -> bytes:
-    lines = [json.dumps(chunk, separators=(",", ":"), allow_nan=False) for chunk in chunks]
-    return "".join(f"data: {line}\n\n" for line in lines).encode()
+    return "".join(f"data: {dumps(chunk)}\n\n" for chunk in chunks).encode()
 
 
 def _fault(results: list[Result]) -> WireError | None:
@@ -271,9 +279,9 @@ def _check_model(name: str, model: str) -> None:
 
 def _body(data: bytes) -> dict[str, Any]:
     try:
-        return parse_object(data, "body")
-    except ValueError as err:
-        raise WireError(400, str(err)) from None
+        return loads_object(data)
+    except JsonError as err:
+        raise WireError(400, str(err), err.field) from None
 
 
 async def _answer_wire_error(request: Request, err: WireError) -> Response:
@@ -281,4 +289,4 @@ async def _answer_wire_error(request: Request, err: WireError) -> Response:
 
 
 def _error_response(err: WireError) -> Response:
-    return JSONResponse(error_body(err), err.status)
+    return JsonReply(error_body(err), err.status)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -31,15 +32,16 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.api.reply_check import check_logprobs
 from areal.engine.collective_sender import CollectiveSender
 from areal.engine.event_loop import close_on_its_loop, runs_here
 from areal.engine.native.deadlines import Deadlines
 from areal.engine.native.exchange import GenerateClient
-from areal.engine.native.members import Members
+from areal.engine.native.members import Members, served_version
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.weight_senders import DeltaSender, NativeGroupRoutes
 from areal.engine.native.wire import check_supported
-from areal.engine.server_control import ControlClient
+from areal.engine.server_control import BadReplyError, ControlClient
 from areal.engine.server_process import ServerProcess
 from areal.utils.child_process import ChildProcess
 from areal.utils.device import best_device
@@ -47,12 +49,15 @@ from areal.utils.device import best_device
 if TYPE_CHECKING:
     import torch
 
+_COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # here and in copies
+
 
 class NativeRemoteEngine(InferenceEngine):
     """`addrs` are "host:port". `request_timeout_s` bounds one attempt of a request and every
     control call, `setup_timeout_s` how long `initialize` waits for the servers, and
     `weight_group_timeout_s` how long a server may keep a broadcast of weights waiting.
 
+    Tokens at or beyond `vocab_size` are refused.
     `processes` are those of the servers, in the order of `addrs`; without them nobody is started
     again. `max_restarts` bounds that between two weight updates. `address_file` is where copies of
     this engine in other processes look for a server that was started.
@@ -67,6 +72,7 @@ class NativeRemoteEngine(InferenceEngine):
         request_retries: int = 3,
         setup_timeout_s: float = 300.0,
         weight_group_timeout_s: float = 120.0,
+        vocab_size: int | None = None,
         processes: Sequence[ServerProcess] = (),
         max_restarts: int = 3,
         address_file: Path | None = None,
@@ -76,6 +82,7 @@ class NativeRemoteEngine(InferenceEngine):
         self._token = token
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
+        self._vocab_size = vocab_size
         self._members = Members(
             addrs,
             token,
@@ -148,6 +155,7 @@ class NativeRemoteEngine(InferenceEngine):
         meta: WeightUpdateMeta,
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
+        self._members.expect_weights(meta.version)
         if meta.type == "xccl" and named_tensors is not None:
             return self._collective.send(self._members.controls, meta, named_tensors)
         if meta.type == "delta" and named_tensors is not None:
@@ -160,6 +168,13 @@ class NativeRemoteEngine(InferenceEngine):
         order = _weight_order(meta)
         self._members.on_all(lambda control: control.post("/update_weights", **order))
         self._members.remember_weights(meta.version, _lasting_order(meta))
+
+    def expect_weights(self, version: int) -> None:
+        self._members.expect_weights(version)
+
+    @property
+    def newest_version(self) -> int | None:
+        return self._members.newest_version
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
         self._members.note_weights(meta.version, _lasting_order(meta))
@@ -191,8 +206,7 @@ class NativeRemoteEngine(InferenceEngine):
 
     def get_version(self) -> int:
         """The oldest version any server serves."""
-        answers = self._members.on_all(lambda control: control.get("/health"))
-        return min(health["version"] for health in answers.values())
+        return min(self._members.on_all(served_version).values())
 
     def stats(self) -> dict[str, float]:
         """Summed over the servers, except the version, which is the oldest; those of a server that
@@ -204,7 +218,7 @@ class NativeRemoteEngine(InferenceEngine):
                 total[name] = total.get(name, 0) + value
         return {
             **total,
-            **{name: self._counts[name] for name in ("requests_resent", "tokens_kept")},
+            **{name: self._counts[name] for name in _COUNTS},
             "version": min(stats["version"] for stats in answers),
             "servers": len(answers),
             "restarts": self._members.num_restarts,
@@ -235,6 +249,7 @@ class NativeRemoteEngine(InferenceEngine):
                 self._token,
                 deadlines=self._deadlines,
                 retries=self._request_retries,
+                vocab_size=self._vocab_size,
                 counts=self._counts,
             )
         elif not runs_here(client.events):
@@ -310,4 +325,17 @@ def _lasting_order(meta: WeightUpdateMeta) -> dict[str, Any] | None:
 
 
 def _post_score(control: ControlClient, sequences: list[list[int]]) -> list[list[float]]:
-    return control.post("/score", sequences=sequences)["logprobs"] if sequences else []
+    """One number per token of each sequence."""
+    if not sequences:
+        return []
+    scores = control.post("/score", sequences=sequences).get("logprobs")
+    try:
+        if not isinstance(scores, list) or len(scores) != len(sequences):
+            raise ValueError(f"logprobs: expected {len(sequences)} lists, got {scores!r:.60}")
+        for sequence, its_scores in zip(sequences, scores, strict=True):
+            check_logprobs(its_scores, low=-math.inf)
+            if len(its_scores) != len(sequence):
+                raise ValueError(f"logprobs: {len(its_scores)} came for {len(sequence)} tokens")
+    except ValueError as err:
+        raise BadReplyError(f"native server {control.address}: malformed reply: {err}") from err
+    return scores

@@ -21,6 +21,7 @@ from areal.utils.route_schema import (
     or_null,
 )
 
+_NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 4096}
 _TOKEN_IDS = list_of(integer_from(0))
 _SCHEMAS: dict[str, Schema] = {  # by how an option travels
     "int": INTEGER,
@@ -58,23 +59,23 @@ TAGS = object_of({"tags": or_null(list_of(one_of("weights", "kv_cache")))})
 ABORT = object_of({"rid": TEXT, "all": FLAG})
 GROUP = object_of(
     {
-        "name": TEXT,
-        "host": TEXT,
-        "port": INTEGER,
+        "name": _NAME,
+        "host": _NAME,
+        "port": integer_from(1, 65535),
         "rank": integer_from(1),
-        "world_size": integer_from(2),
+        "world_size": integer_from(2, 1 << 16),
         "backend": one_of("nccl", "gloo"),
-        "timeout_s": NUMBER,
+        "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
     },
     required=["name", "host", "port", "rank", "world_size", "backend", "timeout_s"],
 )
 UPDATE = object_of(
     {
         "kind": one_of(*KINDS),
-        "path": TEXT,
-        "key": TEXT,
-        "group": TEXT,
-        "version": INTEGER,
+        "path": _NAME,
+        "key": {"type": "string", "maxLength": 4096},
+        "group": _NAME,
+        "version": integer_from(0, (1 << 31) - 1),
         "recompute_kv": FLAG,
     },
     required=["version"],

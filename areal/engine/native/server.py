@@ -18,7 +18,6 @@ and a client that goes away has its requests discarded.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import socket
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from areal.engine.native.control_routes import add_control_routes, add_watch_routes
@@ -45,6 +44,9 @@ from areal.engine.native.wire import (
     decode_sequences,
     encode_lines,
 )
+from areal.engine.token_gate import WRONG_TOKEN, TokenGate
+from areal.utils.chat_template import TemplateLimitError
+from areal.utils.http_server import JsonReply, new_app, read_body, server_config, trust
 from areal.utils.openai_wire import WireError, error_body
 from areal.utils.route_schema import json_body
 from areal.weight_sync.collective import GroupError
@@ -52,7 +54,6 @@ from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so they are the ones to close them
-_SHUTDOWN_S = 1  # for streams that are open when the server is told to end
 _STATUS_OF_ERROR = {
     ValueError: 400,
     PublicationError: 400,
@@ -60,13 +61,14 @@ _STATUS_OF_ERROR = {
     WrongGroupError: 409,
     GroupError: 502,
     EngineEndedError: 503,
+    TemplateLimitError: 500,
     Exception: 500,
 }
 
 
 def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
     """`model` is the folder it was read from; /health and /v1/models call it that."""
-    app = FastAPI(title="areal native server", docs_url=None, redoc_url=None)
+    app = new_app(title="areal native server")
     app.add_middleware(_TokenGate, token=token)
     app.add_exception_handler(HTTPException, _answer_no_route)
     for kind, status in _STATUS_OF_ERROR.items():
@@ -80,12 +82,12 @@ def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
 
     @app.post("/generate", openapi_extra=json_body(GENERATE))
     async def generate(request: Request) -> Response:
-        items = decode_requests(await request.body())
+        items = decode_requests(await read_body(request))
         return _ResultStream(loop, await _with_stop_watches(items, text))
 
     @app.post("/score", openapi_extra=json_body(SCORE))
     async def score(request: Request) -> dict[str, Any]:
-        sequences = decode_sequences(await request.body())
+        sequences = decode_sequences(await read_body(request))
         return await asyncio.wrap_future(
             loop.call(
                 lambda engine: {"logprobs": engine.score(sequences), "version": engine.version}
@@ -112,16 +114,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
     """Answers until SIGINT or SIGTERM; calls `on_ready` once requests are accepted."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(app, keep_alive_s=_KEEP_ALIVE_S))
 
     async def run() -> None:
         task = asyncio.create_task(server.serve(sockets=[listener]), name="uvicorn")
@@ -153,20 +146,13 @@ async def _with_stop_watches(
     return await asyncio.to_thread(lambda: [watched(item) for item in items])
 
 
-class _TokenGate:
-    """Lets nothing past without the token, before any body is read."""
+class _TokenGate(TokenGate):
+    async def admit(self, scope, receive, send) -> None:
+        trust(scope)
+        await super().admit(scope, receive, send)
 
-    def __init__(self, app: Any, token: str) -> None:
-        self.app = app
-        self.expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope, receive, send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] != "lifespan" and not hmac.compare_digest(given, self.expected):
-            message = "Authorization: expected 'Bearer TOKEN' with this server's token"
-            await _error(scope["path"], 401, message)(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+    async def refuse(self, scope, receive, send) -> None:
+        await _error(scope["path"], 401, WRONG_TOKEN)(scope, receive, send)
 
 
 class _ResultStream(Response):
@@ -189,7 +175,7 @@ class _ResultStream(Response):
                 return
             if not receiver.unfinished and (fault := _common_fault(results)):
                 status = 400 if fault.kind == "request" else 503
-                await JSONResponse({"error": fault.message}, status)(scope, receive, send)
+                await JsonReply({"error": fault.message}, status)(scope, receive, send)
                 return
             headers = [(b"content-type", b"application/x-ndjson")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -213,18 +199,18 @@ def _common_fault(results: list[Result]) -> Refusal | None:
 
 def _answer_error(status: int):
     async def answer(request: Request, err: Exception) -> Response:
-        return _error(request.url.path, status, str(err))
+        return _error(request.scope["path"], status, str(err))
 
     return answer
 
 
 async def _answer_no_route(request: Request, err: HTTPException) -> Response:
-    where = f"{request.method} {request.url.path}"
-    return _error(request.url.path, err.status_code, f"{where}: {err.detail}")
+    path = request.scope["path"]
+    return _error(path, err.status_code, f"{request.method} {path}: {err.detail}")
 
 
 def _error(path: str, status: int, message: str) -> Response:
     """In the shape that clients of this route expect."""
     is_openai = path.startswith("/v1/")
     content = error_body(WireError(status, message)) if is_openai else {"error": message}
-    return JSONResponse(content, status_code=status)
+    return JsonReply(content, status_code=status)

@@ -20,6 +20,7 @@ import torch
 from areal.engine.native.loop import EngineLoop
 from areal.weight_sync.collective import GroupPlace, WeightGroup
 from areal.weight_sync.delta import Mirror
+from areal.weight_sync.publication import PublicationError
 from areal.weight_sync.transports import open_sent
 
 Kind = Literal["folder", "delta", "xccl"]
@@ -73,16 +74,17 @@ class WeightInbox:
                 self._mirror = None
 
     def _receive(self, order: Order) -> Iterable[tuple[str, torch.Tensor]]:
-        match order.kind:
-            case "folder":
-                return open_sent(order.path, version=order.version, key=order.key)
-            case "delta":
+        if order.kind == "xccl":
+            staged = self._receive_broadcast(order)
+            # The other ranks of this server are in no group: they read what this one received.
+            return self._kept(staged, order.version) if self._loop.loads_files else staged
+        try:
+            if order.kind == "delta":
                 mirror = self._opened_mirror()
                 return mirror.take(order.path, version=order.version, key=order.key)
-            case "xccl":
-                staged = self._receive_broadcast(order)
-                # The other ranks of this server are in no group: they read what this one received.
-                return self._kept(staged, order.version) if self._loop.loads_files else staged
+            return open_sent(order.path, version=order.version, key=order.key)
+        except OSError as err:  # a path that leads nowhere: too long, a loop, not allowed
+            raise PublicationError(f"{order.path[:200]}: {err.strerror}") from err
 
     def _receive_broadcast(self, order: Order) -> list[tuple[str, torch.Tensor]]:
         here = "none" if self._group is None else self._group.place.name

@@ -23,10 +23,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
+from areal.api.json_text import loads_object, well_formed
+from areal.api.reply_check import check_lengths, check_logprobs, check_tokens
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 
 MAX_RID = 256  # characters
@@ -102,6 +104,9 @@ def check_supported(request: ModelRequest) -> None:
             f"gconfig.lora_name: the native engine has no adapters, got "
             f"{_show(request.gconfig.lora_name)}; leave it empty"
         )
+    for text in request.gconfig.stop or ():
+        if well_formed(text) is not text:
+            raise ValueError(f"gconfig.stop: a lone surrogate is not text, got {_show(text)}")
 
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:
@@ -110,7 +115,7 @@ def encode_requests(requests: Iterable[GenRequest]) -> bytes:
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
     """One item per request, in order. ValueError when the requests cannot even be told apart."""
-    content = parse_object(body, "body")
+    content = loads_object(body, check_numbers=False)
     entries = content.get("requests")
     if not isinstance(entries, list) or not entries:
         raise ValueError(
@@ -125,7 +130,7 @@ def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
 
 def decode_sequences(body: bytes) -> list[list[int]]:
     """The token ids of /score."""
-    sequences = parse_object(body, "body").get("sequences")
+    sequences = loads_object(body, check_numbers=False).get("sequences")
     if not isinstance(sequences, list) or not sequences:
         raise ValueError(
             f"sequences: expected a list with at least one list of token ids, got "
@@ -136,7 +141,7 @@ def decode_sequences(body: bytes) -> list[list[int]]:
 
 def decode_tags(body: bytes) -> list[str] | None:
     """What /offload and /onload are about; None is everything."""
-    tags = parse_object(body, "body").get("tags") if body else None
+    tags = loads_object(body).get("tags") if body else None
     _texts_or_null(tags, "tags")
     return tags
 
@@ -145,30 +150,26 @@ def encode_lines(results: Iterable[Reply | Refusal | Progress]) -> bytes:
     return b"".join(to_json(_line_of(result)) + b"\n" for result in results)
 
 
+class BadLineError(ValueError):
+    """A line about the request `rid` that says nothing of use."""
+
+    def __init__(self, rid: str, fault: str) -> None:
+        super().__init__(fault)
+        self.rid = rid
+
+
 def decode_line(line: bytes) -> Reply | Refusal | Progress:
-    content = parse_object(line, "line")
+    """BadLineError, or another ValueError when not even the request is known."""
+    content = loads_object(line, "line", check_numbers=False)
     rid = _rid(content, "line")
-    if "progress" in content:
-        return _decode_progress(rid, content["progress"], "progress")
-    if "refused" in content:
-        kind, message = content["refused"], content.get("message")
-        if kind not in get_args(RefusalKind) or not isinstance(message, str):
-            raise ValueError(
-                f"refused: expected {get_args(RefusalKind)} and a message, got {kind!r}"
-            )
-        return Refusal(rid, kind, message)
-    return _decode_reply(rid, content)
-
-
-def parse_object(body: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `body`, or ValueError."""
     try:
-        content = from_json(body)
+        if "progress" in content:
+            return _decode_progress(rid, content["progress"], "progress")
+        if "refused" in content:
+            return _decode_refusal(rid, content)
+        return _decode_reply(rid, content)
     except ValueError as err:
-        raise ValueError(f"{where}: not JSON ({str(err)[:100]})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_show(content)}")
-    return content
+        raise BadLineError(rid, str(err)) from None
 
 
 _REQUIRED = object()
@@ -252,6 +253,13 @@ def _decode_progress(rid: str, content: Any, where: str) -> Progress:
         raise ValueError(f"{where}.{err}") from None
 
 
+def _decode_refusal(rid: str, content: dict[str, Any]) -> Refusal:
+    kind, message = content["refused"], content.get("message")
+    if kind not in get_args(RefusalKind) or not isinstance(message, str):
+        raise ValueError(f"refused: expected {get_args(RefusalKind)} and a message, got {kind!r}")
+    return Refusal(rid, kind, message)
+
+
 def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
     output = _decode_output(content)
     reason = content.get("stop_reason")
@@ -263,20 +271,19 @@ def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
 
 def _decode_output(content: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
     """Tokens, log-probabilities and versions."""
-    tokens = _ids(content.get("output_tokens"), "output_tokens")
-    logprobs = content.get("output_logprobs")
-    if not isinstance(logprobs, list) or not set(map(type, logprobs)) <= {float, int}:
-        raise ValueError(f"output_logprobs: expected a list of numbers, got {_show(logprobs)}")
-    # A sum is finite only if all are, and quicker; it may overflow, so it only acquits.
-    if not math.isfinite(sum(logprobs)) and not all(map(math.isfinite, logprobs)):
-        raise ValueError("output_logprobs: expected finite numbers, got one that is not")
-    versions = content.get("output_versions")
+    tokens, logprobs, versions = (
+        content.get(name) for name in ("output_tokens", "output_logprobs", "output_versions")
+    )
+    check_tokens(tokens)
+    check_logprobs(logprobs)
+    check_lengths(tokens, logprobs)
+    # A request that moved to another server may go on with older weights: `check_versions` is up to
+    # whoever knows where it was.
     if not isinstance(versions, list) or not set(map(type, versions)) <= {int}:
         raise ValueError(f"output_versions: expected a list of integers, got {_show(versions)}")
-    if not len(tokens) == len(logprobs) == len(versions):
+    if len(tokens) != len(versions):
         raise ValueError(
-            "output_logprobs, output_versions: expected one per output token, "
-            f"got {len(logprobs)} and {len(versions)} for {len(tokens)}"
+            f"output_versions: expected one per output token, got {len(versions)} for {len(tokens)}"
         )
     return tokens, logprobs, versions
 
@@ -293,7 +300,7 @@ def _line_of(result: Reply | Refusal | Progress) -> dict[str, Any]:
     if isinstance(result, Progress):
         return {"rid": result.rid, "progress": _output_of(result)}
     if isinstance(result, Refusal):
-        return {"rid": result.rid, "refused": result.kind, "message": result.message}
+        return {"rid": result.rid, "refused": result.kind, "message": well_formed(result.message)}
     finished = result.finished
     return {
         "rid": finished.rid,

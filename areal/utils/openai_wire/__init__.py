@@ -29,6 +29,7 @@ from areal.utils.openai_wire.text_stream import TextStream, visible_text
 from areal.utils.openai_wire.token_text import token_text
 from areal.utils.openai_wire.tool_calls import (
     TOOL_PARSERS,
+    begins_in_reasoning,
     parse_tool_calls,
     parser_of_template,
     tool_calls_may_begin,
@@ -41,6 +42,7 @@ __all__ = [
     "Output",
     "TextStream",
     "WireError",
+    "begins_in_reasoning",
     "chat_chunk",
     "chat_logprobs",
     "chat_prompt_ids",

@@ -19,6 +19,8 @@ from areal.utils.openai_wire.messages import parse_messages, parse_tools
 
 _MAX_N = 128
 _MAX_STOPS = 64
+_MAX_CHOICES = 4096  # of one request
+_MAX_UNKNOWN = 64  # options; each is compared with all that are known
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 _NO_BOUND = 1 << 30  # tokens of prompt and output: what the engine can hold is the bound
 
@@ -115,6 +117,11 @@ def parse_completion(body: Any) -> CompletionCall:
     logprobs = fields.has("logprobs")
     top_logprobs = fields.integer("logprobs", 0, low=0, high=5)
     gconfig = _gconfig(fields, _bound(fields, "max_tokens", _DEFAULT_COMPLETION_TOKENS))
+    if (num_choices := len(prompt) * gconfig.n_samples) > _MAX_CHOICES:
+        message = (
+            f"prompt: at most {_MAX_CHOICES} choices of one request, n each, got {num_choices}"
+        )
+        raise WireError(400, message, "prompt")
     if fields.any("best_of") not in (None, gconfig.n_samples):
         raise fields.wrong("best_of", f"it left out or equal to n ({gconfig.n_samples})")
     stream, include_usage = _streaming(fields)
@@ -200,8 +207,12 @@ def _streaming(fields: Fields) -> tuple[bool, bool]:
 
 def _extra(fields: Fields) -> dict[str, Any]:
     """What is left, when it can be ignored without lying."""
-    extra = {}
-    for name, value in fields.rest().items():
+    extra, unknown = {}, fields.rest()
+    if len(unknown) > _MAX_UNKNOWN:
+        raise WireError(
+            400, f"body: {len(unknown)} unknown options, the first is {show(min(unknown))}"
+        )
+    for name, value in unknown.items():
         if name in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[name]:
                 message = f"{name}: not supported, leave it out; got {show(value)}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from areal.api.json_text import loads_written
+from areal.utils.chat_template import TemplateError, render_chat
 from areal.utils.openai_wire.calls import ChatCall
 from areal.utils.openai_wire.errors import WireError
 
-# Arguments of `apply_chat_template` itself: a request may set variables of the template, not these.
+# Arguments of transformers' renderer: a request may set variables of the template, not these.
 _RESERVED = {
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("conversation", "conversations", "messages", "tools", "documents", "chat_template"),
+    "add_generation_prompt",
     *("continue_final_message", "sanitize_control_tokens", "tokenize", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     "tokenizer_kwargs",
@@ -19,15 +21,15 @@ _RESERVED = {
 
 def chat_prompt_ids(tokenizer: Any, call: ChatCall) -> list[int]:
     """Token ids of the messages, followed by the header of the assistant's turn."""
-    return _apply_template(tokenizer, call, tokenize=True)
+    text = chat_prompt_text(tokenizer, call)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def chat_prompt_text(tokenizer: Any, call: ChatCall) -> str:
-    """The text whose tokens `chat_prompt_ids` gives."""
-    return _apply_template(tokenizer, call, tokenize=False)
+    """The text whose tokens `chat_prompt_ids` gives.
 
-
-def _apply_template(tokenizer: Any, call: ChatCall, *, tokenize: bool) -> Any:
+    TemplateLimitError when the template takes too much: not the caller's fault.
+    """
     if not tokenizer.chat_template:
         raise WireError(
             400, "messages: this model has no chat template; send a prompt to /v1/completions"
@@ -36,17 +38,14 @@ def _apply_template(tokenizer: Any, call: ChatCall, *, tokenize: bool) -> Any:
         name = f"chat_template_kwargs.{taken[0]}"
         raise WireError(400, f"{name}: not a variable of a chat template", name)
     try:
-        return tokenizer.apply_chat_template(
+        return render_chat(
+            tokenizer,
             [_for_template(message) for message in call.messages],
             tools=call.tools or None,
-            tokenize=tokenize,
-            add_generation_prompt=True,
-            return_dict=False,
-            **call.chat_template_kwargs,
+            variables=call.chat_template_kwargs,
         )
-    except Exception as err:  # a template is a program over the request: it can raise anything
-        reason = f"{type(err).__name__}: {err}"[:200]
-        message = f"messages: the model's chat template cannot show them ({reason})"
+    except TemplateError as err:
+        message = f"messages: the model's chat template cannot show them ({str(err)[:200]})"
         raise WireError(400, message, "messages") from err
 
 
@@ -65,7 +64,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # the model wrote no JSON: shown as it wrote it
+            arguments = loads_written(arguments)
+        except ValueError:  # the model wrote no JSON: shown as it wrote it
             return call
     return {**call, "function": {**function, "arguments": arguments}}

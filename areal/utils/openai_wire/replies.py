@@ -36,13 +36,17 @@ def chat_reply(
     tokenizer: Any,
     *,
     tool_parser: str = "hermes",
+    in_reasoning: bool = False,
 ) -> dict[str, Any]:
-    """`created` in Unix seconds. Tool calls are looked for when the request gave tools."""
+    """`created` in Unix seconds. Tool calls are looked for when the request gave tools.
+
+    in_reasoning: the outputs begin inside reasoning that the prompt opened.
+    """
     choices = []
     for index, output in enumerate(outputs):
         content, calls = output.text, []
         if call.tools:
-            content, calls = parse_tool_calls(output.text, tool_parser)
+            content, calls = parse_tool_calls(output.text, tool_parser, in_reasoning=in_reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["tool_calls"] = calls

@@ -21,14 +21,17 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 texts = st.lists(
-    st.sampled_from([CALL, "<tool_call>", "ü ", "STOP", "\n", '{"name": "f"}', "a"]), max_size=6
+    st.sampled_from(
+        [CALL, "<tool_call>", "ü ", "STOP", "\n", '{"name": "f"}', "a", "<think>", "</think>"]
+    ),
+    max_size=8,
 ).map("".join)
 tokens = texts.map(TOKENIZER.encode) | st.lists(st.integers(2, VOCAB_SIZE - 1), max_size=20)
 sizes = st.lists(st.integers(1, 5), max_size=20)
 reasons = st.sampled_from(["stop", "length"])
 
 
-def head_of(call, parser="hermes"):
+def head_of(call, parser="hermes", in_reasoning=False):
     return ReplyHead(
         call=call,
         completion_id="c",
@@ -36,6 +39,7 @@ def head_of(call, parser="hermes"):
         tokenizer=TOKENIZER,
         tool_parser=parser,
         stop_ids=frozenset([EOS]),
+        in_reasoning=in_reasoning,
     )
 
 
@@ -67,14 +71,21 @@ def test_completion_chunks_join_to_the_reply(ids, sizes, reason, ends, stop):
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [reason]
 
 
-@given(tokens, sizes, reasons, st.booleans(), st.booleans(), st.sampled_from(["hermes", "llama"]))
-def test_chat_chunks_join_to_the_reply(ids, sizes, reason, has_tools, logprobs, parser):
+flags = st.booleans()
+
+
+@given(tokens, sizes, reasons, flags, flags, flags, st.sampled_from(["hermes", "llama"]))
+def test_chat_chunks_join_to_the_reply(
+    ids, sizes, reason, has_tools, logprobs, in_reasoning, parser
+):
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": logprobs}
     call = parse_chat({**body, "tools": [TOOL] if has_tools else None})
     values = [-0.5 * i for i in range(len(ids))]
     output = Output(ids, values, reason, visible_text(TOKENIZER, ids, call.gconfig))
-    (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER, tool_parser=parser)["choices"]
-    chunks = streamed(ChatChoice(head_of(call, parser), 0), ids, values, sizes, reason)
+    options = {"tool_parser": parser, "in_reasoning": in_reasoning}
+    (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER, **options)["choices"]
+    head = head_of(call, parser, in_reasoning)
+    chunks = streamed(ChatChoice(head, 0), ids, values, sizes, reason)
     deltas = [chunk["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant" and deltas[-1] == {}
     content = "".join(delta.get("content", "") for delta in deltas)

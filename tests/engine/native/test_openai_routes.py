@@ -18,7 +18,7 @@ from areal.engine.native.loop import EngineLoop
 from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.native.server import create_app
 from areal.engine.server_control import ControlClient
-from areal.utils.openai_wire import chat_prompt_ids, parse_chat
+from areal.utils.openai_wire import begins_in_reasoning, chat_prompt_ids, parse_chat
 from areal.weight_sync.publication import publish
 
 TOKEN = "token-of-this-run"
@@ -355,6 +355,39 @@ def test_a_model_without_a_tokenizer(tmp_path):
         assert answer.json()["error"].startswith("gconfig.stop: the model folder")
         assert len(client.get("/v1/models").json()["data"]) == 1
     loop.close()
+
+
+def test_a_template_that_takes_all_memory_is_named(tmp_path):
+    folder = write_tiny_model(tmp_path / "hostile", **MODEL)
+    write_byte_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content * 10**10 }}")
+    loop = EngineLoop(NativeEngine.from_pretrained(folder, num_pages=50))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    app = create_app(loop, TOKEN, model=str(folder))
+    with TestClient(app, headers=headers, raise_server_exceptions=False) as client:
+        answer = client.post("/v1/chat/completions", json={"messages": HELLO})
+        assert answer.status_code == 500
+        said = answer.json()["error"]["message"]
+        assert f"chat template of {folder} takes more than 1024 MiB of memory" in said
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert answer.status_code == 200
+    loop.close()
+
+
+def test_a_call_in_reasoning_that_the_template_opened(tmp_path):
+    """The prompt tells, not the request: the same words are a call without it."""
+    folder = write_tiny_model(tmp_path / "thinks", **MODEL)
+    tokenizer = write_byte_tokenizer(folder)
+    call = parse_chat({"messages": HELLO})
+    assert not begins_in_reasoning(tokenizer, chat_prompt_ids(tokenizer, call))
+    for header in ("<think>", "<think>\n", " <think> \n\n"):
+        tokenizer.chat_template = f"{{{{ messages[0].content }}}}\nassistant:{header}"
+        assert begins_in_reasoning(tokenizer, chat_prompt_ids(tokenizer, call))
+    tokenizer.chat_template = "{{ messages[0].content }}assistant:<think>\n\n</think>\n\n"
+    assert not begins_in_reasoning(tokenizer, chat_prompt_ids(tokenizer, call))
+    asked = parse_chat({"messages": [{"role": "user", "content": "what is <think>"}]})
+    tokenizer.chat_template = "{{ messages[0].content }}\nassistant:"
+    assert not begins_in_reasoning(tokenizer, chat_prompt_ids(tokenizer, asked))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -299,8 +299,6 @@ async def test_no_reply_in_time():
     [
         (b'HTTP/1.1 503 No\r\n\r\n{"error": "the engine ended: boom"}', "503: the engine ended"),
         (b"HTTP/1.1 502 No\r\n\r\n<html>proxy</html>", "502: <html>proxy"),
-        (b"HTTP/1.1 200 OK\r\n\r\nnonsense\n", "a line that is no reply"),
-        (b'HTTP/1.1 200 OK\r\n\r\n{"rid": "x", "refused": "engine", "message": "m"}\n', "nobody"),
     ],
 )
 async def test_an_answer_that_is_an_error_is_raised_at_once(answer, message):
@@ -309,6 +307,98 @@ async def test_an_answer_that_is_an_error_is_raised_at_once(answer, message):
     assert len(seen) == 1
     for error in replies:
         assert isinstance(error, ServerError) and message in str(error)
+
+
+OTHERS = b'{"rid": "x", "refused": "engine", "message": "m"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [(b"nonsense\n", "not JSON"), (OTHERS, "'x', which nobody sent")]
+)
+async def test_lines_that_are_no_reply_are_asked_for_again(line, message):
+    def script(entries):
+        return b"HTTP/1.1 200 OK\r\n\r\n" + line
+
+    async with scripted_server(script, script, all_replies) as (address, _):
+        assert [reply.output_tokens for reply in await gather_from(address, 2)] == [[0], [1]]
+    async with scripted_server(script) as (address, seen):
+        replies = await gather_from(address, 2)
+    assert len(seen) == 3
+    for error in replies:
+        fault = f"native server {address}: malformed reply: "
+        assert isinstance(error, ServerError) and str(error).startswith(fault)
+        assert message in str(error) and "after 3 attempts" in str(error)
+
+
+def changed_reply(**changes):
+    """Honest replies, but for the one with seed 1."""
+
+    def script(entries):
+        lines = [
+            {**line_of(entry), **(changes if entry["gconfig"]["seed"] == 1 else {})}
+            for entry in entries
+        ]
+        return b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(json.dumps(x).encode() + b"\n" for x in lines)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_tokens": [64]}, "must lie in 0 .. 63"),
+        ({"output_tokens": [True]}, "expected a list of token ids"),
+        ({"output_logprobs": [-9999.0]}, "of at least -1000"),
+        ({"output_logprobs": [0.5]}, "at or below 0"),
+        ({"output_logprobs": [True]}, "expected a list of numbers"),
+        ({"output_logprobs": [None]}, "expected a list of numbers"),
+        ({"output_versions": [-1]}, "versions 0 .. 4 exist, got -1"),
+        ({"output_versions": [5]}, "versions 0 .. 4 exist, got 5"),
+        ({"output_versions": [True]}, "expected a list of integers"),
+        (
+            {name: [1] * 5 for name in ("output_tokens", "output_versions")}
+            | {"output_logprobs": [-1.0] * 5},
+            "5 tokens came, 4 were asked for",
+        ),
+        (
+            {"output_tokens": [1, 1], "output_logprobs": [-1, -1], "output_versions": [3, 2]},
+            "only move forward",
+        ),
+        (
+            {"output_tokens": [], "output_logprobs": [], "output_versions": []},
+            "none came, though the request ended with 'stop'",
+        ),
+    ],
+)
+async def test_one_bad_reply_spoils_no_other(changes, message):
+    broken = changed_reply(**changes)
+    async with scripted_server(*[health_of(4)] * 2, broken, broken, all_replies) as (address, seen):
+        engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=5, vocab_size=64)
+        await asyncio.to_thread(engine.initialize)
+        replies = await asyncio.gather(*[engine.agenerate(request(seed)) for seed in range(3)])
+        assert [reply.output_tokens for reply in replies] == [[0], [1], [2]]
+        assert engine.take_counts()["replies_refused"] == 2
+        await asyncio.to_thread(engine.destroy)
+    assert [len(entries) for entries in seen if entries] == [3, 1, 1]
+    async with scripted_server(*[health_of(4)] * 2, broken) as (address, seen):
+        engine = NativeRemoteEngine([address], TOKEN, request_retries=1, vocab_size=64)
+        await asyncio.to_thread(engine.initialize)
+        with pytest.raises(ServerError, match=rf"{address}: malformed reply: .*{message}"):
+            await engine.agenerate(request(1))
+        await asyncio.to_thread(engine.destroy)
+
+
+def health_of(version):
+    health = json.dumps({"version": version}).encode()
+    return lambda entries: b"HTTP/1.1 200 OK\r\n\r\n" + health
+
+
+@pytest.mark.parametrize("version", [-1, True, "3", None, 1.5])
+async def test_a_server_with_a_version_that_is_none_is_named(version):
+    async with scripted_server(health_of(version)) as (address, _):
+        engine = NativeRemoteEngine([address], TOKEN, setup_timeout_s=5)
+        with pytest.raises(RuntimeError, match=f"native server {address}: no version is"):
+            await asyncio.to_thread(engine.initialize)
 
 
 async def test_samples_of_a_prompt_go_to_one_server_and_prompts_are_shared_out():
@@ -369,18 +459,52 @@ def told_then_cut(entries):
     return b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(json.dumps(x).encode() + b"\n" for x in lines)
 
 
-PIECE = {"output_tokens": [4, 5], "output_logprobs": [-1.0, -2.0], "output_versions": [0, 1]}
+PIECE = {"output_tokens": [4, 5], "output_logprobs": [-1.0, -2.0], "output_versions": [1, 1]}
+PIECES = {name: [*values, values[0]] for name, values in PIECE.items()}  # of one server
+
+
+def told_and_ended(entries):
+    lines = [
+        {
+            **line_of(entry),
+            **{name: [*entry["so_far"][name], line_of(entry)[name][0]] for name in PIECE},
+        }
+        for entry in entries
+    ]
+    return b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(json.dumps(x).encode() + b"\n" for x in lines)
+
+
+async def ask_two(address):
+    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=5)
+    calls = [engine.agenerate(request(seed, max_new_tokens=9)) for seed in range(2)]
+    replies = await asyncio.gather(*calls)
+    counts = engine.take_counts()
+    await asyncio.to_thread(engine.destroy)
+    return replies, counts
 
 
 async def test_requests_are_sent_again_with_what_servers_told():
-    async with scripted_server(told_then_cut, told_then_cut, all_replies) as (address, seen):
-        replies = await gather_from(address, 2)
-    assert [reply.output_tokens for reply in replies] == [[0], [1]]
-    once = {"output_tokens": [4, 5, 4], "output_logprobs": [-1.0, -2.0, -1.0]}
-    once["output_versions"] = [0, 1, 0]
-    twice = {name: values * 2 for name, values in once.items()}
-    expected = [[None, None], [once, once], [twice, twice]]
+    async with scripted_server(told_then_cut, told_then_cut, told_and_ended) as (address, seen):
+        replies, _ = await ask_two(address)
+    twice = {name: values * 2 for name, values in PIECES.items()}
+    # The last server is older than those before: it may be, they are not one.
+    assert [reply.output_versions for reply in replies] == [[1] * 6 + [0]] * 2
+    assert [reply.output_tokens[6:] for reply in replies] == [[0], [1]]
+    expected = [[None, None], [PIECES, PIECES], [twice, twice]]
     assert [[entry.get("so_far") for entry in entries] for entries in seen] == expected
+
+
+async def test_a_reply_begins_with_what_was_told():
+    """One that does not is refused, and what that server told is forgotten."""
+    async with scripted_server(told_then_cut, all_replies, all_replies) as (address, seen):
+        replies, counts = await ask_two(address)
+    assert [reply.output_tokens for reply in replies] == [[0], [1]]
+    assert counts["replies_refused"] == 2
+    assert [[entry.get("so_far") for entry in entries] for entries in seen] == [
+        [None, None],
+        [PIECES, PIECES],
+        [None, None],
+    ]
 
 
 async def test_one_engine_serves_one_event_loop_at_a_time(engine):

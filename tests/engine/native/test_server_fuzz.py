@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import http_fuzz
+import json_fuzz
 import pytest
 import requests
 import schemathesis
@@ -37,6 +42,7 @@ CHAT = {
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     "stream_options": {"include_usage": True},
 }
+GROUP = {"name": "g", "host": "127.0.0.1", "port": 9, "rank": 1, "world_size": 2, "timeout_s": 1.0}
 HONEST = {
     "/generate": {"requests": [{"rid": "a", "input_ids": [2, 3], "gconfig": OPTIONS}]},
     "/score": {"sequences": [[1, 2, 3], [4, 5]]},
@@ -109,6 +115,166 @@ def soften(case):
 
 def known(ids):
     return [token % VOCAB_SIZE for token in ids]
+
+
+def test_any_body_is_answered(server):
+    bodies = {
+        **HONEST,
+        "/offload": {"tags": ["kv_cache"]},
+        "/update_weights": {"kind": "folder", "path": "/nowhere", "version": 1},
+        "/init_weights_group": {**GROUP, "backend": "mpi"},  # refused: nobody will come
+    }
+
+    def send(path):
+        @settings(max_examples=10 * NUM_EXAMPLES)
+        @given(json_fuzz.bodies(bodies[path]))
+        def one(body):
+            answer = requests.post(
+                server.url + path, headers=bearer(TOKEN), data=body, timeout=http_fuzz.TIMEOUT_S
+            )
+            http_fuzz.check(answer.status_code, answer.text, body)
+
+        one()
+
+    for path in bodies:
+        send(path)
+        post(server, "/onload")
+    serves(server)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"timeout_s": 1e300}, "timeout_s"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": True}, "timeout_s"),
+        ({"port": -1}, "port"),
+        ({"port": 65536}, "port"),
+        ({"port": True}, "port"),
+        ({"world_size": 2**63 - 1}, "world_size"),
+        ({"world_size": 1}, "world_size"),
+        ({"rank": 0}, "rank"),
+        ({"rank": 2}, "rank"),
+        ({"host": ""}, "host"),
+        ({"host": "a\0b"}, "host"),
+        ({"host": "x" * 5000}, "host"),
+        ({"name": ""}, "name"),
+        ({"backend": "mpi"}, "backend"),
+    ],
+)
+def test_a_group_that_cannot_be(server, change, named):
+    answer = post(server, "/init_weights_group", {**GROUP, "backend": "gloo", **change})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"].startswith(f"{named}: expected")
+
+
+@pytest.mark.parametrize("host", ["x" * 300, "[", "127.0.0.1"])
+def test_a_group_that_nobody_opened(server, host):
+    order = {**GROUP, "backend": "gloo", "host": host, "timeout_s": 0.5}
+    answer = post(server, "/init_weights_group", order)
+    assert answer.status_code in (400, 502), answer.text
+    serves(server)
+
+
+def odd_manifests(root):
+    """Folders whose manifest.json is not a file that can be read."""
+    kinds = {
+        "fifo": os.mkfifo,
+        "folder": os.mkdir,
+        "device": lambda path: os.symlink("/dev/zero", path),
+        "loop": lambda path: os.symlink(path, path),
+        "nowhere": lambda path: os.symlink("/nowhere", path),
+        "huge": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+        "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    }
+    for name, make in kinds.items():
+        for file in ("manifest.json", "handles.json"):
+            folder = root / f"{name}-{file}"
+            folder.mkdir()
+            make(folder / file)
+            yield folder
+
+
+def test_a_publication_that_is_no_files(server, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0)
+    paths = [
+        *odd_manifests(tmp_path),
+        tmp_path / "locked" / "x",
+        tmp_path / ("x" * 300),
+        tmp_path / ("x/" * 1500),
+        "/dev/null",
+        "relative",
+    ]
+    for kind in ("folder", "delta"):
+        for path in paths:
+            order = {"kind": kind, "path": str(path), "version": 1}
+            answer = post(server, "/update_weights", order)
+            assert answer.status_code == 400, (path, answer.text)
+    for path in ("", "a\0b", "x" * 5000):
+        answer = post(server, "/update_weights", {"path": path, "version": 1})
+        assert answer.status_code == 400 and answer.json()["error"].startswith("path: expected")
+    for version in (-1, 2**31, 2**63, True, 1.5):
+        answer = post(server, "/update_weights", {"path": "/x", "version": version})
+        assert answer.status_code == 400 and "version: expected" in answer.json()["error"]
+    serves(server)
+
+
+def test_strangers_starve_nobody(server):
+    """Idle connections and slow writers, hundreds of them: who has the token is served at once, and
+    they are closed."""
+    address = urlsplit(server.url)
+    begins = [b"", b"POST /generate HTTP/1.1\r\nHost: x", STRANGER + b"x"]
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for number in range(600):
+            stranger = socket.create_connection((address.hostname, address.port), timeout=60)
+            strangers.append(stack.enter_context(stranger))
+            stranger.sendall(begins[number % 3])
+        until = time.monotonic() + 25
+        while time.monotonic() < until:
+            serves(server)
+            for stranger in strangers[1::3]:
+                with contextlib.suppress(OSError):
+                    stranger.send(b"x")
+        assert all(map(http_fuzz.is_closed, strangers)), "each had 20 s"
+
+
+STRANGER = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n"
+
+
+def test_no_server_redirects(server):
+    """A client that follows would hand its token to whomever the Host header names."""
+    hosts = ["evil.example", "[", "a b", "evil.example:99999", ""]
+    paths = [
+        "/health/",
+        "//health",
+        "/health//",
+        "/v1/models/",
+        "/generate/",
+        "/./health",
+        "/%2e%2e/",
+    ]
+    targets = [
+        *paths,
+        "http://evil.example/health",
+        "http://evil.example//health/",
+        "//evil.example/",
+    ]
+    for target in targets:
+        for host in hosts:
+            for method in ("GET", "POST", "HEAD", "OPTIONS"):
+                status, headers = raw_request(server, method, target, host)
+                assert not 300 <= status < 400 and status < 500, (method, target, host, status)
+                assert b"location:" not in headers.lower()
+
+
+def raw_request(server, method, target, host):
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        head = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        connection.sendall(f"{head}Authorization: Bearer {TOKEN}\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[0]
 
 
 def test_noise(server):

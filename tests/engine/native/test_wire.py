@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import fields
 
@@ -53,7 +54,7 @@ json_values = st.recursive(
 outputs = st.lists(
     st.tuples(
         st.integers(0, 2**63 - 1),
-        st.floats(max_value=0, allow_infinity=False, allow_nan=False),
+        st.floats(-1000, 0),
         st.integers(0, 10**6),
     )
 ).map(lambda rows: [list(column) for column in zip(*rows, strict=True)] or [[], [], []])
@@ -112,6 +113,7 @@ def test_every_sampling_option_travels():
         ({"image_data": ["eA=="]}, "image_data"),
         ({"vision_msg_vllm": [{"role": "user"}]}, "vision_msg_vllm"),
         ({"gconfig": GenerationHyperparameters(lora_name="mine")}, "gconfig.lora_name.*'mine'"),
+        ({"gconfig": GenerationHyperparameters(stop=["\ud83d"])}, "gconfig.stop.*surrogate"),
     ],
 )
 def test_what_the_engine_cannot_honour_is_refused(change, field):
@@ -145,7 +147,7 @@ def test_group_size_is_not_sent():
         ({"gconfig": {"stop": [""]}}, "stop"),
         ({"gconfig": {"frequency_penalty": 3}}, "frequency_penalty"),
         ({"gconfig": {"temperature": 0}}, "temperature"),
-        ({"gconfig": {"temperature": float("inf")}}, "gconfig.temperature"),
+        ({"gconfig": {"temperature": float("inf")}}, "body"),  # `Infinity` is not JSON
         ({"gconfig": {"greedy": 1}}, "gconfig.greedy"),
         ({"gconfig": {"max_new_tokens": 1.5}}, "gconfig.max_new_tokens"),
         ({"gconfig": {"max_new_tokens": True}}, "gconfig.max_new_tokens"),
@@ -211,7 +213,7 @@ def test_any_request_is_read_or_refused(entry):
     try:
         (result,) = decode_requests(json.dumps({"requests": [entry]}).encode())
     except ValueError as err:
-        assert str(err).startswith("requests[0].rid")
+        assert str(err).startswith(("requests[0]", "body: not JSON"))  # NaN is not JSON
     else:
         assert isinstance(result, GenRequest | Refusal)
 
@@ -235,6 +237,7 @@ def test_any_line_is_read_or_refused(content):
     try:
         result = decode_line(json.dumps(content).encode())
     except ValueError as err:
-        assert str(err).split(":")[0].split(",")[0] in LINE_FIELDS
+        named = re.split(r"[:,.\[]", str(err))[0]
+        assert named in LINE_FIELDS or str(err).startswith("line: not JSON")  # NaN is not JSON
     else:
         assert isinstance(result, Reply | Refusal)

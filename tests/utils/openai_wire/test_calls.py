@@ -300,3 +300,11 @@ def test_a_bad_field_of_a_completion_is_named(fields, param):
 def test_error_bodies(status, kind, code):
     body = error_body(WireError(status, "why", "field"))
     assert body == {"error": {"message": "why", "type": kind, "param": "field", "code": code}}
+
+
+def test_what_would_take_long_is_refused():
+    with pytest.raises(WireError, match="at most 4096 choices of one request, n each, got 8192"):
+        parse_completion({"prompt": ["a"] * 64, "n": 128})
+    with pytest.raises(WireError, match="100000 unknown options, the first is 'x0'"):
+        unknown = {f"x{number}": 1 for number in range(100_000)}
+        parse_chat({"messages": [{"role": "user", "content": "a"}], **unknown})

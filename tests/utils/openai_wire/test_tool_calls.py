@@ -68,17 +68,107 @@ def test_llama(text, content, names):
     assert [name for name, _ in functions(calls)] == names
 
 
-words = st.sampled_from([ADD, SUB, "<tool_call>", "</tool_call>", '{"name": "f"}', "{", " ", "ab"])
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        (f"<think>{ADD}</think>done", f"<think>{ADD}</think>done", []),
+        (f"<think>{ADD}</think>\n{SUB}", f"<think>{ADD}</think>", ["sub"]),
+        (f"<think>{ADD} and no end", f"<think>{ADD} and no end", []),
+        (f"a <think>{ADD}</think> b {SUB} c", f"a <think>{ADD}</think> b\nc", ["sub"]),
+        (f"{SUB}<think>{ADD}</think>{SUB}", f"<think>{ADD}</think>", ["sub", "sub"]),
+        (f"{SUB}<think>{ADD}", f"<think>{ADD}", ["sub"]),
+        (f"</think>{SUB}", "</think>", ["sub"]),  # it closes nothing
+        (f"<tool_call> <think> </tool_call>{SUB}", f"<tool_call> <think> </tool_call>{SUB}", []),
+        ('<tool_call>{"name": "<think>"}</tool_call>' + SUB, None, ["<think>", "sub"]),
+    ],
+)
+def test_a_call_in_reasoning_is_not_made(text, content, names):
+    found, calls = parse_tool_calls(text)
+    assert found == content and [name for name, _ in functions(calls)] == names
 
 
-@given(st.lists(words | st.text("<tol_ca> x\n", max_size=5), max_size=6), st.data())
-def test_what_a_stream_may_show_is_where_the_content_begins(parts, data):
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        (f"I could {ADD}</think>\n\n{SUB}", f"I could {ADD}</think>", ["sub"]),
+        (f"I could {ADD}", f"I could {ADD}", []),
+        (f"no</think>{ADD}<think>{SUB}</think>", "no</think>\n<think>" + SUB + "</think>", ["add"]),
+    ],
+)
+def test_an_output_that_begins_in_reasoning(text, content, names):
+    found, calls = parse_tool_calls(text, in_reasoning=True)
+    assert found == content and [name for name, _ in functions(calls)] == names
+
+
+LLAMA = '{"name": "add", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "content", "names"),
+    [
+        (f"<think>{LLAMA}</think>", False, f"<think>{LLAMA}</think>", []),
+        (f"<think>hm</think>\n{LLAMA}", False, "<think>hm</think>", ["add"]),
+        (f"<think>{LLAMA}", False, f"<think>{LLAMA}", []),
+        (LLAMA, True, LLAMA, []),
+        (f"{LLAMA}</think> {LLAMA}", True, f"{LLAMA}</think>", ["add"]),
+    ],
+)
+def test_reasoning_before_calls_of_llama(text, in_reasoning, content, names):
+    found, calls = parse_tool_calls(text, "llama", in_reasoning=in_reasoning)
+    assert found == content and [name for name, _ in functions(calls)] == names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (r'{"a": "\ud83d"}', {"a": "\ufffd"}),
+        (r'{"a": "\ude00\ud83d\ude00"}', {"a": "\ufffd\U0001f600"}),
+        (r'{"\udfff": "\\ud83d"}', {"\ufffd": r"\ud83d"}),
+        ('{"a": "\ud83d"}', {"a": "\ufffd"}),
+    ],
+)
+def test_half_a_character_in_a_call(arguments, read):
+    _, calls = parse_tool_calls(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+    assert functions(calls) == [("f", read)]
+    calls[0]["function"]["arguments"].encode()
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 400, "9" * 5000])
+def test_a_call_with_a_number_that_no_client_reads_is_text(number):
+    call = f'{{"name": "f", "arguments": {{"a": {number}}}}}'
+    for parser, text in (("hermes", f"<tool_call>{call}</tool_call>"), ("llama", call)):
+        assert parse_tool_calls(text, parser) == (text, [])
+
+
+def test_many_openings_take_no_quadratic_time():
+    text = "<tool_call>{" * 20_000 + "<think></think>" * 20_000
+    assert parse_tool_calls(text) == (text, [])
+
+
+words = st.sampled_from(
+    [ADD, SUB, LLAMA, "<tool_call>", "</tool_call>", '{"name": "f"}', "{", " ", "ab"]
+    + ["<think>", "</think>", "<think>", "</think>"]
+)
+
+
+@given(st.lists(words | st.text("<tol_ca> x\n", max_size=5), max_size=8), st.booleans(), st.data())
+def test_what_a_stream_may_show_is_where_the_content_begins(parts, in_reasoning, data):
     text = "".join(parts)
     for parser in TOOL_PARSERS:
-        content, _ = parse_tool_calls(text, parser)
+        content, _ = parse_tool_calls(text, parser, in_reasoning=in_reasoning)
         end = data.draw(st.integers(0, len(text)))
-        shown = text[: tool_calls_may_begin(text[:end], parser)]
-        assert (content or "").startswith(shown)
+        begin = tool_calls_may_begin(text[:end], parser, in_reasoning=in_reasoning)
+        assert begin <= end
+        assert (content or "").startswith(text[:begin])
+
+
+@given(st.text(max_size=20), st.sampled_from([ADD, SUB]), st.text(max_size=20), st.booleans())
+def test_no_call_is_made_of_what_is_said_in_reasoning(before, call, after, is_closed):
+    before, after = before.replace("</think>", ""), after.replace("</think>", "")
+    for text, in_reasoning in ((f"<think>{before}", False), (before, True)):
+        text += call + after + "</think>" * is_closed
+        assert parse_tool_calls(text, in_reasoning=in_reasoning) == (text, [])
+        assert tool_calls_may_begin(text, in_reasoning=in_reasoning) >= len(text.rstrip())
 
 
 @pytest.mark.parametrize(

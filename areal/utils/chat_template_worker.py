@@ -1,0 +1,101 @@
+"""The child that renders chat templates (chat_template.py), until its parent closes the pipe.
+
+    out  a frame {} once it is ready; then for each call
+    in   a frame {"template": number, "text": only the first time}, a frame {"chats", "tools",
+         "variables"}
+    out  a frame {"texts": [...]} | {"error": text} | {"limit": what it would take more of}
+
+A call that takes too much CPU time ends this process: the kernel's timer cannot be caught by what a
+template does.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+from pydantic_core import from_json, to_json
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from areal.api.json_text import well_formed
+from areal.utils.chat_template import CPU_S, MEMORY_BYTES, OUTPUT_CHARS, OUTPUT_FACTOR, SIZE
+
+
+def main() -> None:
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing that is printed may mix with the answers
+    _limit_resources()
+    _write(replies, {})
+    templates: dict[int, str] = {}
+    while (data := _read(requests)) is not None:
+        head, order = from_json(data), _read(requests)
+        template = templates.setdefault(head["template"], head.get("text"))
+        max_chars = OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
+        _write(replies, _answer(template, from_json(order), max_chars))
+
+
+def _answer(template: str, order: dict[str, Any], max_chars: int) -> dict[str, Any]:
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    try:
+        texts, _ = render_jinja_template(
+            conversations=order["chats"],
+            tools=order["tools"],
+            chat_template=template,
+            add_generation_prompt=True,
+            **order["variables"],
+        )
+        if sum(map(len, texts)) > max_chars:
+            return {"limit": f"{max_chars} characters of text"}
+        return {"texts": [well_formed(text) for text in texts]}
+    except MemoryError:
+        return {"limit": f"{MEMORY_BYTES >> 20} MiB of memory"}
+    except RecursionError:
+        return {"limit": "the deepest recursion Python allows"}
+    except Exception as error:  # a template is a program over the chat: it can raise anything
+        return {"error": well_formed(f"{type(error).__name__}: {error}"[:300])}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit_resources() -> None:
+    """Below what may be allocated from here on; the modules are loaded."""
+    _lower(resource.RLIMIT_DATA, _private_bytes() + MEMORY_BYTES)
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_FSIZE, 0)
+    if sys.platform == "linux":
+        _lower(resource.RLIMIT_NPROC, 0)
+
+
+def _lower(kind: int, wanted: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(kind, (wanted, wanted))
+
+
+def _private_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[5]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return 0
+
+
+def _write(replies: BinaryIO, answer: dict[str, Any]) -> None:
+    data = to_json(answer)
+    replies.write(SIZE.pack(len(data)) + data)
+    replies.flush()
+
+
+def _read(requests: BinaryIO) -> bytes | None:
+    head = requests.read(SIZE.size)
+    if len(head) < SIZE.size:
+        return None
+    return requests.read(SIZE.unpack(head)[0])
+
+
+if __name__ == "__main__":
+    main()

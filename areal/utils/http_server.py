@@ -1,0 +1,221 @@
+"""What all HTTP servers of areal have in common: connections, request bodies, replies.
+
+    app = new_app()                                  # no redirects, replies that can be encoded
+    body = await read_body(request)                  # bounded
+    trust(scope)                                     # this connection has shown a key
+    uvicorn.Server(server_config(app, keep_alive_s=75))
+
+A connection is a stranger until a request on it has shown a key. Limits (`ConnectionLimits`):
+
+- A request must arrive within `request_s`: its headers, and then its body; a trusted client has
+  more time for a body, by `min_rate`. Then the connection is closed.
+- A stranger may stay for `request_s` between requests; others for the server's keep-alive.
+- Of more than `max_strangers` the oldest is closed, so clients with a key always get in.
+- All connections leave a quarter of the process's file descriptors to others.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from areal.api.json_text import dumps
+from areal.utils import logging
+from areal.utils.fs import raise_file_limit
+
+logger = logging.getLogger("HttpServer")
+
+CLIENT_LEFT = 499  # nobody reads it
+_MAX_BODY = 256 << 20  # bytes: hundreds of prompts of the longest context
+_MAX_FILES = 1 << 20  # where the limit of file descriptors is "none"
+_SHUTDOWN_S = 1  # for streams that are open when the server is told to end
+_SWEEP_S = 1.0
+_WARN_S = 60.0  # between two lines about closed connections
+
+
+class JsonReply(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return dumps(content).encode()
+
+
+def new_app(**options: Any) -> FastAPI:
+    app = FastAPI(
+        docs_url=None,
+        redoc_url=None,
+        # It would send clients to whatever the Host header says.
+        redirect_slashes=False,
+        default_response_class=JsonReply,
+        **options,
+    )
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    return app
+
+
+async def read_body(request: Request) -> bytes:
+    """HTTPException 413 when it is too large."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > _MAX_BODY:
+            raise HTTPException(413, f"expected a body of at most {_MAX_BODY} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def trust(scope: dict[str, Any]) -> None:
+    """The request of this ASGI scope has shown a key that the server accepts."""
+    connection = scope.get("state", {}).get("connection")
+    if connection is not None:  # None: not served by `server_config`
+        connection.trust()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    request_s: float = 20.0
+    min_rate: float = 16 << 10  # bytes per second of a body
+    max_strangers: int | None = None  # default: 3/8 of the file descriptors
+
+
+def server_config(
+    app: FastAPI, *, keep_alive_s: int, limits: ConnectionLimits | None = None
+) -> uvicorn.Config:
+    """Raises the process's limit of open files as far as it may."""
+    raise_file_limit()
+    guard = _Guard(limits or ConnectionLimits())
+    return uvicorn.Config(
+        app,
+        http=partial(_Connection, guard),
+        # Its warnings are about requests that are none: anybody could fill a disk with them.
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+
+
+class _Guard:
+    """Closes the connections of one server that break its limits. On its event loop."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_all = (_MAX_FILES if files == resource.RLIM_INFINITY else files) * 3 // 4
+        self._max_strangers = limits.max_strangers or self._max_all // 2
+        self._all: dict[_Connection, None] = {}  # oldest first
+        self._strangers: dict[_Connection, None] = {}  # likewise
+        self._stood_s = 0.0  # what the event loop was busy with other things
+        self._is_sweeping = False
+        self._num_closed = 0
+        self._warn_at = 0.0
+
+    def clock(self, loop: Any) -> float:
+        """Stands while the event loop is blocked: then the server keeps clients waiting."""
+        return loop.time() - self._stood_s
+
+    def add(self, connection: _Connection) -> None:
+        self._all[connection] = self._strangers[connection] = None
+        if len(self._strangers) > self._max_strangers or len(self._all) > self._max_all:
+            self._close(next(iter(self._strangers)))  # the newcomer, when there is no other
+        self._sweep_later(connection.loop)
+
+    def on_trust(self, connection: _Connection) -> None:
+        self._strangers.pop(connection, None)
+
+    def remove(self, connection: _Connection) -> None:
+        self._all.pop(connection, None)
+        self._strangers.pop(connection, None)
+
+    def _sweep_later(self, loop: Any) -> None:
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            loop.call_later(_SWEEP_S, self._sweep, loop, loop.time() + _SWEEP_S)
+
+    def _sweep(self, loop: Any, due: float) -> None:
+        self._is_sweeping = False
+        self._stood_s += max(0.0, loop.time() - due)
+        now = self.clock(loop)
+        for connection in [one for one in self._all if one.is_late(now)]:
+            self._close(connection)
+        if self._num_closed and loop.time() >= self._warn_at:
+            logger.warning(
+                "closed %d connections that showed no key, or sent a request too slowly",
+                self._num_closed,
+            )
+            self._num_closed, self._warn_at = 0, loop.time() + _WARN_S
+        if self._all:
+            self._sweep_later(loop)
+
+    def _close(self, connection: _Connection) -> None:
+        self._num_closed += 1
+        self.remove(connection)
+        connection.transport.abort()
+
+
+class _Connection(H11Protocol):
+    """Keeps the time since which it waits for the client. Hashed by identity."""
+
+    def __init__(self, guard: _Guard, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, "connection": self}  # of each request's scope
+        self.is_trusted = False
+        self._guard = guard
+        self._since = 0.0  # of the headers or the body that it waits for
+        self._num_bytes = 0  # received since
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_begins()
+        self._guard.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guard.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_headers = self.conn.their_state is h11.IDLE
+        if self.timeout_keep_alive_task is not None:  # a new request on a connection that was idle
+            self._wait_begins()
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if was_headers and self.conn.their_state is h11.SEND_BODY:
+            self._wait_begins()
+
+    def on_response_complete(self) -> None:
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._wait_begins()
+        super().on_response_complete()
+
+    def trust(self) -> None:
+        if not self.is_trusted:
+            self.is_trusted = True
+            self._guard.on_trust(self)
+
+    def is_late(self, now: float) -> bool:
+        """Whether the client keeps the server waiting, and not the server the client."""
+        limits, state = self._guard.limits, self.conn.their_state
+        is_idle = state is h11.IDLE and self.timeout_keep_alive_task is not None
+        if state not in (h11.IDLE, h11.SEND_BODY) or self.flow.read_paused:
+            return False
+        if is_idle and self.is_trusted:
+            return False  # the keep-alive timer counts
+        credit_s = self._num_bytes / limits.min_rate if self.is_trusted else 0.0
+        return now > self._since + limits.request_s + credit_s
+
+    def _wait_begins(self) -> None:
+        self._since, self._num_bytes = self._guard.clock(self.loop), 0
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
