@@ -30,6 +30,7 @@ from areal.algorithm.lambdas import evaluate_lambda, lambda_context
 from areal.algorithm.normalization import normalize
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.train_engine import NormConfig
+from areal.api.io_struct import EPISODE_KEY
 from areal.trainer.ppo.batch import group_sizes, required
 from areal.utils import stats_tracker
 from areal.utils.data import sequence_lengths
@@ -165,6 +166,7 @@ def _normalize(
         x,
         mask,
         group_sizes=group_sizes(data),
+        episode_ids=data[EPISODE_KEY],
         mean_level=config.mean_level,
         std_level=config.std_level,
         mean_leave1out=config.mean_leave1out,
