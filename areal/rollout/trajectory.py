@@ -15,6 +15,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
+from areal.algorithm.advantage import check_turn_ids
 from areal.algorithm.normalization import episode_means, normalize
 from areal.api.interaction import InteractionWithTokenLogpReward
 from areal.api.io_struct import EPISODE_KEY
@@ -38,7 +39,7 @@ def check_trajectory_format(
     None (a rejection) and a dict of interactions are fine. Else it is a dict of tensors with the
     required keys, `input_ids` `[B, S]`, and every `expected_keys`; `multi_modal_input` is a list of
     B dicts. Every other value begins with `[B, S]` or is `[B]`: with a `logger` one that does not,
-    or a B other than `batch_size`, is a warning, without one an error.
+    a B other than `batch_size`, or turns that do not count up, is a warning, without one an error.
     """
     if data is None or is_interactions(data):
         return True
@@ -53,6 +54,11 @@ def check_trajectory_format(
                 f"trajectory[{key!r}] must begin with [B, S] = {(rows, width)} or be [B], "
                 f"got {tuple(value.shape)}"
             )
+    if not problems and {"turn_ids", "loss_mask"} <= data.keys():
+        try:
+            check_turn_ids(data["turn_ids"], data["loss_mask"])
+        except ValueError as error:
+            problems.append(str(error))
     if problems and logger is None:
         raise ValueError("; ".join(problems))
     for problem in problems:

@@ -119,6 +119,10 @@ SENSELESS = [
         "actor.eps_clip_higher must be set with use_cispo_loss",
     ),
     (
+        ["actor.use_cispo_loss=true", "actor.eps_clip_higher=0"],
+        "actor.eps_clip_higher must be above 0 with use_cispo_loss",
+    ),
+    (
         [
             "actor.use_cispo_loss=true",
             "actor.eps_clip_higher=4",

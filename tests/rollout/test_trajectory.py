@@ -110,6 +110,14 @@ def test_images_are_one_dict_of_tensors_per_row(images, error):
         check_trajectory_format(trajectory([1]) | {"multi_modal_input": images})
 
 
+@pytest.mark.parametrize("turn_ids", [[-1, 1, 0], [-1, -1, 0]])
+def test_turns_count_up_on_generated_tokens(turn_ids):
+    sample = trajectory([1, 1])
+    assert check_trajectory_format(sample | {"turn_ids": torch.tensor([[-1, 0, 1]])})
+    with pytest.raises(ValueError, match="turn_ids must be at least 0 on generated tokens"):
+        check_trajectory_format(sample | {"turn_ids": torch.tensor([turn_ids])})
+
+
 def test_images_come_back_from_their_bytes_row_by_row():
     images = [{}, {"pixel_values": torch.randn(2, 3), "image_grid_thw": torch.ones(1, 3).long()}]
     group = concat_padded_tensors([trajectory([1]), trajectory([2, 2])])

@@ -107,6 +107,8 @@ def test_lambda_as_a_function_of_the_answer(folder):
         torch.testing.assert_close(got[row], expected[row])
     with pytest.raises(ValueError, match=r"actor\.gae_lambda: unknown name 'vap'.*'vapo'"):
         open_actor(folder, gae_lambda="vap")
+    with pytest.raises(ValueError, match="gae_lambda_kwargs.alpha must be above 0, got -1"):
+        open_actor(folder, gae_lambda="vapo", gae_lambda_kwargs={"alpha": -1})
 
 
 def test_group_norm_of_advantages_uses_real_group_sizes(folder):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from areal.api.config.checks import expand_path, require, require_at_least
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class DatasetConfig:
     """One data set, by name (`gsm8k`, `arithmetic`), by path, or by the import path of a loader."""
 
@@ -36,7 +37,7 @@ class DatasetConfig:
         require_at_least(1, batch_size=self.batch_size, max_length=self.max_length)
 
 
-@dataclass(kw_only=True)
+@config_section
 class ValidDatasetConfig(DatasetConfig):
     """A data set for evaluation: every row once, in order."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from areal.api.config.checks import expand_path, require_above, require_at_least
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class ProcessLimits:
     """What the process may use. The kernel keeps these; SECURITY.md says what they promise."""
 

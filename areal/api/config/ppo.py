@@ -6,7 +6,7 @@ with its reason, so that no key is ever silently without effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from areal.api.config.checks import (
@@ -17,10 +17,11 @@ from areal.api.config.checks import (
     require_fraction,
 )
 from areal.api.config.rejection import RejectionSamplingConfig
+from areal.api.config.section import config_section
 from areal.api.config.train_engine import NormConfig, TrainEngineConfig
 
 
-@dataclass(kw_only=True)
+@config_section
 class PPOActorConfig(TrainEngineConfig):
     """The trained policy. GRPO is PPO with `reward_norm` by group and no critic."""
 
@@ -163,6 +164,12 @@ class PPOActorConfig(TrainEngineConfig):
                 "eps_clip_higher must be set with use_cispo_loss (the usual bounds are eps_clip 1 "
                 "and eps_clip_higher 4)",
                 None,
+            )
+            require(
+                self.eps_clip_higher > 0,
+                "eps_clip_higher must be above 0 with use_cispo_loss: at 0 no token could ever "
+                "weigh more than 1",
+                self.eps_clip_higher,
             )
 
     def _check_proximal_policy(self) -> None:

@@ -6,16 +6,16 @@ pi_prox / pi_behave, which the decoupled loss applies with or without this secti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.config.checks import require, require_above
+from areal.api.config.section import config_section
 
 # Never below 0, and 0 where the two policies agree.
 _DISTANCES = ("kl_k2", "kl_k3", "binary_kl")
 
 
-@dataclass(kw_only=True)
+@config_section
 class RejectionSamplingConfig:
     """What happens to tokens whose behaviour policy is too far from the proximal one."""
 

@@ -26,7 +26,7 @@ from areal.algorithm.advantage import (
 )
 from areal.algorithm.kl import kl_rewards
 from areal.algorithm.kl_controller import AdaptiveKlController
-from areal.algorithm.lambdas import evaluate_lambda, lambda_context
+from areal.algorithm.lambdas import LambdaContext, evaluate_lambda, lambda_context
 from areal.algorithm.normalization import normalize
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.train_engine import NormConfig
@@ -53,6 +53,10 @@ class AdvantageEstimator:
             self._lambda_fn = load_named(
                 config.gae_lambda, LAMBDA_FUNCTIONS, key="actor.gae_lambda"
             )
+            # So that a function that cannot be called is found now, not after the first rollout.
+            lengths_B = torch.tensor([1.0, 2.0, 1000.0])
+            probe = LambdaContext(lengths_B, torch.ones_like(lengths_B), lengths_B)
+            evaluate_lambda(self._lambda_fn, probe, **config.gae_lambda_kwargs)
 
     def estimate(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`advantages`, `returns`, `tot_rewards` and `kl_rewards`, each `[B, S]`."""
