@@ -8,7 +8,6 @@ would change sign.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 
 from areal.algorithm.advantage import check_turn_ids, turn_starts
+from areal.algorithm.calls import lambda_call
+from areal.utils.signatures import signature_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,7 @@ def evaluate_lambda(fn: LambdaFunction, context: LambdaContext, /, **kwargs: Any
     """The lambda of each trajectory `[B]`, or a ValueError that says what is wrong with `fn`."""
     expected = list(context.num_steps_B.shape)
     who = f"gae_lambda function {getattr(fn, '__qualname__', fn)}"  # any callable of the user
-    try:
-        inspect.signature(fn).bind(context, **kwargs)
-    except TypeError as error:
-        raise ValueError(f"{who} cannot be called: {error}; see gae_lambda_kwargs") from None
+    lambda_call(kwargs).require(signature_of(fn), who)
     found = fn(context, **kwargs)
     if not isinstance(found, torch.Tensor) or not found.is_floating_point():
         kind = found.dtype if isinstance(found, torch.Tensor) else type(found).__name__

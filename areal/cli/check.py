@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from areal.api.config.dataset import DatasetConfig
     from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+    from areal.utils.signatures import Call
 
 
 def add_parser(subparsers: Any) -> None:
@@ -110,25 +111,31 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 
 def _check_import_paths(config: PPOConfig) -> None:
-    from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS
-    from areal.reward import REWARD_FNS
+    from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS, POLICY_LOSSES
+    from areal.algorithm.calls import FILTER_CALL, lambda_call, policy_loss_call
+    from areal.reward import REWARD_CALL, REWARD_FNS
     from areal.workflow import WORKFLOWS
 
+    actor = config.actor
     _check_name("workflow", config.workflow, WORKFLOWS)
     if config.eval_workflow is not None:
         _check_name("eval_workflow", config.eval_workflow, WORKFLOWS)
-    _check_name("reward_fn", config.reward_fn, REWARD_FNS)
+    _check_name("reward_fn", config.reward_fn, REWARD_FNS, REWARD_CALL)
     if config.dynamic_filter_fn is not None:
-        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS)
-    if isinstance(config.actor.gae_lambda, str):
-        _check_name("actor.gae_lambda", config.actor.gae_lambda, LAMBDA_FUNCTIONS)
+        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS, FILTER_CALL)
+    if isinstance(actor.gae_lambda, str):
+        call = lambda_call(actor.gae_lambda_kwargs)
+        _check_name("actor.gae_lambda", actor.gae_lambda, LAMBDA_FUNCTIONS, call)
+    call = policy_loss_call(actor.policy_loss_kwargs)
+    _check_name("actor.policy_loss", actor.policy_loss, POLICY_LOSSES, call)
 
 
-def _check_name(key: str, name: str, known: Iterable[str]) -> None:
-    """`name` is in a package's table, or an import path whose module and name exist."""
+def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = None) -> None:
+    """`name` is in a package's table, or an import path whose module and name exist and which, if
+    it is a function, can be called like `call`."""
     import difflib
 
-    from areal.cli.static_import import check_import_path
+    from areal.cli.static_import import check_import_path, static_signature
 
     known = sorted(known)
     if name in known:
@@ -145,6 +152,8 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
         check_import_path(name)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
+    if call is not None:
+        call.require(static_signature(name), f"{key}: {name}")
 
 
 def _check_trackers(config: BaseExperimentConfig) -> None:

@@ -1,4 +1,5 @@
-"""Looks an import path up without running any code: does `package.module.name` exist?
+"""Looks an import path up without running any code: does `package.module.name` exist, and what
+arguments does it take?
 
 `areal check` uses it, because really importing a user's reward or workflow may load torch and take
 seconds. Modules are found on disk, and the name is looked for in the module's source.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,18 +22,75 @@ def check_import_path(path: str) -> None:
     if not module or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r} is not an import path like package.module.name")
     spec = _find_module(module)
-    if spec.origin is None or not spec.origin.endswith(".py"):
+    tree = _source_tree(spec)
+    if tree is None:
         return  # a compiled module or a namespace package: only importing it could tell
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    try:
-        names = set(_defined_names(ast.parse(source)))
-    except SyntaxError as error:
-        raise ValueError(f"{spec.origin}:{error.lineno}: {error.msg}") from None
+    names = set(_defined_names(tree))
     if name in names or names & {"*", "__getattr__"} or _is_submodule(spec, name):
         return
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {module}.{near[0]}?" if near else ""
     raise ValueError(f"module {module!r} ({spec.origin}) defines no {name!r}{hint}")
+
+
+def static_signature(path: str, *, max_imports: int = 5) -> inspect.Signature | None:
+    """Of the function at `path`, whose arguments are those its source names. None where that does
+    not tell: a class, a decorated function, a name that is assigned, imported by `*`, or handed on
+    by more than `max_imports` modules."""
+    module, _, name = path.rpartition(".")
+    tree = _source_tree(_find_module(module)) if max_imports >= 0 else None
+    found = None
+    for node in [] if tree is None else tree.body:
+        match node:
+            case ast.FunctionDef(name=defined) | ast.AsyncFunctionDef(name=defined):
+                found = node if defined == name else found
+            case ast.ImportFrom(module=origin, level=0):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        origin_path = f"{origin}.{alias.name}"
+                        return static_signature(origin_path, max_imports=max_imports - 1)
+    if found is None or found.decorator_list:
+        return None
+    return _signature(found.args)
+
+
+class _Given:
+    """Some default, which only running the code could tell."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+_GIVEN = _Given()
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    kinds, parameters = inspect.Parameter, []
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(by_position) - len(arguments.defaults)
+    for place, argument in enumerate(by_position):
+        is_named = place >= len(arguments.posonlyargs)
+        kind = kinds.POSITIONAL_OR_KEYWORD if is_named else kinds.POSITIONAL_ONLY
+        default = kinds.empty if place < num_required else _GIVEN
+        parameters.append(kinds(argument.arg, kind, default=default))
+    if arguments.vararg is not None:
+        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    for argument, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        default = kinds.empty if given is None else _GIVEN
+        parameters.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=default))
+    if arguments.kwarg is not None:
+        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _source_tree(spec: ModuleSpec) -> ast.Module | None:
+    """None for a module without Python source."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise ValueError(f"{spec.origin}:{error.lineno}: {error.msg}") from None
 
 
 def _find_module(module: str) -> ModuleSpec:

@@ -40,14 +40,17 @@ class MicroBatchSpec:
 
 @config_section
 class NormConfig:
-    """Centre and scale values over the whole batch or over the samples of one prompt."""
+    """Centre and scale values over the whole batch or over the samples of one prompt. Of rewards
+    each episode counts once, whatever rows it exported; of advantages each token."""
 
     mean_level: Literal["batch", "group"] | None = "batch"
     """Whose mean is subtracted; null subtracts nothing."""
     mean_leave1out: bool = False
-    """The mean a sample is compared with leaves that sample out."""
+    """The mean a sample is compared with leaves that sample out, with all rows of its episode."""
     std_level: Literal["batch", "group"] | None = "batch"
-    """Whose standard deviation divides; null divides by nothing."""
+    """Whose standard deviation divides; null divides by nothing. Where a group has none worth
+    dividing by (equal rewards, one sample), the batch's divides, and where that has none, nothing.
+    """
     std_unbiased: bool = True
     """Divide squares by n - 1 instead of n."""
     eps: float = 1e-5
