@@ -1,7 +1,7 @@
 """The `actor` section of reinforcement learning: from rewards to advantages to the loss.
 
 An algorithm is a combination of these keys. Combinations without a meaning are refused here, each
-with its reason, so that no key is ever silently without effect.
+with its reason.
 """
 
 from __future__ import annotations
