@@ -22,7 +22,7 @@ _BRACES = re.compile(r"\\boxed\{|[{}]")
 _PIECE = re.compile(
     rf"(?P<number>{NUMBER}|\\pi(?![a-zA-Z]))"
     r"|(?P<operator>\*\*|[-+*/^×÷·]|\\(?:cdot|times|div)(?![a-zA-Z]))"
-    r"|(?P<command>\\(?:[dt]?frac|sqrt|left|right)(?![a-zA-Z]))"
+    r"|(?P<command>\\(?:[dt]?frac|sqrt(?:\[\d+\])?|left|right)(?![a-zA-Z]))"
     r"|(?P<open>[({])|(?P<close>[)}])|(?P<percent>\\?%)|(?P<space>[ \t]+)"
     r"|(?P<currency>\\?[$€£¥](?=\.?\d))|(?P<other>.)",
     re.DOTALL,
@@ -90,7 +90,8 @@ def last_expression(text: str) -> str | None:
 
     A number after another one, without an operator between them, begins a new expression.
     """
-    runs = list(_runs(_UNIT.sub("\n", _around_last_number(text))))
+    text = _around_last_number(text).replace("{,}", ",")  # LaTeX's thousands
+    runs = list(_runs(_UNIT.sub("\n", text)))
     return _trimmed(runs[-1]) if runs else None
 
 

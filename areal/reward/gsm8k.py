@@ -23,8 +23,7 @@ from areal.reward.answer_text import (
 )
 from areal.reward.math_verify import same_answer
 
-# Letters outside LaTeX commands: of a variable, of a unit or word, of a sentence.
-_LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
+# Letters outside LaTeX commands: of a unit or word, of a sentence.
 _UNIT = re.compile(r"[\s{][^\W\d_]{2,}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{3,}")
 
@@ -37,13 +36,13 @@ def gsm8k_reward_fn(
         given = final_answer(completions)
         return float(given is not None and same_answer(_without_unit(gold), _without_unit(given)))
     gold, marked = _expected(str(answer)), marked_answer(completions)
-    if _LETTER.search(gold):  # x + 1, which has no value
-        given, in_prose = marked, False
-        if marked is None:
-            given, in_prose = completions.strip(), _is_sentence(completions)
-        return float(same_answer(gold, given, in_prose=in_prose))
-    given = last_expression(completions) if marked is None else _without_unit(marked)
-    return float(given is not None and same_answer(gold, given))
+    if _is_number(gold):
+        given = last_expression(completions) if marked is None else _without_unit(marked)
+        return float(given is not None and same_answer(gold, given))
+    given, in_prose = marked, False
+    if marked is None:
+        given, in_prose = completions.strip(), _is_sentence(completions)
+    return float(same_answer(gold, given, in_prose=in_prose))
 
 
 def _expected(answer: str) -> str:
@@ -55,6 +54,12 @@ def _expected(answer: str) -> str:
     if not gold:
         raise ValueError(f"no number in the answer {answer!r:.200} of the data row")
     return gold
+
+
+def _is_number(gold: str) -> bool:
+    """Whether it is one expression with a value: not x + 1, (1, 2) or 3:2."""
+    bare = re.sub(r"\s|\\?\$", "", gold.replace("{,}", ","))
+    return last_expression(gold) == bare.lstrip("+").rstrip(".")
 
 
 def _without_unit(marked: str) -> str:
