@@ -130,9 +130,11 @@ def test_conversions_lose_nothing():
 
 
 def test_a_section_of_another_kind():
-    with pytest.raises(ValueError, match="optimizer must be a section of keys, got NormConfig"):
+    with pytest.raises(
+        ValueError, match="optimizer must be of class OptimizerConfig, got NormConfig"
+    ):
         dataclasses.replace(_actor(), optimizer=NormConfig())
-    with pytest.raises(ValueError, match="scheduling_spec must be a section of keys, got"):
+    with pytest.raises(ValueError, match="scheduling_spec must be of class SchedulingSpec, got"):
         dataclasses.replace(_actor(), scheduling_spec=[{"cpu": 1}])
     spec = SchedulingSpec(cpu=2)
     assert dataclasses.replace(_actor(), scheduling_spec=[spec]).scheduling_spec == [spec]

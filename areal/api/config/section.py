@@ -66,7 +66,7 @@ def converted(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _converted(name, value, converters[name]) for name, value in values.items()}
 
 
-def show(value: Any) -> str:
+def _show(value: Any) -> str:
     """As YAML spells it, and not longer than a line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -102,10 +102,10 @@ def _check_finite(config: Any) -> None:
     """After a section's own checks, which may say more about what a number must be."""
     for name in _converters(type(config)):
         value = getattr(config, name)
-        numbers = (value,) if type(value) is float else value if type(value) is list else ()
-        for number in numbers:
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ValueError(f"{name} must be a finite number, got {number}")
+        items = (value,) if type(value) is float else value if type(value) is list else ()
+        for item in items:
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"{name} must be a finite number, got {item}")
 
 
 def _is_union(hint: Any) -> bool:
@@ -118,7 +118,7 @@ def _converted(name: str, value: Any, converter: Callable[[Any], Any]) -> Any:
     except _WrongValue as wrong:
         is_unquoted = wrong.expected == _TYPE_NAMES[str] and isinstance(value, (bool, float))
         hint = "; put it in quotes" if is_unquoted else ""
-        raise ValueError(f"{name} must be {wrong.expected}, got {show(value)}{hint}") from None
+        raise ValueError(f"{name} must be {wrong.expected}, got {_show(value)}{hint}") from None
 
 
 @functools.cache
@@ -184,7 +184,8 @@ def _choice(choices: tuple[Any, ...], value: Any) -> Any:
 
 def _instance(cls: type, value: Any) -> Any:
     if not isinstance(value, cls):
-        raise _WrongValue("a section of keys")
+        is_built = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+        raise _WrongValue(f"of class {cls.__name__}" if is_built else "a section of keys")
     return value
 
 
