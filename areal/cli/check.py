@@ -150,10 +150,11 @@ def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = N
         )
     try:
         check_import_path(name)
+        signature = None if call is None else static_signature(name)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     if call is not None:
-        call.require(static_signature(name), f"{key}: {name}")
+        call.require(signature, f"{key}: {name}")
 
 
 def _check_trackers(config: BaseExperimentConfig) -> None:

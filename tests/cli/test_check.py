@@ -35,6 +35,7 @@ def without_data(prompt, completions, prompt_ids, completion_ids): ...
 FUNCTIONS = """\
 raise SystemExit("a check must not run this")
 from my_loss import loss as renamed
+from nowhere_at_all import loss as gone
 def loss(inputs, *, floor): ...
 def longer(context, longest): ...
 made = make_loss()
@@ -138,6 +139,10 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ),
         ("actor.policy_loss=my_los.loss", "actor.policy_loss: there is no module 'my_los'"),
         ("actor.policy_loss=my_loss.los", "did you mean my_loss.loss?"),
+        (
+            "actor.policy_loss=my_loss.gone",
+            "actor.policy_loss: there is no module 'nowhere_at_all'",
+        ),
         (
             "actor.policy_loss=my_loss.loss",
             "actor.policy_loss: my_loss.loss(inputs, *, floor) cannot be called as fn(inputs, "
