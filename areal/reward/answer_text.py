@@ -24,10 +24,13 @@ _PIECE = re.compile(
     r"|(?P<operator>\*\*|[-+*/^×÷·]|\\(?:cdot|times|div)(?![a-zA-Z]))"
     r"|(?P<command>\\(?:[dt]?frac|sqrt(?:\[\d+\])?|left|right)(?![a-zA-Z]))"
     r"|(?P<open>[({])|(?P<close>[)}])|(?P<percent>\\?%)|(?P<space>[ \t]+)"
-    r"|(?P<currency>\\?[$€£¥](?=\.?\d))|(?P<other>.)",
+    r"|(?P<currency>\\?[$€£¥](?=\.?\d))|(?P<other>[^\s\d.,+\-*/^(){}\\%×÷·$€£¥]+|.)",
     re.DOTALL,
 )
 _PAIRS = {")": "(", "}": "{"}
+# A whole number at the very end, after something that no expression holds: most answers of most
+# models, and found in a tenth of the time.
+_PLAIN_END = re.compile(r"[^\s\d.,+\-*/^(){}\\%×÷·$€£¥](-?\d+)\Z")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}\d]*\}(?:\^\{?\d\}?)?")  # \text{ cm}^2
 
 
@@ -90,6 +93,8 @@ def last_expression(text: str) -> str | None:
 
     A number after another one, without an operator between them, begins a new expression.
     """
+    if plain := _PLAIN_END.search(text, len(text) - 32 if len(text) > 32 else 0):
+        return plain[1]
     text = _around_last_number(text).replace("{,}", ",")  # LaTeX's thousands
     runs = list(_runs(_UNIT.sub("\n", text)))
     return _trimmed(runs[-1]) if runs else None

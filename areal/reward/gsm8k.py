@@ -12,6 +12,7 @@ after the point, or below 0.1 from the first that is not 0.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 from areal.reward.answer_text import (
@@ -35,8 +36,8 @@ def gsm8k_reward_fn(
     if gold is not None:
         given = final_answer(completions)
         return float(given is not None and same_answer(_without_unit(gold), _without_unit(given)))
-    gold, marked = _expected(str(answer)), marked_answer(completions)
-    if _is_number(gold):
+    (gold, is_number), marked = _expected(str(answer)), marked_answer(completions)
+    if is_number:
         given = last_expression(completions) if marked is None else _without_unit(marked)
         return float(given is not None and same_answer(gold, given))
     given, in_prose = marked, False
@@ -45,21 +46,21 @@ def gsm8k_reward_fn(
     return float(same_answer(gold, given, in_prose=in_prose))
 
 
-def _expected(answer: str) -> str:
-    """The answer of a row that is not GSM8K's: all of it, unless it is a sentence."""
-    boxed = last_boxed(answer)
-    if boxed is not None:
-        return _without_unit(boxed)
-    gold = last_expression(answer) if _is_sentence(answer) else _without_unit(answer.strip())
+@lru_cache(maxsize=1024)  # the samples of a prompt are judged one after the other
+def _expected(answer: str) -> tuple[str, bool]:
+    """The answer of a row that is not GSM8K's: all of it, unless it is a sentence; and whether it
+    is one expression with a value: not x + 1, (1, 2) or 3:2."""
+    gold = last_boxed(answer)
+    if gold is not None:
+        gold = _without_unit(gold)
+    elif _is_sentence(answer):
+        gold = last_expression(answer)
+    else:
+        gold = _without_unit(answer.strip())
     if not gold:
         raise ValueError(f"no number in the answer {answer!r:.200} of the data row")
-    return gold
-
-
-def _is_number(gold: str) -> bool:
-    """Whether it is one expression with a value: not x + 1, (1, 2) or 3:2."""
     bare = re.sub(r"\s|\\?\$", "", gold.replace("{,}", ","))
-    return last_expression(gold) == bare.lstrip("+").rstrip(".")
+    return gold, last_expression(gold) == bare.lstrip("+").rstrip(".")
 
 
 def _without_unit(marked: str) -> str:

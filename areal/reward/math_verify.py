@@ -55,6 +55,8 @@ def same_answer(gold: str, given: str, *, in_prose: bool = False) -> bool:
     """
     if gold == given:
         return True
+    if gold.isdecimal() and given.isdecimal() and max(len(gold), len(given)) <= MAX_CHARACTERS:
+        return int(gold) == int(given)  # the usual case, at a hundredth of the cost
     if in_prose:
         given = given[-MAX_PROSE_CHARACTERS:]
     elif len(given) > MAX_CHARACTERS or nesting(given) > MAX_NESTING:
