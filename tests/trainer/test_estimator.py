@@ -8,8 +8,12 @@ from tiny import write_tiny_model
 from tiny_ppo import advantages, group, open_actor
 
 from areal.api.config.train_engine import NormConfig
+from areal.infra.split import divide_rows
+from areal.rollout.trajectory import decode, encode
 from areal.trainer.episodes import describe_batch
+from areal.trainer.ppo.batch import collect
 from areal.utils import stats_tracker
+from areal.utils.data import pack
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +168,13 @@ def test_mixed_levels_do_not_explode_on_a_group_of_equal_rewards(folder):
     for mean_level in ("batch", None):
         actor = open_actor(folder, reward_norm=NormConfig(mean_level=mean_level, std_level="group"))
         assert advantages(actor, trajs)["advantages"].abs().max() <= 2
+
+
+def test_the_number_of_an_episode_travels_with_its_row():
+    """Through the ledger's bytes, the batch of a step, data-parallel parts and packing."""
+    trajs = [rows_of_episodes([[1.0, 1.0], [0.0]]), rows_of_episodes([[1.0], [0.0, 0.0]])]
+    data = collect([decode(encode(traj)) for traj in trajs])
+    assert data["episode_ids"].tolist() == [0, 0, 1, 2, 3, 3]
+    for rows in divide_rows(data, num_places=2):
+        packed = pack(data, rows)
+        assert packed["episode_ids"].tolist() == data["episode_ids"][rows].tolist()
