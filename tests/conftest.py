@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 # Read by torch and its math libraries at import, also in the child processes a test starts.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[name] = "1"
+os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as areal sets it, and here before any product
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")

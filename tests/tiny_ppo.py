@@ -9,8 +9,9 @@ from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.roles import PPOCriticConfig
 from areal.api.config.train_engine import MicroBatchSpec, NormConfig
+from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec
-from areal.engine.archon_engine import ArchonEngine
+from areal.engine import train_engine_class
 from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.ppo.batch import collect
 from areal.trainer.ppo.critic import PPOCritic
@@ -33,8 +34,8 @@ def open_critic(folder, **options) -> PPOCritic:
     return PPOCritic(config, open_engine(config))
 
 
-def open_engine(config) -> ArchonEngine:
-    engine = ArchonEngine(config)
+def open_engine(config) -> TrainEngine:
+    engine = train_engine_class(config.backend)(config)
     engine.initialize(FinetuneSpec(1, 100, 1))
     if config.is_critic:
         draw_score_head(engine.model)

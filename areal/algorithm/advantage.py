@@ -99,6 +99,7 @@ def gae_by_turn(
     outcome of a turn: it is added to the advantage of its own token and goes no further.
     """
     mask_BS = mask_BS.bool()
+    check_turn_ids(turn_ids_BS, mask_BS)
     starts_BS = turn_starts(mask_BS, turn_ids_BS)
     step_BS = starts_BS.cumsum(1) - 1  # -1 before the first turn
     num_turns_B = starts_BS.sum(1)
@@ -122,6 +123,20 @@ def gae_by_turn(
         advantages_BS = advantages_BS + token_rewards_BS
     returns_BS = returns_BK.gather(1, place_BS)
     return advantages_BS.masked_fill(~mask_BS, 0.0), returns_BS.masked_fill(~mask_BS, 0.0)
+
+
+def check_turn_ids(turn_ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> None:
+    """ValueError unless the turns of each row's generated tokens count up from 0 or more."""
+    mask_BS = mask_BS.bool()
+    newest_BS = torch.where(mask_BS, turn_ids_BS, -1).cummax(1).values
+    wrong_BS = mask_BS & ((turn_ids_BS < 0) | (turn_ids_BS < newest_BS))
+    if bool(wrong_BS.any()):
+        row, token = wrong_BS.nonzero()[0].tolist()
+        raise ValueError(
+            "turn_ids must be at least 0 on generated tokens and never fall along a row; row "
+            f"{row} has {int(turn_ids_BS[row, token])} at token {token}, after turn "
+            f"{int(newest_BS[row, :token].max()) if token else -1}"
+        )
 
 
 def turn_starts(mask_BS: torch.Tensor, turn_ids_BS: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,15 @@ pi_theta / pi_prox, A the advantage and w the weight of a token:
 
 Every mean divides by the mask's count, whatever the weights are: a token that was rejected (w = 0,
 by rejection sampling or M2PO) counts as a loss of 0, so parts of a batch add up to the whole.
+
+`own_loss` makes such a loss of a user's function, which may return a loss per token instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -34,6 +38,8 @@ class LossInputs:
     mask_T: torch.Tensor  # bool, the tokens to learn from
     weight_T: torch.Tensor | None = None  # pi_prox / pi_behave, 0 where rejected; None is 1
     cu_seqlens: torch.Tensor | None = None  # [B + 1], where sequences begin; for gspo
+    behave_logp_T: torch.Tensor | None = None  # log of the policy that sampled
+    versions_T: torch.Tensor | None = None  # its version, -1 on text the model did not write
 
 
 def ppo_clip_loss(
@@ -93,6 +99,60 @@ def cispo_loss(
     # Off the mask log pi may be -inf, and 0 * inf has no gradient.
     logprobs_T = inputs.logprobs_T.masked_fill(~inputs.mask_T, 0.0)
     return _masked_mean(-clipped_T * inputs.advantages_T * logprobs_T, inputs, metrics)
+
+
+def own_loss(
+    inputs: LossInputs, *, fn: Callable[..., Any], name: str, options: dict[str, Any]
+) -> tuple[torch.Tensor, Metrics]:
+    """A user's `fn(inputs, **options)` as a policy loss; `name` is what errors call it.
+
+    It returns a loss per token `[T]`, of which areal takes the weighted mean over the mask, or that
+    mean itself, as the losses above do; alone or with a dict of metrics `[T]`. Off the mask every
+    input is 0, so that nothing a function computes there can overflow.
+    """
+    found = fn(_zero_off_mask(inputs), **options)
+    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    num_tokens = len(inputs.mask_T)
+    if not isinstance(loss, torch.Tensor) or list(loss.shape) not in ([num_tokens], []):
+        kind = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(
+            f"{name} returned {kind}, expected a loss for each of the {num_tokens} tokens, or "
+            "their mean, alone or with a dict of metrics"
+        )
+    if torch.is_grad_enabled() and inputs.logprobs_T.requires_grad and not loss.requires_grad:
+        raise ValueError(
+            f"{name} returned a loss without a gradient: compute it from inputs.logprobs_T, and "
+            "not from what detach() gives"
+        )
+    metrics = _checked_metrics(metrics, num_tokens, name)
+    if loss.ndim == 1:
+        return _masked_mean(loss, inputs, metrics)
+    return loss, metrics
+
+
+def _zero_off_mask(inputs: LossInputs) -> LossInputs:
+    off_T = ~inputs.mask_T
+    per_token = ("logprobs_T", "prox_logp_T", "advantages_T", "weight_T", "behave_logp_T")
+    given = {key: getattr(inputs, key) for key in per_token}
+    return replace(
+        inputs,
+        **{key: x_T.masked_fill(off_T, 0.0) for key, x_T in given.items() if x_T is not None},
+    )
+
+
+def _checked_metrics(metrics: Any, num_tokens: int, name: str) -> Metrics:
+    if not isinstance(metrics, dict):
+        kind = type(metrics).__name__
+        raise ValueError(f"{name} returned {kind} beside the loss, expected a dict of metrics")
+    for key, value_T in metrics.items():
+        if not isinstance(value_T, torch.Tensor) or list(value_T.shape) != [num_tokens]:
+            kind = getattr(value_T, "shape", None)
+            kind = type(value_T).__name__ if kind is None else list(kind)
+            raise ValueError(
+                f"{name} returned {kind} as the metric {key!r}, expected a number for each of the "
+                f"{num_tokens} tokens"
+            )
+    return {str(key): value_T.detach() for key, value_T in metrics.items()}
 
 
 def _log_ratio(inputs: LossInputs) -> torch.Tensor:

@@ -1,23 +1,36 @@
 """Centre and scale rewards or advantages over the batch or over each prompt's group.
 
 `normalize(x, ...)` returns (x - mean) / (std + eps) with mean and std each taken over the whole
-batch, over each group, or not at all. Sums run in float64, so a group of equal rewards gives
-exactly 0 and the result does not depend on how many other rows there are, nor on how many ranks
-hold them: with a process group the batch is that of all its ranks.
+batch, over each group, or not at all. Sums run in float64, so the result does not depend on how
+many other rows there are, nor on how many ranks hold them: with a process group the batch is that
+of all its ranks.
 
 GRPO: mean group, std group. Dr.GRPO: mean group. RLOO: mean group, leave one out.
 LitePPO: mean group, std batch. REINFORCE++: both batch, over advantages.
+
+**Episodes.** An episode (one run of a workflow) may export several rows. Of rewards `[B]` each
+episode counts once, however many rows it has: a row weighs 1 / (rows of its episode), so the mean
+is the mean over episodes of their mean reward. Leaving one out leaves out the whole episode: the
+rest does not depend on anything it did, so that such a baseline has no bias, whatever the rewards
+of its rows. Of advantages `[B, S]` each token counts once, and leaving one out is the same.
+
+**No spread.** Values that differ by less than float32 rounding are equal, and equal values are
+centred to exactly 0. A standard deviation below MIN_SPREAD of what it would divide says nothing
+about its scale: equal rewards, or a single sample, in a group whose own mean was not subtracted.
+Then the batch's divides, and where that is no better, nothing does. So no result is larger than
+sqrt(n) / MIN_SPREAD for n elements, or than the centred value itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-# Sums values of the shape of `x` over each slice, in a shape that broadcasts against `x`.
-Totals = Callable[[torch.Tensor], torch.Tensor]
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; rewards travel as float32
+MIN_SPREAD = 0.01
 
 
 def normalize(
@@ -30,74 +43,161 @@ def normalize(
     mean_leave1out: bool = False,
     std_unbiased: bool = True,
     eps: float = 1e-5,
+    episode_ids: torch.Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """`x` is `[B]` or `[B, S]`; consecutive rows form groups of `group_sizes`.
 
     Only elements under `mask` count and only they are changed to anything but 0; with nothing
     under the mask `x` comes back as it is. Levels are "batch", "group" or None (no centring, or
-    a divisor of exactly 1). All ranks of `process_group` call together, each with whole groups,
+    a divisor of exactly 1). Rows of a group with equal `episode_ids` `[B]` are one episode; without
+    them every row is its own. All ranks of `process_group` call together, each with whole groups,
     perhaps with no row at all.
     """
-    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask.bool()
-    whole = _batch_totals(process_group)
-    if not bool(whole(mask.double()) > 0):
-        return x
-    totals = {None: whole, "batch": whole, "group": _group_totals(group_sizes, x)}
     for level in (mean_level, std_level):
-        if level not in totals:
+        if level not in (None, "batch", "group"):
             raise ValueError(f"a normalisation level is 'batch', 'group' or null, got {level!r}")
+    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask.bool()
     x64 = x.double().masked_fill(~mask, 0.0)
+    batch, group = _Slices(None, process_group), _Slices(_group_of_row(group_sizes, x))
+    if not bool(batch.total(mask.double()) > 0):
+        return x
+    if not bool(batch.total((~x64.isfinite()).double()) == 0):
+        raise ValueError("a normaliser got a value that is not finite: look at the rewards")
+    episode = _Slices(_episode_of_row(group.ids, episode_ids))
+    levels = {"batch": batch, "group": group}
+    weight = mask.double()
+    if x.ndim == 1:
+        weight = weight / episode.total(weight).clamp(min=1)
+    found = {
+        name: _Moments.of(x64, mask, weight, levels[name])
+        for name in dict.fromkeys((mean_level, std_level, "batch"))
+        if name is not None
+    }
     out = x64
     if mean_level is not None:
-        out = x64 - _mean(x64, mask, totals[mean_level], mean_leave1out, mean_level)
+        left_out = episode if mean_leave1out else None
+        lone_is_0 = mean_level == "group"
+        out = found[mean_level].centred(x64, weight, left_out, lone_is_0=lone_is_0)
     if std_level is not None:
-        out = out / (_std(x64, mask, totals[std_level], std_unbiased) + eps)
+        divisor = torch.ones_like(out)
+        for name in ("batch",) if std_level == "batch" else ("batch", "group"):
+            std, usable = found[name].std(out, weight, unbiased=std_unbiased)
+            divisor = torch.where(usable, std + eps, divisor)
+        out = out / divisor
     return out.masked_fill(~mask, 0.0).to(x.dtype)
 
 
-def _batch_totals(process_group: dist.ProcessGroup | None) -> Totals:
-    def total(values: torch.Tensor) -> torch.Tensor:
-        out = values.sum()
-        if process_group is not None:
-            dist.all_reduce(out, group=process_group)
-        return out
-
-    return total
+def are_equal(x: torch.Tensor) -> bool:
+    """Whether the values differ by no more than rounding."""
+    x64 = x.double()
+    return not len(x) or bool((x64 - x64.mean()).abs().max() <= ROUNDING * x64.abs().max())
 
 
-def _group_totals(group_sizes: Sequence[int], x: torch.Tensor) -> Totals:
+def episode_means(x: torch.Tensor, episode_ids: torch.Tensor | None) -> torch.Tensor:
+    """The mean of each episode's rows, for `x` `[B]` of one group or with ids of the batch."""
+    if episode_ids is None:
+        return x.double()
+    episode = episode_ids.unique(return_inverse=True)[1]
+    totals = x.new_zeros(len(x), dtype=torch.float64).index_add(0, episode, x.double())
+    counts = torch.bincount(episode)
+    return totals[: len(counts)] / counts
+
+
+class _Slices:
+    """Sums and maxima over each slice of the rows, in a shape that broadcasts against `x`."""
+
+    def __init__(
+        self, ids: torch.Tensor | None, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`ids` `[B]` number the slices from 0; None: one slice, all rows of all ranks."""
+        self.ids = ids
+        self._process_group = process_group
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return self._reduced(values, values.flatten(1).sum(1) if values.ndim > 1 else values, "sum")
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values of at least 0."""
+        return self._reduced(
+            values, values.flatten(1).amax(1) if values.ndim > 1 else values, "amax"
+        )
+
+    def _reduced(self, values: torch.Tensor, per_row: torch.Tensor, reduce: str) -> torch.Tensor:
+        ids = torch.zeros(len(per_row), dtype=torch.long, device=per_row.device)
+        ids = ids if self.ids is None else self.ids
+        count = max(int(ids.max()) + 1 if len(ids) else 0, 1)
+        out = per_row.new_zeros(count).scatter_reduce(0, ids, per_row, reduce)
+        if self.ids is not None:
+            return out[ids].view(-1, *[1] * (values.ndim - 1))
+        if self._process_group is not None:
+            op = dist.ReduceOp.SUM if reduce == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(out, op, group=self._process_group)
+        return out[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """What is known of the elements of each slice; all broadcast against `x`."""
+
+    slices: _Slices
+    count: torch.Tensor  # sum of weights: episodes, or tokens
+    mean: torch.Tensor
+    variance: torch.Tensor  # biased
+    are_equal: torch.Tensor  # bool: nothing but rounding between the elements
+
+    @classmethod
+    def of(
+        cls, x64: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, slices: _Slices
+    ) -> _Moments:
+        count = slices.total(weight)
+        mean = slices.total(weight * x64) / count.clamp(min=1)
+        apart = (x64 - mean).masked_fill(~mask, 0.0)
+        variance = slices.total(weight * apart.square()) / count.clamp(min=1)
+        are_equal = slices.largest(apart.abs()) <= ROUNDING * slices.largest(x64.abs())
+        return cls(slices, count, mean, variance, are_equal)
+
+    def centred(
+        self, x64: torch.Tensor, weight: torch.Tensor, left_out: _Slices | None, *, lone_is_0: bool
+    ) -> torch.Tensor:
+        """x less the mean; with `left_out` less the mean of all slices but the element's own."""
+        if left_out is None:
+            return (x64 - self.mean).masked_fill(self.are_equal, 0.0)
+        own = left_out.total(weight)
+        rest = self.count - own
+        others = (self.count * self.mean - left_out.total(weight * x64)) / rest.clamp(min=1)
+        # A lone sample has no others. In a group it is its own baseline (it teaches nothing);
+        # in a batch there is no baseline.
+        alone = torch.zeros_like(x64) if lone_is_0 else x64
+        centred = (x64 - others).masked_fill(self.are_equal, 0.0)
+        return torch.where(rest > 0.5, centred, alone)
+
+    def std(
+        self, centred: torch.Tensor, weight: torch.Tensor, *, unbiased: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The standard deviation, and whether there is enough of it to divide `centred` by."""
+        several = self.count > 1.5
+        scale = self.count / (self.count - 1).clamp(min=1) if unbiased else 1.0
+        std = (self.variance * scale).sqrt()
+        size = (self.slices.total(weight * centred.square()) / self.count.clamp(min=1)).sqrt()
+        return std, several & ~self.are_equal & (std > MIN_SPREAD * size)
+
+
+def _group_of_row(group_sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     sizes = torch.as_tensor(group_sizes, dtype=torch.long, device=x.device)
     if int(sizes.sum()) != len(x):
         raise ValueError(f"group sizes add up to {int(sizes.sum())} rows, the batch has {len(x)}")
-    group_of_row = torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
-
-    def total(values: torch.Tensor) -> torch.Tensor:
-        per_row = values.flatten(1).sum(1) if values.ndim > 1 else values
-        sums = per_row.new_zeros(len(sizes)).index_add_(0, group_of_row, per_row)
-        return sums[group_of_row].view(-1, *[1] * (values.ndim - 1))
-
-    return total
+    return torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
 
 
-def _mean(
-    x64: torch.Tensor, mask: torch.Tensor, total: Totals, leave_one_out: bool, level: str
-) -> torch.Tensor:
-    count, summed = total(mask.double()), total(x64)
-    if not leave_one_out:
-        return summed / count.clamp(min=1)
-    others = (summed - x64) / (count - 1).clamp(min=1)
-    # A lone sample has no others. In a group it is its own baseline (it teaches nothing);
-    # in a batch there is no baseline.
-    lone = x64 if level == "group" else torch.zeros_like(x64)
-    return torch.where(count > 1, others, lone)
-
-
-def _std(x64: torch.Tensor, mask: torch.Tensor, total: Totals, unbiased: bool) -> torch.Tensor:
-    count = total(mask.double())
-    mean = total(x64) / count.clamp(min=1)
-    squares = total((x64 - mean).masked_fill(~mask, 0.0).square())
-    if not unbiased:
-        return (squares / count.clamp(min=1)).sqrt()
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(count > 1, std, torch.ones_like(std))
+def _episode_of_row(group_ids: torch.Tensor, episode_ids: torch.Tensor | None) -> torch.Tensor:
+    """Episodes numbered over the batch; the same id in two groups is two episodes."""
+    if episode_ids is None or not len(group_ids):
+        return torch.arange(len(group_ids), device=group_ids.device)
+    if episode_ids.shape != group_ids.shape:
+        raise ValueError(
+            f"episode_ids must be one number for each of the {len(group_ids)} rows, got shape "
+            f"{list(episode_ids.shape)}"
+        )
+    pairs = torch.stack([group_ids, episode_ids.to(group_ids)], dim=1)
+    return pairs.unique(dim=0, return_inverse=True)[1]

@@ -5,7 +5,7 @@ two policies are too far apart:
 
     TIS       level token, action clamp          IcePop   level token, action mask, metric ratio
     MIS       level sequence, metric ratio       KPop     action mask, metric binary_kl
-    filters   action mask, metric kl_k1, kl_k2 or kl_k3
+    filters   action mask, metric kl_k1, kl_k2 or kl_k3 of d = log pi_prox - log pi_behave
 
 `m2po_keep` drops the tokens with the largest second moment instead.
 
@@ -57,6 +57,9 @@ def reject(
 
     At level "sequence" the metric is aggregated over a sequence's masked tokens and decides for
     all of them; with metric "ratio" every token then carries the sequence's geometric mean ratio.
+    The KL metrics are those of `areal.algorithm.kl` with d = log pi_prox - log pi_behave: an upper
+    bound on kl_k1 drops tokens that have become likelier, kl_k3 weighs those that have become
+    rarer more.
     """
     _check_choices(level, action, metric, agg)
     mask_T = mask_T.bool()
@@ -66,7 +69,7 @@ def reject(
     elif metric == "binary_kl":
         score_T = _binary_kl(prox_logp_T, behave_logp_T, mask_T)
     else:
-        score_T = _ESTIMATORS[metric](-ratio_T)  # KL(behave || prox): behave sampled the tokens
+        score_T = _ESTIMATORS[metric](ratio_T)
     if level == "sequence":
         score_T = spread(_AGGREGATES[agg](score_T, mask_T, cu_seqlens), cu_seqlens)
         if metric == "ratio":

@@ -9,6 +9,10 @@ h = sum over a sequence's loss tokens of (log pi - log pi_ref):
 
 Every loss is a mean over pairs, so a micro-batch weighs as many pairs as it holds. Sums over
 tokens run in float64: two long sums of float32 leave little of their difference.
+
+`reward_accuracy` is 1 where the chosen answer has the higher reward, 0 where it has the lower one,
+and 1/2 for a tie: a difference that float32 rounding alone can make. A policy that equals its
+reference ties on every pair, whichever way its sums were rounded.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ import torch.nn.functional as F
 from areal.algorithm.segments import sequence_count, sequence_sum
 
 Metrics = dict[str, torch.Tensor]
+
+# How far apart two float32 forward passes of equal weights may be: in nats for the log-probability
+# of each token, and for a score relative to its size (or to 1, if that is larger).
+ROUNDING = 1e-5
 
 
 def dpo_loss(
@@ -32,7 +40,9 @@ def dpo_loss(
     gain_B = _gains(logprobs_T, ref_logp_T, mask_T, cu_seqlens)
     chosen_P, rejected_P = _pairs(gain_B)
     loss_P = -F.logsigmoid(beta * (chosen_P - rejected_P))
-    return loss_P.mean().to(logprobs_T.dtype), _metrics(loss_P, beta * chosen_P, beta * rejected_P)
+    tie_P = beta * ROUNDING * sum(_pairs(sequence_count(mask_T, cu_seqlens)))
+    metrics = _metrics(loss_P, beta * chosen_P, beta * rejected_P, tie_P)
+    return loss_P.mean().to(logprobs_T.dtype), metrics
 
 
 def ipo_loss(
@@ -48,7 +58,9 @@ def ipo_loss(
     gain_B = gain_B / sequence_count(mask_T, cu_seqlens).clamp(min=1)
     chosen_P, rejected_P = _pairs(gain_B)
     loss_P = (chosen_P - rejected_P - 1 / (2 * beta)).square()
-    return loss_P.mean().to(logprobs_T.dtype), _metrics(loss_P, beta * chosen_P, beta * rejected_P)
+    tie_P = torch.full_like(loss_P, beta * ROUNDING * 2)  # the error of two means
+    metrics = _metrics(loss_P, beta * chosen_P, beta * rejected_P, tie_P)
+    return loss_P.mean().to(logprobs_T.dtype), metrics
 
 
 def reward_model_loss(
@@ -57,7 +69,8 @@ def reward_model_loss(
     """`values_T` is the value head's output; a sequence's score is the one at its last token."""
     chosen_P, rejected_P = _pairs(values_T[cu_seqlens[1:].long() - 1])
     loss_P = -F.logsigmoid(chosen_P - rejected_P)
-    return loss_P.mean(), _metrics(loss_P, chosen_P, rejected_P)
+    tie_P = ROUNDING * torch.maximum(chosen_P.abs(), rejected_P.abs()).clamp(min=1.0)
+    return loss_P.mean(), _metrics(loss_P, chosen_P, rejected_P, tie_P.detach())
 
 
 def _gains(
@@ -80,14 +93,21 @@ def _pairs(x_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _metrics(
-    loss_P: torch.Tensor, chosen_reward_P: torch.Tensor, rejected_reward_P: torch.Tensor
+    loss_P: torch.Tensor,
+    chosen_reward_P: torch.Tensor,
+    rejected_reward_P: torch.Tensor,
+    tie_P: torch.Tensor,
 ) -> Metrics:
-    """Per pair; the rewards of DPO and IPO are the implicit ones, beta log(pi / pi_ref)."""
+    """Per pair; the rewards of DPO and IPO are the implicit ones, beta log(pi / pi_ref).
+
+    `tie_P` is the largest margin that rounding explains.
+    """
     chosen_P, rejected_P = chosen_reward_P.detach(), rejected_reward_P.detach()
+    margin_P = chosen_P - rejected_P
     return {
         "loss": loss_P.detach(),
         "chosen_reward": chosen_P,
         "rejected_reward": rejected_P,
-        "reward_margin": chosen_P - rejected_P,
-        "reward_accuracy": chosen_P > rejected_P,
+        "reward_margin": margin_P,
+        "reward_accuracy": torch.where(margin_P.abs() <= tie_P, 0.5, (margin_P > 0).float()),
     }

@@ -15,6 +15,7 @@ Trajectories are plain dicts of tensors, right-padded to `[B, S]`:
 | `turn_ids`       | int32 | 0-based turn, -1 on text the model did not write                     |
 | `rewards`        | f32   | `[B]`, one outcome reward per row                                    |
 | `seq_no_eos`     | bool  | `[B]`, True when generation ended by length, not by a stop token     |
+| `episode_ids`    | int32 | `[B]`, which episode of its group a row is of; the rollout adds it   |
 
 With `gconfig.reward_normalization` there is `original_rewards` too: `rewards` as they were before.
 Rows with images have `multi_modal_input`: a list of B dicts of tensors, {} for a row without.
@@ -35,6 +36,7 @@ from areal.api.reply_check import check_lengths, check_logprobs, check_tokens
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation
 
+EPISODE_KEY = "episode_ids"
 StopReason = Literal["length", "stop", "tool_calls", "abort"]
 WeightTransport = Literal["direct", "shm", "ipc", "disk", "delta", "xccl"]
 

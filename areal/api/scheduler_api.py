@@ -17,8 +17,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from areal.api.config.section import config_section
 
-@dataclass(frozen=True, slots=True)
+
+@config_section(frozen=True, slots=True, kw_only=False)
 class SchedulingSpec:
     """What one worker needs of its machine."""
 
@@ -40,7 +42,7 @@ class SchedulingSpec:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-@dataclass(frozen=True, slots=True)
+@config_section(frozen=True, slots=True, kw_only=False)
 class SchedulingStrategy:
     """Processes and devices of its own, or those of the role `target`."""
 

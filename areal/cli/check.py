@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from areal.api.config.dataset import DatasetConfig
     from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+    from areal.utils.signatures import Call
 
 
 def add_parser(subparsers: Any) -> None:
@@ -135,31 +137,43 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 
 def _check_import_paths(config: PPOConfig) -> None:
-    from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS
-    from areal.cli.signatures import check_agent, check_reward
-    from areal.reward import REWARD_FNS
+    from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS, POLICY_LOSSES
+    from areal.algorithm.calls import FILTER_CALL, lambda_call, policy_loss_call
+    from areal.cli.static_import import has_blocking_run
+    from areal.reward import REWARD_CALL, REWARD_FNS
     from areal.workflow import WORKFLOWS
 
+    actor = config.actor
     for key in ("workflow", "eval_workflow"):
         name = getattr(config, key)
         if name is not None:
             _check_name(key, name, WORKFLOWS)
-        if name is not None and name not in WORKFLOWS:
-            check_agent(key, name)
-    _check_name("reward_fn", config.reward_fn, REWARD_FNS)
-    if config.workflow in WORKFLOWS and config.reward_fn not in REWARD_FNS:
-        check_reward("reward_fn", config.reward_fn)
+        if name is not None and name not in WORKFLOWS and has_blocking_run(name):
+            raise ValueError(
+                f"{key}: {name}.run is a plain `def`; an agent has `async def run(self, data, "
+                "**kwargs)`, which awaits its calls of the model; what blocks goes into "
+                "asyncio.to_thread"
+            )
+    call = None  # a workflow of somebody else may call it as it likes
+    if config.workflow in WORKFLOWS:
+        finds_messages = "data_extract_prompt_fn" not in config.workflow_kwargs
+        call = replace(REWARD_CALL, certain=["messages"] if finds_messages else [])
+    _check_name("reward_fn", config.reward_fn, REWARD_FNS, call)
     if config.dynamic_filter_fn is not None:
-        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS)
-    if isinstance(config.actor.gae_lambda, str):
-        _check_name("actor.gae_lambda", config.actor.gae_lambda, LAMBDA_FUNCTIONS)
+        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS, FILTER_CALL)
+    if isinstance(actor.gae_lambda, str):
+        call = lambda_call(actor.gae_lambda_kwargs)
+        _check_name("actor.gae_lambda", actor.gae_lambda, LAMBDA_FUNCTIONS, call)
+    call = policy_loss_call(actor.policy_loss_kwargs)
+    _check_name("actor.policy_loss", actor.policy_loss, POLICY_LOSSES, call)
 
 
-def _check_name(key: str, name: str, known: Iterable[str]) -> None:
-    """`name` is in a package's table, or an import path whose module and name exist."""
+def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = None) -> None:
+    """`name` is in a package's table, or an import path whose module and name exist and which, if
+    it is a function, can be called like `call`."""
     import difflib
 
-    from areal.cli.static_import import check_import_path
+    from areal.cli.static_import import check_import_path, static_signature
 
     known = sorted(known)
     if name in known:
@@ -174,8 +188,11 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
         )
     try:
         check_import_path(name)
+        signature = None if call is None else static_signature(name)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
+    if call is not None:
+        call.require(signature, f"{key}: {name}")
 
 
 def _check_port(port: int) -> None:

@@ -1,4 +1,5 @@
-"""Looks an import path up without running any code: does `package.module.name` exist?
+"""Looks an import path up without running any code: does `package.module.name` exist, and what
+arguments does it take?
 
 `areal check` uses it, because really importing a user's reward or workflow may load torch and take
 seconds. Modules are found on disk, and the name is looked for in the module's source.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,9 +22,9 @@ def check_import_path(path: str) -> None:
     if not module or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r} is not an import path like package.module.name")
     spec = _find_module(module)
-    tree = _parse(spec)
+    tree = _source_tree(spec)
     if tree is None:
-        return
+        return  # a compiled module or a namespace package: only importing it could tell
     names = set(_defined_names(tree))
     if name in names or names & {"*", "__getattr__"} or _is_submodule(spec, name):
         return
@@ -31,19 +33,87 @@ def check_import_path(path: str) -> None:
     raise ValueError(f"module {module!r} ({spec.origin}) defines no {name!r}{hint}")
 
 
-def find_definition(path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
-    """The definition that `path` names, where its module itself has it, once and undecorated."""
+def find_definition(
+    path: str, *, max_imports: int = 5
+) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    """The definition that `path` names. None where the source does not tell: a decorated function,
+    a name that is assigned, imported by `*`, or handed on by more than `max_imports` modules."""
     module, _, name = path.rpartition(".")
-    tree = _parse(_find_module(module))
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    found = [node for node in (tree.body if tree else []) if getattr(node, "name", None) == name]
-    if len(found) == 1 and isinstance(found[0], kinds) and not found[0].decorator_list:
-        return found[0]
-    return None
+    tree = _source_tree(_find_module(module)) if max_imports >= 0 else None
+    found = None
+    for node in [] if tree is None else tree.body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found = node if node.name == name else found
+            case ast.ImportFrom(module=origin, level=0):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        origin_path = f"{origin}.{alias.name}"
+                        return find_definition(origin_path, max_imports=max_imports - 1)
+    return None if found is None or found.decorator_list else found
 
 
-def _parse(spec: ModuleSpec) -> ast.Module | None:
-    """None for a compiled module or a namespace package: only importing it could tell."""
+def static_signature(path: str) -> inspect.Signature | None:
+    """Of the function at `path`, whose arguments are those its source names; None where that does
+    not tell. ValueError for a coroutine: nobody who calls it would await it."""
+    found = find_definition(path)
+    if isinstance(found, ast.AsyncFunctionDef):
+        raise ValueError(f"{path} is `async def`, expected a plain function")
+    if not isinstance(found, ast.FunctionDef):
+        return None
+    return _signature(found.args)
+
+
+def has_blocking_run(path: str) -> bool:
+    """Whether `path` is a class whose `run` is a plain function that hands the work to no coroutine
+    of the class. False where the source does not tell."""
+    found = find_definition(path)
+    if not isinstance(found, ast.ClassDef):
+        return False
+    methods = {
+        node.name: node
+        for node in found.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    coroutines = {name for name, node in methods.items() if isinstance(node, ast.AsyncFunctionDef)}
+    run = methods.get("run")
+    if "arun_episode" in methods or not isinstance(run, ast.FunctionDef):
+        return False
+    called = {node.attr for node in ast.walk(run) if isinstance(node, ast.Attribute)}
+    return not called & coroutines
+
+
+class _Given:
+    """Some default, which only running the code could tell."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+_GIVEN = _Given()
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    kinds, parameters = inspect.Parameter, []
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(by_position) - len(arguments.defaults)
+    for place, argument in enumerate(by_position):
+        is_named = place >= len(arguments.posonlyargs)
+        kind = kinds.POSITIONAL_OR_KEYWORD if is_named else kinds.POSITIONAL_ONLY
+        default = kinds.empty if place < num_required else _GIVEN
+        parameters.append(kinds(argument.arg, kind, default=default))
+    if arguments.vararg is not None:
+        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    for argument, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        default = kinds.empty if given is None else _GIVEN
+        parameters.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=default))
+    if arguments.kwarg is not None:
+        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _source_tree(spec: ModuleSpec) -> ast.Module | None:
+    """None for a module without Python source."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:

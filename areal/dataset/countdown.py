@@ -26,6 +26,7 @@ STYLES = {
     "words": "Make {target} out of the numbers {nums}. Use each of them exactly once, with + - * / "
     "and brackets. Write the expression at the end as <answer>...</answer>.",
 }
+NUM_ROWS = 10_000  # problems made when the config names no number
 MAX_FRUITLESS_DRAWS = 2000  # so many draws without a new problem mean that there is none
 
 
@@ -63,8 +64,10 @@ def load_rl(
     """
     _check_style(style)
     known_options(options, make_problems, besides=("style", "num_rows"))
+    _check_num_rows(num_rows)
     if path == "countdown":
-        problems = make_problems(split=split, num_rows=num_rows or 10_000, **options)
+        num_rows = NUM_ROWS if num_rows is None else num_rows
+        problems = make_problems(split=split, num_rows=num_rows, **options)
     else:
         _refuse(options, path)
         problems = _read_problems(path, split)[:num_rows]
@@ -82,12 +85,13 @@ def load_sft(
     tokenizer: Any,
     max_length: int | None = None,
     style: str = "words",
-    num_rows: int = 10_000,
+    num_rows: int = NUM_ROWS,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """{"input_ids", "loss_mask"}: one solution each, so only for problems made on the spot."""
     _check_style(style)
     known_options(options, make_problems, besides=("style", "num_rows"))
+    _check_num_rows(num_rows)
     if path != "countdown":
         raise ValueError(
             f"dataset.path: {path!r} holds no solutions to learn; write countdown, whose problems "
@@ -176,3 +180,8 @@ def _refuse(options: dict[str, Any], path: str) -> None:
 def _check_style(style: str) -> None:
     if style not in STYLES:
         raise ValueError(f"dataset_kwargs.style must be {' or '.join(STYLES)}, got {style!r}")
+
+
+def _check_num_rows(num_rows: int | None) -> None:
+    if num_rows is not None and (type(num_rows) is not int or num_rows < 1):
+        raise ValueError(f"dataset_kwargs.num_rows must be at least 1, got {num_rows!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from areal.utils import import_path
+from areal.utils.signatures import Call, signature_of
 
 # Names for `reward_fn` in the YAML. Any other function is given by its import path.
 REWARD_FNS = {
@@ -21,9 +22,24 @@ REWARD_FNS = {
 }
 
 
+REWARD_CALL = Call(
+    "fn(prompt, completions, prompt_ids, completion_ids, **data) -> float",
+    4,
+    None,
+    "a reward gets one prompt and one completion, as text and as token ids, and the columns of the "
+    "row as keywords; a function that scores lists of them, as for TRL, needs a wrapper",
+)
+
+
 def get_reward_fn(name: str, *, key: str = "reward_fn") -> Callable[..., float]:
     """The function behind a name or an import path; `key` is the config key that errors name."""
     found = import_path.load_named(name, REWARD_FNS, key=key)
     if not callable(found):
         raise ValueError(f"{key}: {name!r} is not a function, got {found!r:.200}")
+    check_reward_fn(found, f"{key}: {name}")
     return found
+
+
+def check_reward_fn(fn: Callable[..., float], what: str = "reward_fn") -> None:
+    """ValueError, which begins with `what`, when the function cannot be called as a reward is."""
+    REWARD_CALL.require(signature_of(fn), what)

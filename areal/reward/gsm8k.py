@@ -1,22 +1,72 @@
-r"""Reward for grade-school problems: 1 when the final number is right, else 0.
+r"""Reward for grade-school problems: 1 when the final answer is right, else 0.
 
-The final answer is the last `\boxed{...}`, what follows `####`, or the last number of the text, in
-the completion as in the row's `answer` (which may be the whole worked solution of GSM8K).
+A row of GSM8K has the worked solution as its `answer`, which ends with `#### N`: the final number
+of the completion must be N, with or without thousands separators, `$`, `%`, units or a full stop.
+Any other `answer` is judged by mathematics: 0.5, 1/2, 2/4 and `$\frac{1}{2}$` are the same.
+
+The final answer of a completion is the last `\boxed{...}`, what follows `####`, or the last number
+(GSM8K) or expression (any other row) of the text. Numbers are equal when they agree to 6 digits:
+after the point, or below 0.1 from the first that is not 0.
 """
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import Any
 
-from areal.reward.answer_text import final_answer
+from areal.reward.answer_text import (
+    after_hashes,
+    final_answer,
+    last_boxed,
+    last_expression,
+    marked_answer,
+)
 from areal.reward.math_verify import same_answer
+
+# Letters outside LaTeX commands: of a unit or word, of a sentence.
+_UNIT = re.compile(r"[\s{][^\W\d_]{2,}")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{3,}")
 
 
 def gsm8k_reward_fn(
     prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **data: Any
 ) -> float:
-    gold = final_answer(str(answer))
-    if gold is None:
+    gold = after_hashes(str(answer))
+    if gold is not None:
+        given = final_answer(completions)
+        return float(given is not None and same_answer(_without_unit(gold), _without_unit(given)))
+    (gold, is_number), marked = _expected(str(answer)), marked_answer(completions)
+    if is_number:
+        given = last_expression(completions) if marked is None else _without_unit(marked)
+        return float(given is not None and same_answer(gold, given))
+    given, in_prose = marked, False
+    if marked is None:
+        given, in_prose = completions.strip(), _is_sentence(completions)
+    return float(same_answer(gold, given, in_prose=in_prose))
+
+
+@lru_cache(maxsize=1024)  # the samples of a prompt are judged one after the other
+def _expected(answer: str) -> tuple[str, bool]:
+    """The answer of a row that is not GSM8K's: all of it, unless it is a sentence; and whether it
+    is one expression with a value: not x + 1, (1, 2) or 3:2."""
+    gold = last_boxed(answer)
+    if gold is not None:
+        gold = _without_unit(gold)
+    elif _is_sentence(answer):
+        gold = last_expression(answer)
+    else:
+        gold = _without_unit(answer.strip())
+    if not gold:
         raise ValueError(f"no number in the answer {answer!r:.200} of the data row")
-    given = final_answer(completions)
-    return float(given is not None and same_answer(gold, given))
+    bare = re.sub(r"\s|\\?\$", "", gold.replace("{,}", ","))
+    return gold, last_expression(gold) == bare.lstrip("+").rstrip(".")
+
+
+def _without_unit(marked: str) -> str:
+    """`72` of `72 dollars` or `72\\text{ cm}^2`."""
+    return (_UNIT.search(marked) and last_expression(marked)) or marked
+
+
+def _is_sentence(text: str) -> bool:
+    return _WORD.search(text) is not None

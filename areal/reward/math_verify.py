@@ -1,20 +1,40 @@
 """Reward for mathematical answers: 1 when the final answer equals the row's `answer`, else 0.
 
-Equal texts and plain numbers are settled here; only what is left goes to math-verify, which parses
-LaTeX and compares by sympy. Its clock runs on a signal, so it must be called from a main thread,
-as a reward worker does.
+Equal texts and plain arithmetic are settled here; only what is left goes to math-verify, which
+parses LaTeX and compares by sympy. Its clock runs on a signal, so it must be called from a main
+thread, as a reward worker does.
+
+Numbers are equal when they agree to 6 digits (`arithmetic.same_number`), however they are written:
+0.5, 1/2, 50% and `\\frac{1}{2}` are one answer. An answer of more than 1,000 characters, with more
+than 50 brackets inside each other, or of more than 15,000 digits, is wrong without being computed.
+A comparison that fails or runs out of time raises: it says nothing about the answer.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
-from areal.reward.answer_text import marked_answer, plain_number
+from areal.reward.answer_text import bare_text, marked_answer
+from areal.reward.arithmetic import (
+    DIGITS,
+    MAX_BITS,
+    MAX_CHARACTERS,
+    MAX_NESTING,
+    TooLargeError,
+    nesting,
+    same_number,
+    value,
+)
+
+if TYPE_CHECKING:
+    from sympy import Basic
 
 PARSE_TIMEOUT_S = 5
 COMPARE_TIMEOUT_S = 5
-FLOAT_ROUNDING = 6  # decimal places in which two floats must agree
+MAX_PROSE_CHARACTERS = 10_000  # at the end of a text, where an answer is looked for
+_NUMERIC_DIGITS = 30  # of a number that has no finite form, such as pi
 
 
 def math_verify_reward_fn(
@@ -31,13 +51,38 @@ def same_answer(gold: str, given: str, *, in_prose: bool = False) -> bool:
     """Whether two answers are equal: as text, as numbers, and last as mathematics.
 
     `in_prose` says that `given` is a whole text in which math-verify has to find the answer.
+    ValueError when `gold` is no answer that anything could be compared with.
     """
     if gold == given:
         return True
-    gold_number, given_number = plain_number(gold), plain_number(given)
-    if gold_number is not None and given_number is not None:
-        return gold_number == given_number
-    return _same_mathematics(gold, given, in_prose)
+    if gold.isdecimal() and given.isdecimal() and max(len(gold), len(given)) <= MAX_CHARACTERS:
+        return int(gold) == int(given)  # the usual case, at a hundredth of the cost
+    if in_prose:
+        given = given[-MAX_PROSE_CHARACTERS:]
+    elif len(given) > MAX_CHARACTERS or nesting(given) > MAX_NESTING:
+        return False
+    try:
+        gold_numbers = _numbers(gold)
+    except TooLargeError as error:
+        raise ValueError(
+            f"the answer {gold!r:.200} of the data row is too large: {error}"
+        ) from None
+    try:
+        given_numbers = _numbers(given)
+        if gold_numbers and given_numbers:
+            return any(same_number(g, n) for g in gold_numbers for n in given_numbers)
+        return _same_mathematics(gold, given, in_prose)
+    except TooLargeError:  # the gold answer is not, so they differ
+        return False
+
+
+def _numbers(text: str) -> list[Fraction]:
+    """What plain arithmetic comes to. `50%` is 50 to some and 1/2 to others."""
+    bare = bare_text(text)
+    found = value(bare.rstrip("%"))
+    if found is None:
+        return []
+    return [found, found / 100] if bare.endswith("%") else [found]
 
 
 def _same_mathematics(gold: str, given: str, in_prose: bool) -> bool:
@@ -46,31 +91,93 @@ def _same_mathematics(gold: str, given: str, in_prose: bool) -> bool:
             "math-verify needs a main thread for its time limit; call this reward through "
             "AsyncRewardWrapper"
         )
-    from math_verify import verify
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
 
-    gold_parsed = _parse(f"${gold}$") or _parse(gold)
-    if not gold_parsed:
-        raise ValueError(f"the answer {gold!r:.200} of the data row is not mathematics")
-    given_parsed = (not in_prose and _parse(f"${given}$")) or _parse(given)
-    if not given_parsed:
-        return False
     try:
-        return verify(
-            gold_parsed,
-            given_parsed,
-            float_rounding=FLOAT_ROUNDING,
-            timeout_seconds=COMPARE_TIMEOUT_S,
-            raise_on_error=True,
-        )
-    except Exception:  # two things sympy cannot compare are not equal; its timeout flies on
-        return False
+        gold_parsed = _parse(f"${gold}$") or _parse(gold)
+        if not gold_parsed:
+            raise ValueError(f"the answer {gold!r:.200} of the data row is not mathematics")
+        given_parsed = (not in_prose and _parse(f"${given}$")) or _parse(given)
+        if not given_parsed:
+            return False
+        compare = timeout(timeout_seconds=COMPARE_TIMEOUT_S)(_equal)
+        return compare(gold_parsed, given_parsed, has_percent="%" in gold + given)
+    except TimeoutException:  # a BaseException, which no boundary expects
+        raise TimeoutError(
+            f"math-verify took longer than {COMPARE_TIMEOUT_S} s over {given!r:.200}"
+        ) from None
 
 
 def _parse(text: str) -> list[Any]:
-    """What math-verify reads in `text`, [] when nothing. Running out of time is raised."""
+    """What math-verify reads in `text`, [] when nothing. Timeouts and MemoryError are raised."""
     from math_verify import parse
 
     try:
         return parse(text, parsing_timeout=PARSE_TIMEOUT_S, raise_on_error=True)
-    except Exception:  # text the parser breaks on holds no answer
+    except MemoryError:
+        raise
+    except Exception:  # whatever the grammar stumbles over: a text that is no mathematics
         return []
+
+
+def _equal(gold: list[Any], given: list[Any], has_percent: bool) -> bool:
+    from math_verify import verify
+
+    if _is_too_large(gold[0]):
+        raise ValueError(
+            f"the answer {str(gold[0])!r:.200} of the data row is too large to compare"
+        )
+    if _is_too_large(given[0]):
+        return False
+    numbers = [_number(expression) for expression in (gold[0], given[0])]
+    if None not in numbers:
+        same = same_number(*numbers)
+        if same or not has_percent:
+            return same
+    return verify(
+        gold,
+        given,
+        float_rounding=DIGITS,
+        timeout_seconds=COMPARE_TIMEOUT_S,
+        raise_on_error=True,
+    )
+
+
+def _number(expression: Basic | str) -> Fraction | None:
+    """The real number it stands for."""
+    from sympy import Float, N, Rational
+
+    if not getattr(expression, "is_number", False):  # a text, a matrix, an equation
+        return None
+    found = N(expression, _NUMERIC_DIGITS)
+    if not isinstance(found, Float) or not found.is_finite:
+        return None
+    exact = Rational(found)
+    return Fraction(int(exact.p), int(exact.q))
+
+
+def _is_too_large(expression: Basic | str) -> bool:
+    """Whether sympy would have to write out a number beyond all bounds."""
+    return not isinstance(expression, str) and _bits(expression) > MAX_BITS
+
+
+def _bits(expression: Basic) -> float:
+    """At most so many binary digits before the point; infinite when that is beyond a float."""
+    args = [_bits(arg) for arg in getattr(expression, "args", ()) if hasattr(arg, "args")]
+    match type(expression).__name__:
+        case "Pow":
+            return args[0] * _size(args[1])
+        case "exp":
+            return 2 * _size(args[0])
+        case "factorial" | "gamma":
+            return args[0] * _size(args[0])
+        case "Mul" | "Add":
+            return sum(args)
+    if getattr(expression, "is_Rational", False):
+        return float(max(int(expression.p).bit_length(), int(expression.q).bit_length()))
+    return max(args, default=1.0)
+
+
+def _size(bits: float) -> float:
+    return 2.0**bits if bits < 1000 else float("inf")

@@ -2,7 +2,8 @@
 
 In: a row of data. Out: the samples concatenated to `[G, S]`, or None when every one was rejected by
 the workflow. Fewer samples than `group_size` are fine, because algorithms use real group sizes,
-unless `drop_incomplete_group` says otherwise. An agent's episode may have several rows.
+unless `drop_incomplete_group` says otherwise. An agent's episode may have several rows; they carry
+its number (`episode_ids`), because baselines compare episodes and not rows.
 
 An episode that raises is run again with the same seeds, up to `limits.max_retries` times; then the
 whole group fails. Training on those that happened not to fail would bias towards easy answers. A
@@ -20,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 from areal.api.engine_api import EngineLostError
 from areal.api.reward_api import RewardError
 from areal.rollout.context import episode
-from areal.rollout.trajectory import as_tensors, check_trajectory_format, normalize_rewards
+from areal.rollout.trajectory import (
+    as_tensors,
+    check_trajectory_format,
+    normalize_rewards,
+    number_episodes,
+)
 from areal.utils.data import concat_padded_tensors
 from areal.utils.waits import progress, waiting
 
@@ -64,7 +70,7 @@ class GroupRunner:
                 sample.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
             raise
-        members = [result for result in results if result is not None]
+        members = number_episodes(results)
         incomplete = len(members) < self.group_size
         if not members or (incomplete and self.drop_incomplete_group):
             return None

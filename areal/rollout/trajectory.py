@@ -1,9 +1,9 @@
 """One group's trajectory (a dict of tensors, see `api/io_struct.py`): its form, figures and bytes.
 
 In: what a workflow returned. Out: tensors, also for an agent's interactions; a check that they are
-a trajectory at all; rewards normalised within a group; the span of weight versions that wrote it,
-its mean reward, and its stored form (safetensors: data only, no code, so a run database from
-elsewhere is safe to read).
+a trajectory at all; the episode of each row; rewards normalised within a group; the span of weight
+versions that wrote it, its mean reward, and its stored form (safetensors: data only, no code, so a
+run database from elsewhere is safe to read).
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
+from areal.algorithm.advantage import check_turn_ids
+from areal.algorithm.normalization import episode_means, normalize
 from areal.api.interaction import InteractionWithTokenLogpReward
+from areal.api.io_struct import EPISODE_KEY
 from areal.utils.data import MULTI_MODAL_KEY, concat_padded_tensors
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ def check_trajectory_format(
     None (a rejection) and a dict of interactions are fine. Else it is a dict of tensors with the
     required keys, `input_ids` `[B, S]`, and every `expected_keys`; `multi_modal_input` is a list of
     B dicts. Every other value begins with `[B, S]` or is `[B]`: with a `logger` one that does not,
-    or a B other than `batch_size`, is a warning, without one an error.
+    a B other than `batch_size`, or turns that do not count up, is a warning, without one an error.
     """
     if data is None or is_interactions(data):
         return True
@@ -51,6 +54,11 @@ def check_trajectory_format(
                 f"trajectory[{key!r}] must begin with [B, S] = {(rows, width)} or be [B], "
                 f"got {tuple(value.shape)}"
             )
+    if not problems and {"turn_ids", "loss_mask"} <= data.keys():
+        try:
+            check_turn_ids(data["turn_ids"], data["loss_mask"])
+        except ValueError as error:
+            problems.append(str(error))
     if problems and logger is None:
         raise ValueError("; ".join(problems))
     for problem in problems:
@@ -112,10 +120,22 @@ def as_tensors(result: Any) -> dict[str, Any] | None:
     return result
 
 
-def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """(r - mean) / (biased std + 1e-8) over the members' last rewards, their outcomes.
+def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """The episodes of a group that gave a trajectory, each row with `episode_ids`: its place among
+    the samples of the prompt. Whatever rows an episode exports, it stays one episode."""
+    members = []
+    for index, member in enumerate(results):
+        if member is not None:
+            _check_keys(member, ())
+            ids = torch.full(member["input_ids"].shape[:1], index, dtype=torch.int32)
+            members.append({**member, EPISODE_KEY: ids})
+    return members
 
-    `original_rewards` keeps all rewards as they were.
+
+def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """(r - mean) / (biased std + 1e-8) over the episodes of a group; `original_rewards` are kept.
+
+    A member is an episode and counts once; all its rows are compared with the same mean.
     """
     for member in members:
         if "rewards" not in member:
@@ -123,14 +143,20 @@ def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
                 "gconfig.reward_normalization needs 'rewards' in each trajectory, got only "
                 f"{sorted(member)}"
             )
-    last = torch.stack([member["rewards"][-1].float() for member in members])
-    normalized = (last - last.mean()) / (last.std(correction=0) + _EPS)
-    out = []
-    for member, reward in zip(members, normalized, strict=True):
-        rewards = member["rewards"].float().clone()
-        rewards[-1] = reward
-        out.append({**member, "rewards": rewards, "original_rewards": member["rewards"]})
-    return out
+    rows = [len(member["rewards"]) for member in members]
+    normalized = normalize(
+        torch.cat([member["rewards"].float() for member in members]),
+        group_sizes=[sum(rows)],
+        mean_level="group",
+        std_level="group",
+        std_unbiased=False,
+        eps=_EPS,
+        episode_ids=torch.repeat_interleave(torch.arange(len(members)), torch.tensor(rows)),
+    ).split(rows)
+    return [
+        {**member, "rewards": rewards, "original_rewards": member["rewards"]}
+        for member, rewards in zip(members, normalized, strict=True)
+    ]
 
 
 def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
@@ -147,9 +173,11 @@ def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
 
 
 def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
-    """Of the rewards as the workflow gave them."""
+    """Of the episodes, from the rewards as the workflow gave them."""
     rewards = trajectory.get("original_rewards", trajectory.get("rewards"))
-    return None if rewards is None else float(rewards.float().mean())
+    if rewards is None:
+        return None
+    return float(episode_means(rewards, trajectory.get(EPISODE_KEY)).mean())
 
 
 def encode(trajectory: dict[str, Any]) -> bytes:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal.algorithm import DYNAMIC_FILTERS
+from areal.algorithm.normalization import episode_means
+from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.openai.workflow import agent_workflow, online_workflow
 from areal.reward import get_reward_fn
@@ -116,9 +118,13 @@ def build_filter(
 
 
 def mean_reward(groups: Sequence[Trajectory | None]) -> float:
-    """Mean over all samples; a rejected group has none."""
-    accepted = [group for group in groups if group is not None]
-    rewards = [reward for group in accepted for reward in group["rewards"].tolist()]
+    """Mean over all episodes; a rejected group has none."""
+    rewards = [
+        reward
+        for group in groups
+        if group is not None
+        for reward in episode_means(group["rewards"], group.get(EPISODE_KEY)).tolist()
+    ]
     if not rewards:
         raise RuntimeError("evaluation produced no sample: the workflow rejected every row")
     return sum(rewards) / len(rewards)
@@ -165,8 +171,9 @@ def describe_batch(data: Mapping[str, torch.Tensor], version: int) -> dict[str, 
     ages = version - data["versions"][data["loss_mask"]]
     samples = len(data["rewards"])
     cut = data["seq_no_eos"].sum().item() if "seq_no_eos" in data else 0
+    rewards = episode_means(data.get("original_rewards", data["rewards"]), data[EPISODE_KEY])
     return {
-        "rollout/reward": data.get("original_rewards", data["rewards"]).mean().item(),
+        "rollout/reward": rewards.mean().item(),
         "rollout/samples": samples,
         "tokens": data["attention_mask"].sum().item(),
         "rollout/output_len": ages.numel() / samples,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.reward_api import AsyncRewardWrapper
-from areal.reward import get_reward_fn
+from areal.reward import check_reward_fn, get_reward_fn
 from areal.rollout.context import workflow_context
 from areal.utils import import_path
 from areal.utils.tokenizer import chat_prompt_ids, load_hf_tokenizer
@@ -67,6 +67,7 @@ class ChatTurn:
         self._tokenized = lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._tokenize)
         if isinstance(reward_fn, str):
             reward_fn = get_reward_fn(reward_fn)
+        check_reward_fn(reward_fn)
         self._reward = AsyncRewardWrapper(reward_fn, **(reward_kwargs or {}))
 
     def prompt(self, data: dict[str, Any]) -> Prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from areal.algorithm.advantage import gae_by_turn
 from areal.algorithm.lambdas import (
     LambdaContext,
     evaluate_lambda,
@@ -51,11 +52,43 @@ def test_relative_position_gives_the_first_step_the_same_share_at_any_length():
         (torch.tensor([1, 1]), "int64"),
         (torch.tensor([0.5]), r"shape \[1\], expected \[2\]"),
         (torch.tensor([0.5, float("nan")]), "nan for a trajectory of 20 steps"),
+        (torch.tensor([0.5, float("inf")]), "inf for a trajectory of 20 steps"),
+        (torch.tensor([1.25, 0.5]), "1.25 for a trajectory of 10 steps, expected a number from 0"),
+        (torch.tensor([0.5, -0.25]), "-0.25 for a trajectory of 20 steps, expected a number"),
     ],
 )
-def test_what_is_not_one_finite_number_per_trajectory_is_refused(returned, message: str):
+def test_what_is_not_one_number_from_0_to_1_per_trajectory_is_refused(returned, message: str):
     with pytest.raises(ValueError, match=message):
         evaluate_lambda(lambda context: returned, of_lengths(10, 20))
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_alpha_of_vapo_that_makes_no_lambda_is_refused(alpha: float):
+    with pytest.raises(ValueError, match="gae_lambda_kwargs.alpha must be above 0"):
+        evaluate_lambda(vapo_lambda, of_lengths(10), alpha=alpha)
+
+
+@pytest.mark.parametrize("q", [1.1, -0.5, float("nan")])
+def test_a_q_that_makes_no_lambda_is_refused(q: float):
+    with pytest.raises(ValueError, match="gae_lambda_kwargs.q must lie between 0 and 1"):
+        evaluate_lambda(relative_position_lambda, of_lengths(10), q=q)
+
+
+@pytest.mark.parametrize(
+    "ids, says",
+    [
+        ([[-1, 0, 1, 0]], "row 0 has 0 at token 3, after turn 1"),
+        ([[-1, -1, 0, 0]], "row 0 has -1 at token 1, after turn -1"),
+        ([[-1, 0, -2, 1]], "row 0 has -2 at token 2, after turn 0"),
+    ],
+)
+def test_turns_that_fall_or_are_negative_are_refused(ids, says):
+    mask = torch.tensor([[0, 1, 1, 1]])
+    with pytest.raises(ValueError, match=says):
+        lambda_context(mask, torch.tensor(ids), unit="turn")
+    zeros = torch.zeros(1, 4)
+    with pytest.raises(ValueError, match=says):
+        gae_by_turn(zeros, zeros, mask, torch.tensor(ids), discount=1.0, gae_lambda=1.0)
 
 
 def test_wrong_arguments_point_at_the_key():

@@ -18,7 +18,7 @@ from areal.algorithm.normalization import normalize
 WORLD = 2
 # Rows of each rank, as groups of samples; the second rank has fewer, odd ones, or none.
 SPLITS = [([2, 3], [4]), ([1], [1]), ([3, 1], [])]
-LEVELS = [("batch", "batch"), ("group", "batch"), ("group", "group"), (None, "batch")]
+LEVELS = list(itertools.product(("batch", "group", None), ("batch", "group")))
 
 
 def cases():
@@ -29,13 +29,19 @@ def cases():
         x = torch.randn(*([rows] if width is None else [rows, width]), generator=gen)
         for mask in (None, torch.rand(x.shape, generator=gen) < 0.6, _first_rank_only(x, split)):
             yield dict(mean_level=mean, std_level=std), split, x, mask
-        yield dict(mean_level=mean, std_level=None, mean_leave1out=True), split, x, None
+        if mean is not None:
+            yield dict(mean_level=mean, std_level=None, mean_leave1out=True), split, x, None
 
 
 def _first_rank_only(x: torch.Tensor, split) -> torch.Tensor:
     mask = torch.zeros_like(x, dtype=torch.bool)
     mask[: sum(split[0])] = True
     return mask
+
+
+def episodes(rows: int) -> torch.Tensor:
+    """Two rows of each."""
+    return torch.arange(rows) // 2
 
 
 def run_rank(rank: int, store: str, out: str) -> None:
@@ -52,9 +58,9 @@ def run_rank(rank: int, store: str, out: str) -> None:
         rows = slice(start, start + sum(split[rank]))
         part = None if mask is None else mask[rows]
         group = dist.group.WORLD
-        results.append(
-            normalize(x[rows], part, group_sizes=split[rank], process_group=group, **options)
-        )
+        options |= dict(group_sizes=split[rank], process_group=group)
+        for ids in (None, episodes(len(x))[rows]):
+            results.append(normalize(x[rows], part, episode_ids=ids, **options))
     torch.save(results, out)
     dist.destroy_process_group()
 
@@ -67,8 +73,12 @@ def test_several_ranks_equal_one(tmp_path):
     ]
     assert [process.wait(timeout=120) for process in ranks] == [0] * WORLD
     parts = [torch.load(out, weights_only=True) for out in outs]
-    for (options, split, x, mask), first, second in zip(cases(), *parts, strict=True):
-        whole = normalize(x, mask, group_sizes=[*split[0], *split[1]], **options)
+    wholes = [
+        normalize(x, mask, group_sizes=[*split[0], *split[1]], episode_ids=ids, **options)
+        for options, split, x, mask in cases()
+        for ids in (None, episodes(len(x)))
+    ]
+    for whole, first, second in zip(wholes, *parts, strict=True):
         torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-6, atol=1e-7)
 
 

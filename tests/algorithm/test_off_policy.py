@@ -63,9 +63,11 @@ def test_sequence_clamp():
 @pytest.mark.parametrize(
     ("metric", "score"),
     [
-        ("kl_k1", [-math.log(2), -math.log(8), math.log(2), 0]),
+        # d = log(pi_prox / pi_behave) = log 2, log 8, -log 2, 0
+        ("kl_k1", [math.log(2), math.log(8), -math.log(2), 0]),
         ("kl_k2", [math.log(2) ** 2 / 2, math.log(8) ** 2 / 2, math.log(2) ** 2 / 2, 0]),
-        ("kl_k3", [1 - math.log(2), 7 - math.log(8), -0.5 + math.log(2), 0]),
+        # exp(-d) - 1 + d
+        ("kl_k3", [1 / 2 - 1 + math.log(2), 1 / 8 - 1 + math.log(8), 2 - 1 - math.log(2), 0]),
     ],
 )
 def test_kl_filters_keep_token_weights(metric: str, score: list[float]):
@@ -73,6 +75,25 @@ def test_kl_filters_keep_token_weights(metric: str, score: list[float]):
         kept = [w if s <= bound else 0 for w, s in zip([2, 8, 0.5, 1], score, strict=True)]
         out = weights(action="mask", metric=metric, upper=bound)
         assert out[:2] + out[3:] == pytest.approx(kept)
+
+
+def test_an_upper_bound_on_k1_cuts_what_became_likelier_and_a_lower_one_what_became_rarer():
+    """Tokens 2, 8, 0.5 and 1 times as likely as when they were sampled."""
+    kl = dict(action="mask", metric="kl_k1")
+    assert weights(**kl, upper=1.0) == pytest.approx([2, 0, 0, 0.5, 1])
+    assert weights(**kl, upper=5.0, lower=-0.5) == pytest.approx([2, 8, 0, 0, 1])
+    # By sequence: means log 4 and -log(2) / 2.
+    assert weights(**kl, level="sequence", upper=1.0) == pytest.approx([0, 0, 0, 0.5, 1])
+    assert weights(**kl, level="sequence", upper=2.0, lower=-0.1) == pytest.approx([2, 8, 0, 0, 0])
+
+
+def test_k3_rejects_a_token_that_became_rarer_sooner_than_one_that_became_likelier():
+    """0.125 times as likely: 8 - 1 - log 8 = 4.92; 8 times as likely: 1/8 - 1 + log 8 = 1.20."""
+    behave = torch.full((2,), math.log(0.05))
+    prox = behave + torch.tensor([8.0, 1 / 8]).log()
+    options = TIS | dict(action="mask", metric="kl_k3", upper=2.0)
+    out = reject(prox, behave, BOTH, torch.tensor([0, 2]), **options)
+    assert out.tolist() == pytest.approx([8.0, 0.0])
 
 
 def test_binary_kl_takes_the_larger_direction():

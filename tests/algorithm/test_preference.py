@@ -70,6 +70,35 @@ def test_an_untouched_policy_starts_at_the_known_value(loss_fn):
     assert loss.item() == pytest.approx(math.log(2) if loss_fn is dpo_loss else 1.0)
 
 
+@pytest.mark.parametrize("loss_fn", [dpo_loss, ipo_loss])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_rounding_alone_can_rank_is_a_tie(loss_fn, seed: int):
+    """A policy that equals its reference, as two passes of float32 in another order find it."""
+    noise = 3e-7 * torch.randn(len(REF), generator=torch.Generator().manual_seed(seed))
+    _, metrics = loss_fn(REF + noise, REF, MASK, CU, beta=0.5)
+    assert metrics["reward_accuracy"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("loss_fn", [dpo_loss, ipo_loss])
+@pytest.mark.parametrize("beta", [0.01, 1.0])
+def test_a_small_difference_that_rounding_cannot_make_is_no_tie(loss_fn, beta: float):
+    gain = torch.tensor([0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0])
+    _, metrics = loss_fn(REF + gain, REF, MASK, CU, beta=beta)
+    assert metrics["reward_accuracy"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e4])
+def test_scores_of_a_reward_model_tie_within_rounding(size: float):
+    values = torch.full((8,), size)
+    values[2] += 1e-6 * size
+    _, metrics = reward_model_loss(values, CU)
+    assert metrics["reward_accuracy"].tolist() == [0.5, 0.5]
+    values[2] += 1e-3 * max(size, 1.0)
+    values[7] += 1e-3 * max(size, 1.0)
+    _, metrics = reward_model_loss(values, CU)
+    assert metrics["reward_accuracy"].tolist() == [1.0, 0.0]
+
+
 def test_the_mean_over_pairs_adds_up_from_parts():
     whole, _ = dpo_loss(LOGP, REF, MASK, CU, beta=0.5)
     first, _ = dpo_loss(LOGP[:5], REF[:5], MASK[:5], CU[:3], beta=0.5)

@@ -10,7 +10,13 @@ import pytest
 from config_files import complaint, load
 
 from areal.algorithm import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
-from areal.api.cli_args import DPOActorConfig, PPOActorConfig, RejectionSamplingConfig
+from areal.api.cli_args import (
+    DPOActorConfig,
+    PPOActorConfig,
+    RejectionSamplingConfig,
+    dump_yaml,
+    load_expr_config,
+)
 from areal.api.config.schema import field_types
 
 GROUP = "actor.reward_norm={mean_level: group, std_level: group}"
@@ -90,9 +96,35 @@ def test_every_algorithm_is_accepted(tmp_path: Path, name: str) -> None:
     assert load(tmp_path, "ppo", *overrides).actor.policy_loss == policy_loss
 
 
+OWN_LOSS = "actor.policy_loss=my_package.losses.mine"
+
 # The keys, the key the message begins with, and its reason.
 SENSELESS = [
     # losses
+    (
+        ["actor.policy_loss=cispo"],
+        "actor.policy_loss cispo is chosen by use_cispo_loss: true",
+    ),
+    (
+        ["actor.policy_loss=gspo", "actor.use_sapo_loss=true"],
+        "actor.policy_loss gspo is chosen by importance_sampling_level: sequence",
+    ),
+    (
+        ["actor.policy_loss=mine"],
+        "actor.policy_loss must be the import path of a function, like my_package.losses.my_loss",
+    ),
+    ([OWN_LOSS, "actor.eps_clip=0.1"], "actor.eps_clip must be left out with policy_loss"),
+    ([OWN_LOSS, "actor.eps_clip_higher=0"], "actor.eps_clip_higher must be left out with policy_l"),
+    ([OWN_LOSS, "actor.c_clip=3"], "actor.c_clip must be left out with policy_loss"),
+    ([OWN_LOSS, "actor.use_sapo_loss=true"], "actor.use_sapo_loss must be left out with policy_l"),
+    (
+        [OWN_LOSS, "actor.importance_sampling_level=sequence"],
+        "actor.importance_sampling_level must be left out with policy_loss",
+    ),
+    (
+        ["actor.policy_loss_kwargs={a: 1}"],
+        "actor.policy_loss_kwargs are arguments of a function: name it in policy_loss",
+    ),
     (
         ["actor.use_sapo_loss=true", "actor.use_cispo_loss=true", "actor.eps_clip_higher=4"],
         "actor.use_sapo_loss and use_cispo_loss are two losses: set one of them",
@@ -117,6 +149,10 @@ SENSELESS = [
     (
         ["actor.use_cispo_loss=true"],
         "actor.eps_clip_higher must be set with use_cispo_loss",
+    ),
+    (
+        ["actor.use_cispo_loss=true", "actor.eps_clip_higher=0"],
+        "actor.eps_clip_higher must be above 0 with use_cispo_loss",
     ),
     (
         [
@@ -332,6 +368,20 @@ def test_senseless_combination_is_refused_with_the_reason(
     place, _, message = complaint(tmp_path, "ppo", *overrides).partition(": ")
     assert message.startswith(says), message
     assert place == "command line" or place.startswith(str(tmp_path))
+
+
+def test_a_loss_by_import_path(tmp_path: Path) -> None:
+    actor = load(tmp_path, "ppo", OWN_LOSS, "actor.policy_loss_kwargs={floor: -5}").actor
+    assert actor.policy_loss == "my_package.losses.mine"
+    assert actor.policy_loss_kwargs == {"floor": -5}
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo"])
+def test_what_was_chosen_is_written_down_and_loads_again(tmp_path: Path, name: str) -> None:
+    config = load(tmp_path, "ppo", *ALGORITHMS[name][0])
+    file = tmp_path / "written.yaml"
+    file.write_text(dump_yaml(config))
+    assert load_expr_config([str(file)], type(config))[0] == config
 
 
 def test_kpop_can_be_configured(tmp_path: Path) -> None:

@@ -26,6 +26,22 @@ actor:
 """
 
 
+REWARDS = """\
+import torch
+def score(*args, **data): ...
+def trl(prompts, completions, **kwargs): ...
+def without_data(prompt, completions, prompt_ids, completion_ids): ...
+"""
+FUNCTIONS = """\
+raise SystemExit("a check must not run this")
+from my_loss import loss as renamed
+from nowhere_at_all import loss as gone
+def loss(inputs, *, floor): ...
+def longer(context, longest): ...
+made = make_loss()
+"""
+
+
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a config, a model, a small data set and a reward; the working directory."""
@@ -40,7 +56,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "train.jsonl").write_text("{}\n" * 40)
-    (tmp_path / "my_reward.py").write_text("import torch\ndef score(*args, **data): ...\n")
+    (tmp_path / "my_reward.py").write_text(REWARDS)
+    (tmp_path / "my_loss.py").write_text(FUNCTIONS)
     return tmp_path
 
 
@@ -76,6 +93,10 @@ def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: P
         ["train_dataset.path=areal.dataset.arithmetic.load_rl"],
         ["train_dataset.dataset_kwargs.loader=gsm8k", "train_dataset.path=org/renamed"],
         ["reward_fn=my_reward.score"],
+        ["actor.policy_loss=my_loss.loss", "actor.policy_loss_kwargs={floor: -3}"],
+        ["actor.policy_loss=my_loss.renamed", "actor.policy_loss_kwargs={floor: -3}"],
+        ["actor.policy_loss=my_loss.made"],  # only importing it could tell
+        ["actor.gae_lambda=my_loss.longer", "actor.gae_lambda_kwargs={longest: 3}"],
         ["reward_fn=math_verify", "workflow=areal.workflow.rlvr.RLVRWorkflow"],
         ["actor.init_from_scratch=true"],
         ["cluster.fileroot=new/folder"],
@@ -103,6 +124,33 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ("reward_fn=gsm8", "reward_fn: unknown name 'gsm8' (did you mean 'gsm8k'?)"),
         ("reward_fn=my_rewards.score", "reward_fn: there is no module 'my_rewards'"),
         ("reward_fn=my_reward.scor", "did you mean my_reward.score?"),
+        (
+            "reward_fn=my_reward.trl",
+            "reward_fn: my_reward.trl(prompts, completions, **kwargs) cannot be called as "
+            "fn(prompt, completions, prompt_ids, completion_ids, **data) -> float: it takes 2 "
+            "arguments by "
+            "position, not 4; a reward gets one prompt and one completion",
+        ),
+        (
+            "reward_fn=my_reward.without_data",
+            "my_reward.without_data(prompt, completions, prompt_ids, completion_ids) cannot be "
+            "called as fn(prompt, completions, prompt_ids, completion_ids, **data) -> float: it "
+            "takes no keywords",
+        ),
+        ("actor.policy_loss=my_los.loss", "actor.policy_loss: there is no module 'my_los'"),
+        ("actor.policy_loss=my_loss.los", "did you mean my_loss.loss?"),
+        (
+            "actor.policy_loss=my_loss.gone",
+            "actor.policy_loss: there is no module 'nowhere_at_all'",
+        ),
+        (
+            "actor.policy_loss=my_loss.loss",
+            "actor.policy_loss: my_loss.loss(inputs, *, floor) cannot be called as fn(inputs, "
+            "**policy_loss_kwargs): missing a required argument: 'floor'; actor.policy_loss_kwargs "
+            "is {}",
+        ),
+        ("dynamic_filter_fn=my_loss.loss", "cannot be called as fn(trajectory): missing"),
+        ("actor.gae_lambda=my_loss.longer", "cannot be called as fn(context, **gae_lambda_kwargs)"),
         ("workflow=rlv", "workflow: unknown name 'rlv' (did you mean 'rlvr'?)"),
         ("eval_workflow=rlhf", "eval_workflow: unknown name 'rlhf'"),
         ("dynamic_filter_fn=keep", "dynamic_filter_fn: unknown name 'keep'; expected one of keep_"),

@@ -294,7 +294,7 @@ def test_parts_of_a_run(project, overrides, says):
         ("train_dataset.path=broken_parts.messageless_rows", "row 0 has no 'messages', found"),
         ("train_dataset.path=broken_parts.endless_prompts", "64 of the first 64 prompts have 256"),
         ("reward_fn=broken_parts.batch_reward", "broken_parts.batch_reward(prompts, completions"),
-        ("reward_fn=broken_parts.reward_without_data", "as keywords"),
+        ("reward_fn=broken_parts.reward_without_data", "the keyword 'messages'"),
         ("reward_fn=broken_parts.coroutine_reward", "is `async def`"),
         ("workflow=broken_parts.PlainAgent", "broken_parts.PlainAgent.run is a plain `def`"),
     ],

@@ -106,6 +106,8 @@ def test_wrong_sources_and_options_are_explained(tokenizer, tmp_path):
         load(SAMPLE, tokenizer, loader="countdown", row_type="sft")
     with pytest.raises(ValueError, match="style must be short or words, got 'rhyme'"):
         load("countdown", tokenizer, style="rhyme")
+    with pytest.raises(ValueError, match="dataset_kwargs.num_rows must be at least 1, got 0"):
+        load("countdown", tokenizer, num_rows=0)
     with pytest.raises(ValueError, match="dataset_kwargs.digits: unknown; expected one of max_"):
         load("countdown", tokenizer, digits=3)
 

@@ -68,7 +68,8 @@ def test_a_tree_attends_as_its_sequences_do(name: str, window: int | None):
     inputs = draw(tree)
     got = with_gradients(lambda *qkv: attend(0, *qkv, window=window, scale=0.3), *inputs)
     expected = with_gradients(sequence_by_sequence, *inputs)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+    # A shared token's gradient is a sum over its sequences, in an order of the CPU's choosing.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SHAPES)

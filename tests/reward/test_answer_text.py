@@ -6,7 +6,13 @@ from decimal import Decimal
 
 import pytest
 
-from areal.reward.answer_text import final_answer, last_boxed, last_number, plain_number
+from areal.reward.answer_text import (
+    final_answer,
+    last_boxed,
+    last_expression,
+    last_number,
+    plain_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +71,42 @@ def test_a_mark_wins_over_later_numbers():
 )
 def test_plain_number(text, value):
     assert plain_number(text) == (None if value is None else Decimal(value))
+
+
+@pytest.mark.parametrize(
+    "text, expression",
+    [
+        ("the answer is 3 + 2.", "3+2"),
+        ("x = 1/2", "1/2"),
+        ("3/4 = 0.75", "0.75"),
+        ("38>83", "83"),
+        ("53->-35", "-35"),
+        ("7-5", "7-5"),
+        ("it is -$1,234.50 today", "-1,234.50"),
+        ("**18**", "18"),
+        ("- 18", "18"),  # an item of a list
+        ("12, 34", "34"),
+        ("1) 5", "5"),
+        ("(about 5)", "5"),
+        ("2(3+4)", "2(3+4)"),
+        ("50 %", "50%"),
+        (r"so $x = \frac{1}{2}$.", r"\frac{1}{2}"),
+        (r"\(2\sqrt{3}\)", r"2\sqrt{3}"),
+        (r"2 \cdot 3 apples", r"2\cdot3"),
+        (r"5\text{ cm}^2", "5"),
+        ("25 m^2", "25"),
+        (r"$\pi$", r"\pi"),
+        ("none here", None),
+    ],
+)
+def test_last_expression(text, expression):
+    assert last_expression(text) == expression
+
+
+@pytest.mark.parametrize("find", [final_answer, last_boxed, last_expression, last_number])
+@pytest.mark.parametrize(
+    "unit", ["\\boxed{", "{", "(", "-", "1,", "5 ", "$", "\\frac{", "a", "\ud83d"]
+)
+def test_a_million_characters_take_no_more_than_their_length(find, unit):
+    """Where time grew with the square of the length, this would take hours."""
+    find(unit * (1_000_000 // len(unit)))

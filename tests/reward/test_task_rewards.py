@@ -103,5 +103,21 @@ async def test_by_name_and_in_a_worker(name, right, wrong):
         reward.close()
 
 
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("sample_rewards.of_lists", "it takes 2 arguments by position, not 4; a reward gets one"),
+        ("sample_rewards.without_data", "it takes no keywords"),
+        ("sample_rewards.add", "it takes 2 arguments by position, not 4"),
+    ],
+)
+def test_a_function_of_another_signature_is_told_what_is_expected(path, says):
+    expected = "cannot be called as fn(prompt, completions, prompt_ids, completion_ids, **data)"
+    with pytest.raises(ValueError) as caught:
+        get_reward_fn(path)
+    message = str(caught.value)
+    assert message.startswith(f"reward_fn: {path}(") and expected in message and says in message
+
+
 def test_every_row_of_the_table_imports():
     assert all(callable(get_reward_fn(name)) for name in REWARD_FNS)

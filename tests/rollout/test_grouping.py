@@ -79,6 +79,15 @@ async def test_an_agents_episodes_are_rows_of_one_group():
     group = await group_runner(Agent(), 2).run(0, {})
     assert group["input_ids"].tolist() == [[1, 5, 0], [1, 5, 5]] * 2
     assert group["rewards"].tolist() == [0.0, 1.0] * 2
+    assert group["episode_ids"].tolist() == [0, 0, 1, 1]
+
+
+async def test_an_episode_keeps_its_number_when_another_is_rejected():
+    def some_none(task_id, sample, attempt):
+        return 0.0, "none" if sample == 1 else "ok"
+
+    group = await group_runner(FakeWorkflow(act=some_none), 3).run(0, {"i": 0})
+    assert group["episode_ids"].tolist() == [0, 2]
 
 
 async def test_a_raising_episode_is_retried_with_the_same_seed():

@@ -18,6 +18,7 @@ from areal.rollout.trajectory import (
     encode,
     mean_reward,
     normalize_rewards,
+    number_episodes,
     version_span,
 )
 from areal.utils.data import concat_padded_tensors
@@ -109,6 +110,14 @@ def test_images_are_one_dict_of_tensors_per_row(images, error):
         check_trajectory_format(trajectory([1]) | {"multi_modal_input": images})
 
 
+@pytest.mark.parametrize("turn_ids", [[-1, 1, 0], [-1, -1, 0]])
+def test_turns_count_up_on_generated_tokens(turn_ids):
+    sample = trajectory([1, 1])
+    assert check_trajectory_format(sample | {"turn_ids": torch.tensor([[-1, 0, 1]])})
+    with pytest.raises(ValueError, match="turn_ids must be at least 0 on generated tokens"):
+        check_trajectory_format(sample | {"turn_ids": torch.tensor([turn_ids])})
+
+
 def test_images_come_back_from_their_bytes_row_by_row():
     images = [{}, {"pixel_values": torch.randn(2, 3), "image_grid_thw": torch.ones(1, 3).long()}]
     group = concat_padded_tensors([trajectory([1]), trajectory([2, 2])])
@@ -127,15 +136,33 @@ def test_interactions_become_rows():
 
 
 def test_normalised_rewards_by_hand():
-    """Outcomes 1, 2, 3: mean 2, biased std sqrt(2/3). The agent's first turn keeps its 9."""
-    agent = as_tensors({"a": interaction([5], 9.0), "b": interaction([5], 2.0)})
+    """Episodes worth 1, 2 and 3 (the second in three rows): mean 2, biased std sqrt(2/3)."""
+    agent = as_tensors({name: interaction([5], 2.0) for name in "abc"})
     members = normalize_rewards([trajectory([1], 1.0), agent, trajectory([1], 3.0)])
     z = (3 / 2) ** 0.5
     assert members[0]["rewards"].tolist() == pytest.approx([-z])
-    assert members[1]["rewards"].tolist() == pytest.approx([9.0, 0.0])
+    assert members[1]["rewards"].tolist() == pytest.approx([0.0] * 3)
     assert members[2]["rewards"].tolist() == pytest.approx([z])
-    assert [m["original_rewards"].tolist() for m in members] == [[1.0], [9.0, 2.0], [3.0]]
-    assert agent["rewards"].tolist() == [9.0, 2.0], "the workflow's own tensor is left alone"
+    assert [m["original_rewards"].tolist() for m in members] == [[1.0], [2.0] * 3, [3.0]]
+    assert agent["rewards"].tolist() == [2.0] * 3, "the workflow's own tensor is left alone"
+
+
+def test_every_row_of_an_episode_is_normalised():
+    """Rows 0 and 1 of one episode, 1 of another: means 0.5 and 1, squares 5/16 and 1/16."""
+    agent = as_tensors({"a": interaction([5], 0.0), "b": interaction([5], 1.0)})
+    members = normalize_rewards([agent, trajectory([1], 1.0)])
+    std = ((5 / 16 + 1 / 16) / 2) ** 0.5
+    assert members[0]["rewards"].tolist() == pytest.approx([-0.75 / std, 0.25 / std])
+    assert members[1]["rewards"].tolist() == pytest.approx([0.25 / std])
+
+
+def test_the_mean_reward_of_a_group_is_that_of_its_episodes():
+    agent = as_tensors({name: interaction([5], 1.0) for name in "abc"})
+    other = as_tensors({"a": interaction([5], 0.0)})
+    group = concat_padded_tensors(number_episodes([agent, None, other]))
+    assert group["episode_ids"].tolist() == [0, 0, 0, 2]
+    assert mean_reward(group) == 0.5
+    assert decode(encode(group))["episode_ids"].tolist() == [0, 0, 0, 2]
 
 
 def test_normalised_rewards_of_equals_are_0_and_the_mean_is_told_of_the_raw_ones():

@@ -67,6 +67,7 @@ def check_group(group, step, style):
     if style == "individual":
         assert len(rewards) == 2 * GROUP
         assert rewards[0::2].tolist() == pytest.approx((rewards[1::2] / 2).tolist())
+        assert group["episode_ids"].tolist() == [0, 0, 1, 1]
     else:
         assert len(rewards) == GROUP
         assert group["turn_ids"].max() == 1

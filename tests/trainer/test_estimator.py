@@ -8,7 +8,12 @@ from tiny import write_tiny_model
 from tiny_ppo import advantages, group, open_actor
 
 from areal.api.config.train_engine import NormConfig
+from areal.infra.split import divide_rows
+from areal.rollout.trajectory import decode, encode
+from areal.trainer.episodes import describe_batch
+from areal.trainer.ppo.batch import collect
 from areal.utils import stats_tracker
+from areal.utils.data import pack
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,8 @@ def test_lambda_as_a_function_of_the_answer(folder):
         torch.testing.assert_close(got[row], expected[row])
     with pytest.raises(ValueError, match=r"actor\.gae_lambda: unknown name 'vap'.*'vapo'"):
         open_actor(folder, gae_lambda="vap")
+    with pytest.raises(ValueError, match="gae_lambda_kwargs.alpha must be above 0, got -1"):
+        open_actor(folder, gae_lambda="vapo", gae_lambda_kwargs={"alpha": -1})
 
 
 def test_group_norm_of_advantages_uses_real_group_sizes(folder):
@@ -114,3 +121,60 @@ def test_group_norm_of_advantages_uses_real_group_sizes(folder):
     data = advantages(actor, trajs)
     rows = [data["advantages"][i][data["loss_mask"][i]].tolist() for i in range(4)]
     assert rows == [[0.5], [-0.5], [0.0], [0.0, 0.0]]
+
+
+def rows_of_episodes(rewards_of_episodes: list[list[float]]) -> dict:
+    """A group whose episodes exported one row for each of their rewards."""
+    rewards = [reward for rewards in rewards_of_episodes for reward in rewards]
+    ids = [i for i, rewards in enumerate(rewards_of_episodes) for _ in rewards]
+    return group(2, [1] * len(rewards), rewards) | {"episode_ids": torch.tensor(ids).int()}
+
+
+@pytest.mark.parametrize(
+    "norm, expected",
+    [
+        (dict(mean_level="group", std_level=None), [0.5, 0.5, 0.5, -0.5, 0.0]),
+        (
+            dict(mean_level="group", std_level=None, mean_leave1out=True),
+            [1.0, 1.0, 1.0, -1.0, 0.0],
+        ),
+        (dict(mean_level="batch", std_level=None), [1 / 3] * 3 + [-2 / 3, 1 / 3]),
+        (
+            dict(mean_level="group", std_level="group", eps=0.0),
+            [0.5**0.5] * 3 + [-(0.5**0.5), 0.0],
+        ),
+    ],
+)
+def test_baselines_are_over_episodes_and_not_over_their_rows(folder, norm, expected):
+    """An episode of three rows that earned 1 beside one of one row that earned 0, and a prompt
+    whose only episode (as an older run stored it, without the key) earned 1."""
+    actor = open_actor(folder, reward_norm=NormConfig(**norm))
+    trajs = [rows_of_episodes([[1.0, 1.0, 1.0], [0.0]]), group(2, [1], [1.0])]
+    data = advantages(actor, trajs)
+    found = data["advantages"][data["loss_mask"]].tolist()
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_each_episode_is_the_same_whether_it_exports_one_row_or_several(folder):
+    actor = open_actor(folder, reward_norm=NormConfig(mean_level="group", std_level="group"))
+    one = advantages(actor, [rows_of_episodes([[1.0], [0.0], [0.5]])])["advantages"][:, 1]
+    many = advantages(actor, [rows_of_episodes([[1.0] * 4, [0.0] * 2, [0.5]])])
+    assert many["advantages"][[0, 4, 6], 1].tolist() == pytest.approx(one.tolist())
+    assert describe_batch(many, version=3)["rollout/reward"] == pytest.approx(0.5)
+
+
+def test_mixed_levels_do_not_explode_on_a_group_of_equal_rewards(folder):
+    trajs = [group(2, [1, 1], [1.0, 1.0]), group(2, [1, 1], [0.0, 1.0])]
+    for mean_level in ("batch", None):
+        actor = open_actor(folder, reward_norm=NormConfig(mean_level=mean_level, std_level="group"))
+        assert advantages(actor, trajs)["advantages"].abs().max() <= 2
+
+
+def test_the_number_of_an_episode_travels_with_its_row():
+    """Through the ledger's bytes, the batch of a step, data-parallel parts and packing."""
+    trajs = [rows_of_episodes([[1.0, 1.0], [0.0]]), rows_of_episodes([[1.0], [0.0, 0.0]])]
+    data = collect([decode(encode(traj)) for traj in trajs])
+    assert data["episode_ids"].tolist() == [0, 0, 1, 2, 3, 3]
+    for rows in divide_rows(data, num_places=2):
+        packed = pack(data, rows)
+        assert packed["episode_ids"].tolist() == data["episode_ids"][rows].tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from tiny import write_tiny_model
@@ -9,6 +11,7 @@ from tiny_ppo import (
     GRPO,
     PLAIN_SGD,
     advantages,
+    group,
     open_actor,
     two_groups,
     weights_of,
@@ -17,8 +20,10 @@ from tiny_ppo import (
 
 from areal.algorithm.off_policy import m2po_keep
 from areal.algorithm.proximal import loglinear_prox
+from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.roles import TeacherConfig
 from areal.api.config.train_engine import MicroBatchSpec
+from areal.trainer.ppo.objective import PolicyObjective
 from areal.utils import stats_tracker
 
 ONE_STEP = dict(ppo_n_minibatches=1, optimizer=PLAIN_SGD, reward_norm=GRPO)
@@ -194,3 +199,76 @@ def test_m2po_drops_the_same_tokens_however_the_minibatch_is_cut(folder):
     weights, _ = step_by_definition(folder, data | {"keep": keep}, loss, **DECOUPLED)
     for name in weights:
         torch.testing.assert_close(finals[0][name], weights[name], rtol=1e-4, atol=1e-6)
+
+
+OWN = dict(policy_loss="sample_losses.clipped_with_metrics", policy_loss_kwargs={"high": 0.5})
+
+
+@pytest.mark.parametrize("spec", [MicroBatchSpec(), CUT])
+@pytest.mark.parametrize("backend", ["archon:d1", "fsdp:d1"])
+def test_a_loss_by_import_path(folder, spec, backend):
+    actor = open_actor(folder, **ONE_STEP, **OWN, mb_spec=spec, backend=backend)
+    data = advantages(actor, two_groups())
+
+    def clipped(logp, mb):
+        r = ratio(logp, mb)
+        return torch.maximum(-r * mb["advantages"], -r.clamp(0.8, 1.5) * mb["advantages"])
+
+    stats = assert_same_step(actor, data, *step_by_definition(folder, data, clipped))
+    assert 0 <= stats["actor/outside_ratio"] <= 1 and stats["actor/ratio/max"] > 0
+    assert stats["actor/computed_seqs_ratio"] == 1  # nobody knows what it does without advantages
+
+
+def test_a_loss_by_import_path_is_weighted_by_the_decoupled_objective(folder):
+    own = dict(policy_loss="sample_losses.clipped", policy_loss_kwargs={"low": 1.0, "high": 1e9})
+    actor = open_actor(folder, **ONE_STEP, **DECOUPLED, **own, mb_spec=CUT)
+    data = advantages(actor, two_groups())
+
+    def loss(logp, mb):
+        return decoupled_loss(logp, mb, mb["prox_logp"])
+
+    assert_same_step(actor, data, *step_by_definition(folder, data, loss, **DECOUPLED))
+
+
+def test_a_loss_of_its_own_teaches_rows_without_advantage(folder):
+    actor = open_actor(folder, **ONE_STEP, policy_loss="sample_losses.towards_all_samples")
+    data = advantages(actor, [group(3, [2, 4], [1.0, 1.0])])
+    assert (data["advantages"] == 0).all()
+    assert_same_step(actor, data, *step_by_definition(folder, data, lambda logp, mb: -logp))
+
+
+def test_the_objective_travels_by_the_path_of_its_loss():
+    """What stands behind the path cannot be pickled itself."""
+    config = PPOActorConfig(path="tiny", policy_loss="sample_losses.one_half")
+    back = pickle.loads(pickle.dumps(PolicyObjective(config)))
+    assert back.config == config
+    assert not back.is_zero_without_advantage
+
+
+def test_a_metric_does_not_take_the_name_of_another_statistic(folder):
+    actor = open_actor(folder, **ONE_STEP, policy_loss="sample_losses.with_another_entropy")
+    with pytest.raises(ValueError, match="the metric 'entropy' has another meaning"):
+        actor.ppo_update(advantages(actor, two_groups()))
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (
+            dict(policy_loss="sample_losses.nothing"),
+            "actor.policy_loss: module 'sample_losses' has",
+        ),
+        (
+            dict(policy_loss="sample_losses.of_two_arguments"),
+            r"actor.policy_loss: sample_losses.of_two_arguments\(inputs, scale\) cannot be called "
+            r"as fn\(inputs, \*\*policy_loss_kwargs\): missing a required argument: 'scale'",
+        ),
+        (
+            dict(policy_loss="sample_losses.clipped", policy_loss_kwargs={"hihg": 1}),
+            "got an unexpected keyword argument 'hihg'; actor.policy_loss_kwargs is",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_called_is_refused_at_the_start(options, says):
+    with pytest.raises(ValueError, match=says):
+        PolicyObjective(PPOActorConfig(path="tiny", **options))

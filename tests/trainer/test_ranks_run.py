@@ -48,6 +48,11 @@ def alone(root) -> list[dict[str, float]]:
     return losses(root, "alone")
 
 
+def step_of(stats: dict[str, float]) -> dict[str, float]:
+    """What the optimizer did."""
+    return {key: stats[key] for key in ("loss", "grad_norm", "advantages/max", "lr")}
+
+
 def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert len(found) == len(expected) == 3
     for step, other in zip(found, expected, strict=True):
@@ -63,6 +68,18 @@ def test_two_stages_train_as_one(root, alone):
     """The embedding of this model is its head too, so the first stage and the last share it."""
     stages = ("actor.backend=archon:p2", "actor.archon.pp_schedule=1F1B")
     check_same(losses(root, "stages", *stages), alone)
+
+
+@pytest.mark.parametrize(
+    "layout", [("archon:d2",), ("archon:p2", "actor.archon.pp_schedule=1F1B")], ids=["d2", "p2"]
+)
+def test_a_loss_by_import_path_trains_as_the_shipped_one(root, alone, layout):
+    """The same formula as a user's function, on data-parallel ranks and on stages of a pipeline.
+    It also computes rows without an advantage, over which other statistics are taken."""
+    own = ("actor.policy_loss=sample_losses.clipped", "actor.eps_clip_higher=null")
+    backend, *more = layout
+    found = losses(root, f"own-{backend[-2:]}", f"actor.backend={backend}", *more, *own)
+    check_same(*([step_of(step) for step in steps] for steps in (found, alone)))
 
 
 def test_trees_on_two_ranks_train_as_one(root, alone):
@@ -92,6 +109,8 @@ def test_rows_that_do_not_divide(root, kind):
     """Five rows a step on two ranks; a reference model shares the actor's processes."""
     found = [offline_stats(root, kind, backend) for backend in ("archon:d1", "archon:d2")]
     assert len(found[0]) == 3
+    if kind == "dpo":  # before the first update the policy is its reference: nothing but ties
+        assert [steps[0]["reward_accuracy"] for steps in found] == [0.5, 0.5]
     for step, other in zip(*found, strict=True):
         assert step == pytest.approx(other, rel=1e-4, abs=1e-5)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,3 +21,27 @@ def test_rows_of_a_product_do_not_depend_on_their_number(num_inputs, num_outputs
     whole = F.linear(x, weight)
     for start, stop in [(0, 16), (3, 19), (16, 64), (100, 340), (0, 496)]:
         assert torch.equal(F.linear(x[start:stop].clone(), weight), whole[start:stop])
+
+
+PRODUCTS = """
+import torch
+from areal.utils.cpu_matmul import use_plain_blas
+
+use_plain_blas()
+torch.manual_seed(0)
+for num_inputs, num_outputs in [(64, 50), (36, 61), (48, 192), (896, 300)]:
+    x, weight = torch.randn(512, num_inputs), torch.randn(num_outputs, num_inputs)
+    whole = torch.nn.functional.linear(x, weight)
+    for count in range(16, 512, 16):  # native/rows.py makes whole tiles of rows
+        part = torch.nn.functional.linear(x[:count].clone(), weight)
+        assert torch.equal(part, whole[:count]), (num_inputs, num_outputs, count)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="MKL is x86's")
+@pytest.mark.parametrize("instructions", ["AVX512", "AVX2", "SSE4_2"])
+def test_so_it_is_with_every_kind_of_x86(instructions):
+    """In a process of its own: MKL chooses its kernels at the first product."""
+    env = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"}
+    env |= {"MKL_ENABLE_INSTRUCTIONS": instructions}
+    subprocess.run([sys.executable, "-c", PRODUCTS], env=env, check=True, timeout=300)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from sample_rewards import exact_match
+from sample_rewards import exact_match, of_lists
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelResponse
@@ -187,6 +187,14 @@ def test_tokenizer_by_path_and_errors_of_names(tokenizer, tmp_path):
         find_workflow("rlrv")
     with pytest.raises(ValueError, match="neither a RolloutWorkflow nor an agent"):
         find_workflow("areal.workflow.chat_turn.messages_of")
+
+
+@pytest.mark.parametrize("reward_fn", [of_lists, "sample_rewards.of_lists"])
+def test_a_reward_of_another_signature_is_refused_before_any_episode(make_workflow, reward_fn):
+    with pytest.raises(
+        ValueError, match=r"cannot be called as fn\(prompt, completions, prompt_ids"
+    ):
+        make_workflow(reward_fn)
 
 
 def test_an_empty_output_is_still_a_trajectory():

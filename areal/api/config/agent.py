@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.config.checks import require, require_above, require_at_least, require_fraction
 from areal.api.config.limits import ProcessLimits
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class AgentConfig:
     """Where an agent's code runs, and how its completions become samples."""
 

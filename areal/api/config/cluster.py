@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.config.checks import expand_path, require, require_at_least
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class ClusterSpecConfig:
     """What the run needs to know about the machines."""
 
@@ -27,7 +27,7 @@ class ClusterSpecConfig:
         self.fileroot = expand_path("fileroot", self.fileroot)
 
 
-@dataclass(kw_only=True)
+@config_section
 class SchedulerConfig:
     """Who starts worker processes."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from areal.api.config.checks import expand_path, require, require_at_least
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class DatasetConfig:
     """One data set, by name (`gsm8k`, `arithmetic`), by path, or by the import path of a loader."""
 
@@ -60,7 +61,7 @@ class DatasetConfig:
         )
 
 
-@dataclass(kw_only=True)
+@config_section
 class ValidDatasetConfig(DatasetConfig):
     """A data set for evaluation: every row once, in order."""
 

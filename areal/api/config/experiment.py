@@ -8,7 +8,7 @@ sections are here; a section checks itself.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, Literal
 
 from areal.api.alloc_mode import ModelAllocation
@@ -19,6 +19,7 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.roles import FrozenModelConfig, PPOCriticConfig, RefConfig, TeacherConfig
+from areal.api.config.section import config_section
 from areal.api.config.servers import SGLangConfig, VLLMConfig
 from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
@@ -30,7 +31,7 @@ from areal.api.scheduler_api import Job, SchedulingSpec
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
 
-@dataclass(kw_only=True)
+@config_section
 class BaseExperimentConfig:
     """What every kind of training has in common."""
 
@@ -218,7 +219,7 @@ class BaseExperimentConfig:
                 )
 
 
-@dataclass(kw_only=True)
+@config_section
 class SFTConfig(BaseExperimentConfig):
     """Supervised fine-tuning."""
 
@@ -235,7 +236,7 @@ class SFTConfig(BaseExperimentConfig):
             check_allocation(self.allocation_mode, {"training": self.actor.backend})
 
 
-@dataclass(kw_only=True)
+@config_section
 class PPOConfig(BaseExperimentConfig):
     """Reinforcement learning with PPO or GRPO."""
 

@@ -11,13 +11,14 @@ are about a group, not a request, and stay behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from areal.api.config.checks import require
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class GenerationHyperparameters:
     """Sampling options of one request, and the group size of a prompt."""
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.agent import AgentConfig
 from areal.api.config.checks import require_above, require_at_least, require_fraction
+from areal.api.config.section import config_section
 from areal.api.config.train_engine import check_inference_backend
 from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 
-@dataclass(kw_only=True)
+@config_section
 class InferenceEngineConfig:
     """How many episodes run at once, how old their weights may be, what a failure costs."""
 
@@ -85,7 +86,7 @@ class InferenceEngineConfig:
         return ModelAllocation.from_str(self.backend).parallel.tensor_parallel_size
 
 
-@dataclass(kw_only=True)
+@config_section
 class NativeServerConfig:
     """The native inference server: cache, batch and threads."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from areal.api.config.checks import expand_path, require_above, require_at_least
+from areal.api.config.section import config_section
 
 KEYS = ["~/.ssh", "~/.gnupg", "~/.aws", "~/.azure", "~/.config/gcloud", "~/.kube", "~/.docker"]
 KEYS += ["~/.netrc", "~/.git-credentials", "~/.pypirc", "~/.npmrc", "~/.pgpass", "~/.my.cnf"]
 
 
-@dataclass(kw_only=True)
+@config_section
 class ProcessLimits:
     """What the process may use. SECURITY.md says how this is kept, and what is not."""
 

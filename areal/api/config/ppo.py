@@ -1,12 +1,12 @@
 """The `actor` section of reinforcement learning: from rewards to advantages to the loss.
 
 An algorithm is a combination of these keys. Combinations without a meaning are refused here, each
-with its reason, so that no key is ever silently without effect.
+with its reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from areal.api.config.checks import (
@@ -17,10 +17,28 @@ from areal.api.config.checks import (
     require_fraction,
 )
 from areal.api.config.rejection import RejectionSamplingConfig
+from areal.api.config.section import config_section
 from areal.api.config.train_engine import NormConfig, TrainEngineConfig
 
+_CHOSEN_BY = {
+    "ppo": "default: leave policy_loss out",
+    "gspo": "importance_sampling_level: sequence",
+    "sapo": "use_sapo_loss: true",
+    "cispo": "use_cispo_loss: true",
+}
+_KEYS_OF_SHIPPED_LOSSES = (
+    "use_sapo_loss",
+    "use_cispo_loss",
+    "importance_sampling_level",
+    "eps_clip",
+    "eps_clip_higher",
+    "c_clip",
+    "sapo_tau_pos",
+    "sapo_tau_neg",
+)
 
-@dataclass(kw_only=True)
+
+@config_section
 class PPOActorConfig(TrainEngineConfig):
     """The trained policy. GRPO is PPO with `reward_norm` by group and no critic."""
 
@@ -43,6 +61,11 @@ class PPOActorConfig(TrainEngineConfig):
     use_cispo_loss: bool = False
     """Weight log-probabilities by the clipped ratio, so that no token loses its gradient (CISPO).
     Needs eps_clip_higher."""
+    policy_loss: str | None = None
+    """Import path of a loss of your own, `my_package.losses.my_loss`, in place of those above.
+    Default: the shipped one that they choose (ppo, gspo, sapo or cispo)."""
+    policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of that function."""
     m2_threshold: float | None = None
     """Drop the most off-policy tokens until the mean squared log-ratio of the rest lies below this
     (M2PO). Needs use_decoupled_loss."""
@@ -108,19 +131,11 @@ class PPOActorConfig(TrainEngineConfig):
         require_finite(reward_scaling=self.reward_scaling, reward_bias=self.reward_bias)
         require_fraction(discount=self.discount)
         self._check_policy_loss()
+        self.policy_loss = self._chosen_loss()
         self._check_proximal_policy()
         self._check_overlong()
         self._check_lambda()
         self._check_kl()
-
-    @property
-    def policy_loss(self) -> str:
-        """The row of `areal.algorithm.POLICY_LOSSES` that these keys select."""
-        if self.use_sapo_loss:
-            return "sapo"
-        if self.use_cispo_loss:
-            return "cispo"
-        return "gspo" if self.importance_sampling_level == "sequence" else "ppo"
 
     @property
     def needs_ref(self) -> bool:
@@ -164,6 +179,45 @@ class PPOActorConfig(TrainEngineConfig):
                 "and eps_clip_higher 4)",
                 None,
             )
+            require(
+                self.eps_clip_higher > 0,
+                "eps_clip_higher must be above 0 with use_cispo_loss: at 0 no token could ever "
+                "weigh more than 1",
+                self.eps_clip_higher,
+            )
+
+    def _chosen_loss(self) -> str:
+        """A row of `areal.algorithm.POLICY_LOSSES`, or an import path."""
+        shipped = "gspo" if self.importance_sampling_level == "sequence" else "ppo"
+        if self.use_sapo_loss or self.use_cispo_loss:
+            shipped = "sapo" if self.use_sapo_loss else "cispo"
+        if self.policy_loss in (None, shipped):
+            require(
+                not self.policy_loss_kwargs,
+                "policy_loss_kwargs are arguments of a function: name it in policy_loss",
+                self.policy_loss_kwargs,
+            )
+            return shipped
+        chosen = _CHOSEN_BY.get(self.policy_loss)
+        require(
+            chosen is None,
+            f"policy_loss {self.policy_loss} is chosen by {chosen}",
+            self.policy_loss,
+        )
+        require(
+            "." in self.policy_loss,
+            "policy_loss must be the import path of a function, like my_package.losses.my_loss",
+            self.policy_loss,
+        )
+        for name in _KEYS_OF_SHIPPED_LOSSES:
+            value, default = getattr(self, name), getattr(PPOActorConfig, name)
+            require(
+                value == default,
+                f"{name} must be left out with policy_loss {self.policy_loss}, which gets its "
+                "options from policy_loss_kwargs",
+                value,
+            )
+        return self.policy_loss
 
     def _check_proximal_policy(self) -> None:
         """What needs the policy at the start of the step beside the one that sampled."""

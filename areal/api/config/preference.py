@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from areal.api.config.checks import require_above
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.api.config.roles import RefConfig
+from areal.api.config.section import config_section
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
 
 
-@dataclass(kw_only=True)
+@config_section
 class RWConfig(BaseExperimentConfig):
     """Training of a reward model."""
 
@@ -31,7 +32,7 @@ class RWConfig(BaseExperimentConfig):
             check_allocation(self.allocation_mode, {"training": self.actor.backend})
 
 
-@dataclass(kw_only=True)
+@config_section
 class DPOActorConfig(TrainEngineConfig):
     """The policy trained by direct preference optimisation."""
 
@@ -45,7 +46,7 @@ class DPOActorConfig(TrainEngineConfig):
         require_above(0, beta=self.beta)
 
 
-@dataclass(kw_only=True)
+@config_section
 class DPOConfig(BaseExperimentConfig):
     """Direct preference optimisation, or IPO."""
 

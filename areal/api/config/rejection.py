@@ -6,16 +6,16 @@ pi_prox / pi_behave, which the decoupled loss applies with or without this secti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.config.checks import require, require_above
+from areal.api.config.section import config_section
 
 # Never below 0, and 0 where the two policies agree.
 _DISTANCES = ("kl_k2", "kl_k3", "binary_kl")
 
 
-@dataclass(kw_only=True)
+@config_section
 class RejectionSamplingConfig:
     """What happens to tokens whose behaviour policy is too far from the proximal one."""
 
@@ -24,7 +24,9 @@ class RejectionSamplingConfig:
     action: Literal["mask", "clamp"] = "mask"
     """Drop what lies outside the bounds, or clamp its weight to them."""
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = "ratio"
-    """What is compared with the bounds."""
+    """What is compared with the bounds: the ratio pi_prox / pi_behave, an estimate of their KL
+    divergence from d = log pi_prox - log pi_behave (d, d^2 / 2 or exp(-d) - 1 + d), or the larger
+    KL between "this token" and "any other" under the two."""
     agg: Literal["sum", "mean", "max"] = "mean"
     """How the tokens of a sequence make its metric; used at level `sequence`."""
     upper: float = 5.0

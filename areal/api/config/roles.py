@@ -6,11 +6,12 @@ What they leave out is the actor's: `ref: {}` is the model that training starts 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.checks import expand_path, require, require_above, require_at_least
+from areal.api.config.section import config_section
 from areal.api.config.train_engine import (
     ArchonEngineConfig,
     FSDPEngineConfig,
@@ -22,7 +23,7 @@ from areal.api.config.train_engine import (
 from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 
-@dataclass(kw_only=True)
+@config_section
 class FrozenModelConfig:
     """A model that is asked for log-probabilities and never trained."""
 
@@ -79,12 +80,12 @@ class FrozenModelConfig:
         )
 
 
-@dataclass(kw_only=True)
+@config_section
 class RefConfig(FrozenModelConfig):
     """The reference model a policy is kept near."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class TeacherConfig(FrozenModelConfig):
     """A model whose log-probabilities of the sampled tokens the policy learns."""
 
@@ -106,7 +107,7 @@ class TeacherConfig(FrozenModelConfig):
         require_above(0, distill_loss_weight=self.distill_loss_weight)
 
 
-@dataclass(kw_only=True)
+@config_section
 class PPOCriticConfig(TrainEngineConfig):
     """The value model of PPO. Optimizer and precision it leaves out are the actor's."""
 

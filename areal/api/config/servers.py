@@ -6,13 +6,14 @@ Keys that are named here are those a run must often set. Any other option of a s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from areal.api.config.checks import expand_path, require, require_at_least
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class VLLMConfig:
     """The vLLM server of a run with `rollout.backend: vllm:d1`."""
 
@@ -51,7 +52,7 @@ class VLLMConfig:
         return self.max_model_len
 
 
-@dataclass(kw_only=True)
+@config_section
 class SGLangConfig:
     """The SGLang server of a run with `rollout.backend: sglang:d1`."""
 

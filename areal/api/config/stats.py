@@ -5,13 +5,14 @@ The console and the run's database always get every number; the trackers are opt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from areal.api.config.checks import expand_path, require_at_least
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class TensorBoardConfig:
     """TensorBoard event files."""
 
@@ -23,7 +24,7 @@ class TensorBoardConfig:
             self.path = expand_path("path", self.path)
 
 
-@dataclass(kw_only=True)
+@config_section
 class WandBConfig:
     """Weights & Biases. The key comes from its own login or environment."""
 
@@ -37,7 +38,7 @@ class WandBConfig:
     """User or team. Default: the one logged in."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class SwanlabConfig:
     """SwanLab. The key comes from its own login or environment."""
 
@@ -49,7 +50,7 @@ class SwanlabConfig:
     """Default: trial_name."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class TrackioConfig:
     """Trackio, a local dashboard of experiments."""
 
@@ -61,7 +62,7 @@ class TrackioConfig:
     """Default: trial_name."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class StatsLoggerConfig:
     """Trackers that get the statistics of every step besides console and run database."""
 
@@ -75,7 +76,7 @@ class StatsLoggerConfig:
     """Trackio."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class PerfTracerConfig:
     """Chrome traces of the phases of every process of the run."""
 

@@ -5,13 +5,13 @@ Each has up to three clocks; any one that fires is enough, and none set means ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.config.checks import require, require_above, require_at_least
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class TimerConfig:
     """Three clocks."""
 
@@ -31,7 +31,7 @@ class TimerConfig:
         return any(f is not None for f in (self.freq_epochs, self.freq_steps, self.freq_secs))
 
 
-@dataclass(kw_only=True)
+@config_section
 class SaverConfig(TimerConfig):
     """Checkpoints in Hugging Face format."""
 
@@ -43,7 +43,7 @@ class SaverConfig(TimerConfig):
         require_at_least(1, keep=self.keep)
 
 
-@dataclass(kw_only=True)
+@config_section
 class EvaluatorConfig(TimerConfig):
     """Evaluation on `valid_dataset` during training."""
 
@@ -51,7 +51,7 @@ class EvaluatorConfig(TimerConfig):
     """Evaluate the starting weights too."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class RecoverConfig(TimerConfig):
     """Points a killed run goes on from."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from areal.api.alloc_mode import (
@@ -19,10 +19,11 @@ from areal.api.config.checks import (
     require_fraction,
 )
 from areal.api.config.optimizer import OptimizerConfig
+from areal.api.config.section import config_section
 from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 
-@dataclass(kw_only=True)
+@config_section
 class MicroBatchSpec:
     """How a batch is cut so that activations fit in memory. The result does not depend on it."""
 
@@ -37,16 +38,19 @@ class MicroBatchSpec:
         require_at_least(1, n_mbs=self.n_mbs, max_tokens_per_mb=self.max_tokens_per_mb)
 
 
-@dataclass(kw_only=True)
+@config_section
 class NormConfig:
-    """Centre and scale values over the whole batch or over the samples of one prompt."""
+    """Centre and scale values over the whole batch or over the samples of one prompt. Of rewards
+    each episode counts once, whatever rows it exported; of advantages each token."""
 
     mean_level: Literal["batch", "group"] | None = "batch"
     """Whose mean is subtracted; null subtracts nothing."""
     mean_leave1out: bool = False
-    """The mean a sample is compared with leaves that sample out."""
+    """The mean a sample is compared with leaves that sample out, with all rows of its episode."""
     std_level: Literal["batch", "group"] | None = "batch"
-    """Whose standard deviation divides; null divides by nothing."""
+    """Whose standard deviation divides; null divides by nothing. Where a group has none worth
+    dividing by (equal rewards, one sample), the batch's divides, and where that has none, nothing.
+    """
     std_unbiased: bool = True
     """Divide squares by n - 1 instead of n."""
     eps: float = 1e-5
@@ -71,7 +75,7 @@ class NormConfig:
         return "group" in (self.mean_level, self.std_level)
 
 
-@dataclass(kw_only=True)
+@config_section
 class FSDPEngineConfig:
     """What only the fsdp engine is told."""
 
@@ -85,7 +89,7 @@ class FSDPEngineConfig:
         require_at_least(1, num_replicas=self.num_replicas)
 
 
-@dataclass(kw_only=True)
+@config_section
 class ArchonEngineConfig:
     """What only the archon engine is told."""
 
@@ -152,7 +156,7 @@ class ArchonEngineConfig:
         )
 
 
-@dataclass(kw_only=True)
+@config_section
 class MegatronEngineConfig:
     """What only the megatron engine is told."""
 
@@ -165,7 +169,7 @@ class MegatronEngineConfig:
         require_at_least(1, virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size)
 
 
-@dataclass(kw_only=True)
+@config_section
 class TrainEngineConfig:
     """One model to train, and how."""
 

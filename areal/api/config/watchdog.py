@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from areal.api.config.checks import require_above
+from areal.api.config.section import config_section
 
 
-@dataclass(kw_only=True)
+@config_section
 class WatchdogConfig:
     """Ends a run that hangs, and says who waits for whom."""
 

@@ -26,10 +26,11 @@ from areal.algorithm.advantage import (
 )
 from areal.algorithm.kl import kl_rewards
 from areal.algorithm.kl_controller import AdaptiveKlController
-from areal.algorithm.lambdas import evaluate_lambda, lambda_context
+from areal.algorithm.lambdas import LambdaContext, evaluate_lambda, lambda_context
 from areal.algorithm.normalization import normalize
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.train_engine import NormConfig
+from areal.api.io_struct import EPISODE_KEY
 from areal.trainer.ppo.batch import group_sizes, required
 from areal.utils import stats_tracker
 from areal.utils.data import sequence_lengths
@@ -52,6 +53,10 @@ class AdvantageEstimator:
             self._lambda_fn = load_named(
                 config.gae_lambda, LAMBDA_FUNCTIONS, key="actor.gae_lambda"
             )
+            # So that a function that cannot be called is found now, not after the first rollout.
+            lengths_B = torch.tensor([1.0, 2.0, 1000.0])
+            probe = LambdaContext(lengths_B, torch.ones_like(lengths_B), lengths_B)
+            evaluate_lambda(self._lambda_fn, probe, **config.gae_lambda_kwargs)
 
     def estimate(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`advantages`, `returns`, `tot_rewards` and `kl_rewards`, each `[B, S]`."""
@@ -165,6 +170,7 @@ def _normalize(
         x,
         mask,
         group_sizes=group_sizes(data),
+        episode_ids=data[EPISODE_KEY],
         mean_level=config.mean_level,
         std_level=config.std_level,
         mean_leave1out=config.mean_leave1out,

@@ -17,16 +17,26 @@ import torch
 
 from areal.algorithm.advantage import shift_left
 from areal.api.engine_api import TrainEngine
+from areal.api.io_struct import EPISODE_KEY
 from areal.utils.data import concat_batch, select_rows, sequence_lengths
 from areal.utils.seqpack import pack_sequences
 
 
 def collect(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All samples as one batch; `group_ids` `[B]` says which belong to the same prompt."""
-    batch, meta = concat_batch(trajectories)
+    """All samples as one batch; `group_ids` `[B]` says which belong to the same prompt, and
+    `episode_ids` `[B]` to the same episode. Rows without one are an episode each."""
+    batch, meta = concat_batch([_with_episodes(trajectory) for trajectory in trajectories])
     sizes = torch.tensor(meta.traj_group_sizes)
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    return {**batch, **_aligned(batch), "group_ids": group_ids}
+    pairs = torch.stack([group_ids, batch[EPISODE_KEY].to(group_ids)], dim=1)
+    episode_ids = pairs.unique(dim=0, return_inverse=True)[1]  # of the batch, no more of a group
+    return {**batch, **_aligned(batch), "group_ids": group_ids, EPISODE_KEY: episode_ids}
+
+
+def _with_episodes(trajectory: Mapping[str, Any]) -> Mapping[str, Any]:
+    if EPISODE_KEY in trajectory:
+        return trajectory
+    return {**trajectory, EPISODE_KEY: torch.arange(len(trajectory["attention_mask"]))}
 
 
 def group_sizes(data: Mapping[str, Any]) -> list[int]:

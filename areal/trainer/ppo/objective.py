@@ -1,28 +1,34 @@
 """What the actor minimises on one packed micro-batch, put together as its config says.
 
-    policy loss (ppo, gspo, sapo, cispo) over w = pi_prox / pi_behave, M2PO's choice of tokens
+    policy loss (ppo, gspo, sapo, cispo or a user's own) over w = pi_prox / pi_behave, M2PO's choice
+    of tokens
     -> with a teacher its share of the distillation loss -> + KL from the reference model
 
 Every part is a mean over the loss mask, so micro-batches add up to the whole batch. Statistics go
-to `stats_tracker` in the scope of the caller. The object knows no engine: it travels to the ranks.
+to `stats_tracker` in the scope of the caller. The object knows no engine: it travels to the ranks,
+as its config, and finds functions there by their import paths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from areal.algorithm import KL_ESTIMATORS, POLICY_LOSSES
+from areal.algorithm.calls import policy_loss_call
 from areal.algorithm.distillation import distillation_loss
 from areal.algorithm.kl import k2, kl_loss
-from areal.algorithm.loss import LossInputs
+from areal.algorithm.loss import LossInputs, own_loss
 from areal.algorithm.off_policy import importance_weight, log_ratio, reject
 from areal.algorithm.proximal import approximation_errors, loglinear_prox
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.roles import TeacherConfig
 from areal.utils import stats_tracker
 from areal.utils.import_path import load_named
+from areal.utils.signatures import signature_of
 
 # What the loss reads of a batch; the last three are there when the config asks for them.
 BATCH_KEYS = (
@@ -36,20 +42,35 @@ BATCH_KEYS = (
 )
 
 
+# What is recorded of every micro-batch besides the metrics of the loss.
+_RECORDED = {
+    "entropy",
+    "advantages",
+    "behave_weight",
+    "behave_kl",
+    "rejected_ratio",
+    "teacher_kl",
+    "kl_loss",
+}
+
+
 class PolicyObjective:
     def __init__(self, config: PPOActorConfig, teacher: TeacherConfig | None = None) -> None:
         self.config = config
         self.teacher = teacher
-        self._policy_loss = load_named(config.policy_loss, POLICY_LOSSES, key="actor.policy_loss")
-        self._loss_options = _loss_options(config)
+        self._policy_loss = _policy_loss(config)
         self._kl_estimator = load_named(
             config.kl_estimator, KL_ESTIMATORS, key="actor.kl_estimator"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PolicyObjective, (self.config, self.teacher)
+
     @property
     def is_zero_without_advantage(self) -> bool:
         """Whether a token of advantage 0 has a loss and a gradient of exactly 0."""
-        return self.teacher is None and self.config.kl_loss_coef == 0
+        is_known = self.config.policy_loss in POLICY_LOSSES
+        return is_known and self.teacher is None and self.config.kl_loss_coef == 0
 
     def loss(
         self,
@@ -74,8 +95,9 @@ class PolicyObjective:
                 mask_T,
                 self._weight(prox_logp_T, mb),
                 mb["cu_seqlens"],
-            ),
-            **self._loss_options,
+                mb["logprobs"],
+                mb["versions"],
+            )
         )
         _record(metrics)
         return self._with_kl(self._with_teacher(loss, logprobs_T, mb), logprobs_T, mb) * share
@@ -157,8 +179,19 @@ class PolicyObjective:
         return loss + self.config.kl_loss_coef * kl
 
 
+def _policy_loss(config: PPOActorConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Any]]:
+    """The loss the config names, with its options."""
+    key, name = "actor.policy_loss", config.policy_loss
+    fn = load_named(name, POLICY_LOSSES, key=key)
+    if name in POLICY_LOSSES:
+        return partial(fn, **_loss_options(config))
+    options = config.policy_loss_kwargs
+    policy_loss_call(options).require(signature_of(fn), f"{key}: {name}")
+    return partial(own_loss, fn=fn, name=f"{key} {name}", options=options)
+
+
 def _loss_options(config: PPOActorConfig) -> dict[str, Any]:
-    """The keys of the config that the chosen policy loss takes."""
+    """The keys of the config that a shipped loss takes."""
     clip = {"eps_clip": config.eps_clip, "eps_clip_higher": config.eps_clip_higher}
     clip_and_dual = {**clip, "c_clip": config.c_clip}
     return {
@@ -172,6 +205,10 @@ def _loss_options(config: PPOActorConfig) -> dict[str, Any]:
 def _record(metrics: dict[str, torch.Tensor]) -> None:
     """Shares as means, everything else with its extremes; the loss itself the engine reports."""
     for name, value_T in metrics.items():
+        if name in _RECORDED:
+            raise ValueError(
+                f"actor.policy_loss: the metric {name!r} has another meaning; rename it"
+            )
         if name.endswith("_ratio"):
             stats_tracker.stat("n_tokens", stats_tracker.ReduceType.AVG, **{name: value_T})
         elif name != "loss":

@@ -1,0 +1,246 @@
+"""`@config_section`: a dataclass of the config, whose fields hold what their types say.
+
+    @config_section
+    class NormConfig:
+        mean_level: Literal["batch", "group"] | None = "batch"
+        eps: float = 1e-5
+
+    NormConfig(mean_level="invalid")    # ValueError: mean_level must be one of batch, group, ...
+
+It does not matter whether a section comes from a file or is built in Python: types, choices and
+finite numbers are checked here, once for all sections, before and after its own `__post_init__`.
+Conversions lose nothing: `1e3` is the integer 1000 and `"5"` (what `${oc.env:N}` gives) is 5, but
+0.5 is no integer, true is no number and no name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from areal.api.config.schema import field_types
+
+_MARK = "__areal_section__"
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_BOOLEANS = {"true": True, "false": False}
+
+
+@typing.dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+def config_section(cls: type | None = None, **options: Any) -> Any:
+    """As a bare decorator, or with options of `dataclasses.dataclass` (`frozen=True`)."""
+    if cls is None:
+        return functools.partial(config_section, **options)
+    own = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        # Once: by the most derived section, also when a plain dataclass of a user extends it.
+        is_whole = _most_derived(type(self)) is made
+        if is_whole:
+            _convert_fields(self)
+        if own is not None:
+            own(self)
+        if is_whole:
+            _check_finite(self)
+
+    setattr(cls, _MARK, True)
+    cls.__post_init__ = __post_init__
+    made = dataclasses.dataclass(**{"kw_only": True, **options})(cls)
+    return made
+
+
+def is_section(cls: type) -> bool:
+    return _MARK in vars(cls)
+
+
+def converted(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` of fields of `cls` as their types want them, or a ValueError that begins with the
+    field and says what was expected and found."""
+    converters = _converters(cls)
+    return {name: _converted(name, value, converters[name]) for name, value in values.items()}
+
+
+def _show(value: Any) -> str:
+    """As YAML spells it, and not longer than a line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value!r:.200}"
+
+
+def _convert_fields(config: Any) -> None:
+    for name, kinds, converter in _plan(type(config)):
+        value = getattr(config, name)
+        if type(value) in kinds:
+            continue
+        found = _converted(name, value, converter)
+        if found is not value:
+            object.__setattr__(config, name, found)
+
+
+@functools.cache
+def _plan(cls: type) -> list[tuple[str, frozenset[type], Callable[[Any], Any]]]:
+    """Each field with the types that need no second look: a request in flight makes sections."""
+    plan = []
+    for name, hint in field_types(cls).items():
+        kinds = typing.get_args(hint) if _is_union(hint) else (hint,)
+        # Of a number or a text only the number: "0.5" is one.
+        first = next(kind for kind in kinds if kind is not type(None))
+        plain = {
+            kind for kind in kinds if kind is type(None) or (kind is first and kind in _SCALARS)
+        }
+        plan.append((name, frozenset(plain), _converters(cls)[name]))
+    return plan
+
+
+def _check_finite(config: Any) -> None:
+    """After a section's own checks, which may say more about what a number must be."""
+    for name in _converters(type(config)):
+        value = getattr(config, name)
+        items = (value,) if type(value) is float else value if type(value) is list else ()
+        for item in items:
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"{name} must be a finite number, got {item}")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _converted(name: str, value: Any, converter: Callable[[Any], Any]) -> Any:
+    try:
+        return converter(value)
+    except _WrongValue as wrong:
+        is_unquoted = wrong.expected == _TYPE_NAMES[str] and isinstance(value, (bool, float))
+        hint = "; put it in quotes" if is_unquoted else ""
+        raise ValueError(f"{name} must be {wrong.expected}, got {_show(value)}{hint}") from None
+
+
+@functools.cache
+def _converters(cls: type) -> dict[str, Callable[[Any], Any]]:
+    return {name: _converter(hint) for name, hint in field_types(cls).items()}
+
+
+@functools.cache
+def _most_derived(cls: type) -> type:
+    return next(c for c in cls.__mro__ if is_section(c))
+
+
+class _WrongValue(Exception):
+    def __init__(self, expected: str) -> None:
+        self.expected = expected
+
+
+def _converter(hint: Any) -> Callable[[Any], Any]:
+    """A function that gives a value as `hint` or raises _WrongValue."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if _is_union(hint):
+        return _one_of(args)
+    if origin is Literal:
+        return functools.partial(_choice, args)
+    if dataclasses.is_dataclass(hint):
+        return functools.partial(_instance, hint)
+    if origin is list:
+        return functools.partial(_list, _converter(args[0]))
+    if origin is dict:
+        return _dict
+    return functools.partial(_scalar, hint)
+
+
+def _one_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """The first kind that can hold the value: "0.5" is a number before a text."""
+    choices = [_converter(kind) for kind in kinds if kind is not type(None)]
+    is_optional = type(None) in kinds
+
+    def convert(value: Any) -> Any:
+        if value is None and is_optional:
+            return None
+        expected = []
+        for choice in choices:
+            try:
+                return choice(value)
+            except _WrongValue as wrong:
+                expected.append(wrong.expected)
+        raise _WrongValue(" or ".join(expected))
+
+    return convert
+
+
+def _choice(choices: tuple[Any, ...], value: Any) -> Any:
+    # YAML reads a bare `on` or `off` as a boolean.
+    word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    if not isinstance(word, str) or word not in choices:
+        known = ", ".join(str(choice) for choice in choices)
+        raise _WrongValue(f"one of {known}" if len(choices) > 1 else known)
+    return word
+
+
+def _instance(cls: type, value: Any) -> Any:
+    if not isinstance(value, cls):
+        is_built = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+        raise _WrongValue(f"of class {cls.__name__}" if is_built else "a section of keys")
+    return value
+
+
+def _list(convert: Callable[[Any], Any], value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise _WrongValue("a list, like [1, 2]")
+    return [convert(item) for item in value]
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _WrongValue("a section of keys")
+    return dict(value)
+
+
+def _scalar(kind: type, value: Any) -> Any:
+    if type(value) is kind:
+        return value
+    try:
+        return _SCALARS[kind](value)
+    except (ValueError, TypeError, OverflowError):
+        raise _WrongValue(_TYPE_NAMES[kind]) from None
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, str):
+        value = _BOOLEANS.get(value.lower())
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _to_int(value: Any) -> int:
+    if not _may_be_number(value) or (not isinstance(value, str) and value != int(value)):
+        raise TypeError
+    return int(value)
+
+
+def _to_float(value: Any) -> float:
+    if not _may_be_number(value):
+        raise TypeError
+    return float(value)
+
+
+def _may_be_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, str)) and not isinstance(value, bool)
+
+
+def _to_str(value: Any) -> str:
+    # A whole number reads back as it was written; 1.10 or `yes` would not.
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError
+    return str(value)
+
+
+_SCALARS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
