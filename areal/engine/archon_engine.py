@@ -62,6 +62,7 @@ from areal.models.parallelize import check_layout, parallelize
 from areal.models.pipeline import rank_of_last_stage
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
+from areal.utils.hub import model_folder
 
 if TYPE_CHECKING:
     from areal.engine.pipeline import Pipeline
@@ -84,6 +85,7 @@ class ArchonEngine(TrainEngine):
         self._pipeline: Pipeline | None = None  # None without pipeline parallelism
         self._seed = seed
         self._version = 0
+        self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
         self._model: Decoder | None = None
         self._adapters: Adapters | None = None
         self._optimizer: MasterOptimizer | None = None
@@ -141,7 +143,8 @@ class ArchonEngine(TrainEngine):
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
         if self.device.type == "cpu":
             use_plain_blas()
-        self._hf_config = language_config(read_hf_config(self.config.path))
+        self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
+        self._hf_config = language_config(read_hf_config(self._folder))
         self._model = self._build_model() if self._mesh is None else self._build_shards()
         self._fill_model(self._model)
         if self.config.batch_invariant:
@@ -218,7 +221,7 @@ class ArchonEngine(TrainEngine):
         return self._ranks is None or self._ranks.rank() == 0
 
     def _fill_model(self, model: Decoder) -> None:
-        path = self.config.path
+        path = self._folder
         if self.config.init_from_scratch:
             model.init_weights(self._seed)
         elif self.config.is_critic and not has_score_head(path):
@@ -302,11 +305,11 @@ class ArchonEngine(TrainEngine):
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(weights, config, meta.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
         self._adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":

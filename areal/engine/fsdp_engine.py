@@ -42,6 +42,7 @@ from areal.models.lora import check_lora_layout
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
+from areal.utils.hub import model_folder
 
 if TYPE_CHECKING:
     from areal.engine.fsdp.lora import Adapters
@@ -65,6 +66,7 @@ class FSDPEngine(TrainEngine):
         self._mesh: ParallelMesh | None = None  # None on one rank, unless it offloads
         self._seed = seed
         self._version = 0
+        self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
         self._model: PackedModel | None = None
         self._adapters: Adapters | None = None
         self._optimizer: MasterOptimizer | None = None
@@ -101,6 +103,7 @@ class FSDPEngine(TrainEngine):
         offload = self.config.fsdp.offload_params
         if self._mesh is None and offload:
             self._mesh = one_rank_mesh(self.device)
+        self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
         trains = self.config.optimizer is not None and ft_spec is not None
         model = self._build_model(trains)
         materialise(model, self.device, offload=offload)
@@ -120,7 +123,7 @@ class FSDPEngine(TrainEngine):
         trained_dtype = self._dtype() if self._mesh is None else torch.float32
         all_trained = trains and not self.config.use_lora
         model = build_model(
-            self.config.path,
+            self._folder,
             dtype=trained_dtype if all_trained else self._dtype(),
             is_critic=self.config.is_critic,
         )
@@ -151,7 +154,7 @@ class FSDPEngine(TrainEngine):
         )
 
     def _fill_model(self, model: PackedModel) -> None:
-        path, hf = self.config.path, model.hf
+        path, hf = self._folder, model.hf
         if self.config.init_from_scratch:
             draw_weights(hf, self._seed)
         elif self.config.is_critic and not has_score_head(path):
@@ -231,14 +234,14 @@ class FSDPEngine(TrainEngine):
         return checkpoint.capture(model, self.optimizer, self._version, self._writers).write
 
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
-        config = read_hf_config(self.config.path)
+        config = read_hf_config(self._folder)
         save_hf(weights, critic_config(config) if self.config.is_critic else config, meta.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
         base_model = meta.base_model_path or self.config.path
         self._adapters.save(tensors, meta.path, base_model)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":

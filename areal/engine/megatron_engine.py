@@ -44,6 +44,7 @@ from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models import get_model_spec
 from areal.models.hf_io import critic_config, language_config, read_hf_config, save_hf
 from areal.utils.device import best_device
+from areal.utils.hub import model_folder
 
 
 class MegatronEngine(TrainEngine):
@@ -62,6 +63,7 @@ class MegatronEngine(TrainEngine):
         self._layout: Layout | None = None
         self._seed = seed
         self._version = 0
+        self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
         self._stages: list[Stage] | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
@@ -105,7 +107,8 @@ class MegatronEngine(TrainEngine):
             self._require_cuda()
         if self._layout is None:
             self.create_process_group(self._strategy)
-        self._hf_config = language_config(read_hf_config(self.config.path))
+        self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
+        self._hf_config = language_config(read_hf_config(self._folder))
         stages = self._build_stages()
         mark_parts(stages)
         self._fill(stages)
@@ -128,9 +131,9 @@ class MegatronEngine(TrainEngine):
         if self.config.init_from_scratch:
             fill(stages, drawn_weights(self._hf_config, self._seed, self.config.is_critic))
         else:
-            self._fill_from(stages, self.config.path, new_critic=self.config.is_critic)
+            self._fill_from(stages, self._folder, new_critic=self.config.is_critic)
 
-    def _fill_from(self, stages: list[Stage], path: str, *, new_critic: bool) -> None:
+    def _fill_from(self, stages: list[Stage], path: str | Path, *, new_critic: bool) -> None:
         with folder_weights(
             self._hf_config, path, is_critic=self.config.is_critic, new_critic=new_critic
         ) as read:
@@ -181,7 +184,7 @@ class MegatronEngine(TrainEngine):
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(weights, config, meta.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":

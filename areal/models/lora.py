@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from areal.models.parallelize import whole, write_own_part
+from areal.utils.hub import hub_name
 
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
@@ -117,7 +118,7 @@ class Adapters:
         config = {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
-            "base_model_name_or_path": base_model,
+            **base_model_keys(base_model),
             "r": self._rank,
             "lora_alpha": self._alpha,
             "lora_dropout": 0.0,
@@ -160,6 +161,15 @@ def draw_adapter(a_RD: torch.Tensor, b_NR: torch.Tensor, generator: torch.Genera
     drawn = torch.empty(a_RD.shape, device="cpu").uniform_(-bound, bound, generator=generator)
     write_own_part(a_RD.detach(), drawn)
     b_NR.detach().zero_()
+
+
+def base_model_keys(base_model: str) -> dict[str, str]:
+    """How an adapter's config names the model it was trained on: a folder, or a hub name."""
+    name = hub_name(base_model)
+    if name is None:
+        return {"base_model_name_or_path": base_model}
+    revision = {} if name.revision is None else {"revision": name.revision}
+    return {"base_model_name_or_path": name.repo, **revision}
 
 
 def save_adapter(tensors: Tensors, folder: str | Path) -> None:

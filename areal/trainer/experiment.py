@@ -13,6 +13,7 @@ from areal.api.config.dataset import DatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.dataset import get_custom_dataset
 from areal.trainer.dpo_trainer import DPOTrainer
+from areal.trainer.model_paths import pin_models
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.run import StepObserver
 from areal.trainer.rw_trainer import RWTrainer
@@ -31,6 +32,7 @@ def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = 
     paths = RunPaths.of(config)
     # Watched before anything is loaded: a data set, too, may hang.
     with paths.made(), watched(config.watchdog.seconds, stacks_file=paths.stacks):
+        pin_models(config, paths)
         train, valid = load_datasets(config)
         with TRAINERS[config.trainer](config, train, valid) as trainer:
             trainer.train(on_step=on_step)

@@ -33,6 +33,7 @@ from areal.api.config.timers import TimerConfig
 from areal.api.io_struct import FinetuneSpec, StepInfo
 from areal.api.secret_text import without_secrets
 from areal.trainer.identity import run_identity
+from areal.trainer.model_paths import fetch_models, pin_models
 from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
@@ -76,7 +77,6 @@ class Run:
         self._resumes = config.recover.mode == "on"
         self._setup_timeout_s = config.actor.setup_timeout
         self._committed_at = time.perf_counter()
-        self._config_text = dump_yaml(config)
         with ExitStack() as stack:
             stack.enter_context(self.paths.made())
             self.database = stack.enter_context(_open_database(self.paths, self._resumes))
@@ -84,6 +84,9 @@ class Run:
             self.watchdog = stack.enter_context(
                 watched(config.watchdog.seconds, stacks_file=self.paths.stacks)
             )
+            pin_models(config, self.paths)
+            fetch_models(config)
+            self._config_text = dump_yaml(config)
             self._recovery = stack.enter_context(
                 Recovery(self.paths.recover, config.recover, run_identity(config, dataset_size))
             )

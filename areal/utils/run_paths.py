@@ -2,6 +2,7 @@
 
 {fileroot}/{experiment_name}/{trial_name}/
     config.yaml      the config the run was started with, all values filled in
+    models.json      the commit that each hub name of the config was at
     run.db           ledger, trajectories, statistics, events, configs (SQLite)
     recover/         points a killed run goes on from
     checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
@@ -53,6 +54,10 @@ class RunPaths:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models.json"
 
     @property
     def database(self) -> Path:
