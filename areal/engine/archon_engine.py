@@ -35,12 +35,14 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.fit import check_archon
 from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
 from areal.engine.weight_stream import StageLink, Weights, hand_over, sender, stream_weights
+from areal.models import decoder_args
 from areal.models.activation_checkpoint import checkpoint_blocks
 from areal.models.block_compile import compile_blocks
 from areal.models.common.decoder import Decoder
@@ -56,10 +58,10 @@ from areal.models.hf_io import (
     read_hf_config,
     save_hf,
 )
-from areal.models.lora import Adapters, check_lora_layout
+from areal.models.lora import Adapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
-from areal.models.parallelize import check_layout, parallelize
-from areal.models.pipeline import rank_of_last_stage
+from areal.models.parallelize import parallelize
+from areal.models.stage_layout import rank_of_last_stage
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
 from areal.utils.hub import model_folder
@@ -98,23 +100,7 @@ class ArchonEngine(TrainEngine):
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
             return
-        if self.config.batch_invariant:
-            raise ValueError(
-                f"batch_invariant computes on one rank, got archon:{parallel_strategy}: turn it "
-                "off, or use archon:d1"
-            )
-        if self.config.enable_tree_training and self._dims.world_size > self._dims.dp:
-            raise ValueError(
-                "enable_tree_training computes each tree on one rank, got "
-                f"archon:{parallel_strategy}: turn it off, or use data parallelism alone"
-            )
-        if self.config.archon.enable_compile and self._dims.tp > 1:
-            raise ValueError(
-                f"archon.enable_compile: blocks cut over ranks cannot be compiled, got "
-                f"archon:{parallel_strategy}: turn it off, or choose t1"
-            )
-        if self.config.use_lora:
-            check_lora_layout(self._dims, "archon")
+        self.config.check_layout(parallel_strategy)
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
@@ -145,6 +131,7 @@ class ArchonEngine(TrainEngine):
             use_plain_blas()
         self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
         self._hf_config = language_config(read_hf_config(self._folder))
+        check_archon(self.config, decoder_args(self._hf_config), self._dims)
         self._model = self._build_model() if self._mesh is None else self._build_shards()
         self._fill_model(self._model)
         if self.config.batch_invariant:
@@ -187,7 +174,6 @@ class ArchonEngine(TrainEngine):
         model = build_model(
             self._hf_config, device="meta", dtype=torch.float32, is_critic=self.config.is_critic
         )
-        check_layout(model.args, self._dims)
         if self._dims.pp > 1:
             from areal.engine.pipeline import Pipeline  # a second of imports others do not need
 

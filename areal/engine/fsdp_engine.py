@@ -15,7 +15,6 @@ one data-parallel place (those of tensor and context parallelism) give it the sa
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.fit import check_fsdp
 from areal.engine.fsdp.model import PackedModel, build_model, check_model
 from areal.engine.fsdp.shard import materialise, one_rank_mesh, recompute_blocks, shard_model
 from areal.engine.fsdp.tensor_parallel import check_layout, cut_over_tp
@@ -38,7 +38,6 @@ from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_layout import lay_out
 from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
-from areal.models.lora import check_lora_layout
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
@@ -79,8 +78,7 @@ class FSDPEngine(TrainEngine):
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
             return
-        if self.config.use_lora:
-            check_lora_layout(self._dims, "fsdp")
+        self.config.check_layout(parallel_strategy)
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
@@ -104,6 +102,7 @@ class FSDPEngine(TrainEngine):
         if self._mesh is None and offload:
             self._mesh = one_rank_mesh(self.device)
         self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
+        check_fsdp(self.config, read_hf_config(self._folder), self._dims)
         trains = self.config.optimizer is not None and ft_spec is not None
         model = self._build_model(trains)
         materialise(model, self.device, offload=offload)
@@ -140,9 +139,7 @@ class FSDPEngine(TrainEngine):
         return model
 
     def _add_adapters(self, model: PackedModel, dtype: torch.dtype) -> Adapters:
-        if importlib.util.find_spec("peft") is None:
-            raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
-        from areal.engine.fsdp.lora import Adapters
+        from areal.engine.fsdp.lora import Adapters  # needs peft
 
         return Adapters(
             model.hf,

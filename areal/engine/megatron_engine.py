@@ -18,7 +18,6 @@ log-probabilities; one that starts from a language model says 0 of every token a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,17 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.fit import check_megatron
 from areal.engine.hf_folder import refuse_optimizer, save_beside
-from areal.engine.megatron.layout import Layout, check_layout, enter_layout
-from areal.engine.megatron.model import Stage, build_stages, check_family
+from areal.engine.megatron.layout import Layout, enter_layout
+from areal.engine.megatron.model import Stage, build_stages
 from areal.engine.megatron.optim import ShardedOptimizer
 from areal.engine.megatron.schedule import run_micro_batches
 from areal.engine.megatron.source import drawn_weights, folder_weights
 from areal.engine.megatron.weights import fill, mark_parts, part_names, stream
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.weight_stream import Weights, hand_over, sender
-from areal.models import get_model_spec
+from areal.models import decoder_args
 from areal.models.hf_io import critic_config, language_config, read_hf_config, save_hf
 from areal.utils.device import best_device
 from areal.utils.hub import model_folder
@@ -119,12 +119,9 @@ class MegatronEngine(TrainEngine):
             )
 
     def _build_stages(self) -> list[Stage]:
-        args_class = get_model_spec(self._hf_config["model_type"]).model_args_class
-        args = args_class.from_hf_config(self._hf_config)
-        args = dataclasses.replace(args, is_critic=self.config.is_critic)
-        check_family(args)
         config = self.config
-        check_layout(args, self._strategy, config.megatron.virtual_pipeline_parallel_size)
+        args = decoder_args(self._hf_config, is_critic=config.is_critic)
+        check_megatron(config, args, self._strategy)
         return build_stages(args, self.layout, config, dtype=self._dtype(), device=self.device)
 
     def _fill(self, stages: list[Stage]) -> None:

@@ -30,7 +30,6 @@ from areal.utils.hub import hub_name
 
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
-    from areal.models.parallel_dims import ParallelDims
 
 _FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
@@ -70,10 +69,6 @@ class Adapters:
     ) -> None:
         """`target_modules` are endings of Hugging Face module names (`q_proj`); empty: every linear
         layer but the head."""
-        if model.args.moe is not None:
-            raise ValueError(
-                "use_lora: archon has no adapters for experts; use backend fsdp for this model"
-            )
         self._model = model
         self._rank, self._alpha = rank, alpha
         model.requires_grad_(False)
@@ -143,15 +138,6 @@ class Adapters:
         if self._model.score is not None:
             trained[f"{FILE_PREFIX}score.weight"] = self._model.score.weight
         return trained
-
-
-def check_lora_layout(dims: ParallelDims, engine: str) -> None:
-    for letter, size in {"t": dims.tp, "p": dims.pp}.items():
-        if size > 1:
-            raise ValueError(
-                f"use_lora cannot be cut by {letter}{size}: use d or c instead, like "
-                f"{engine}:d{dims.dp * size}"
-            )
 
 
 @torch.no_grad()

@@ -306,14 +306,16 @@ class TrainEngineConfig:
                 require(
                     not value, f"{name} needs backend fsdp (backend is {self.backend!r})", value
                 )
-        self._check_several_ranks(ModelAllocation.from_str(self.backend).parallel)
+        self.check_layout(ModelAllocation.from_str(self.backend).parallel)
         require(
             self.use_lora or not self.target_modules,
             "target_modules needs use_lora: true",
             self.target_modules,
         )
 
-    def _check_several_ranks(self, layout: ParallelStrategy) -> None:
+    def check_layout(self, layout: ParallelStrategy) -> None:
+        """What these keys ask for can be computed by the ranks of `layout`; engines ask again, for
+        the layout they are given."""
         for section, num_replicas in {
             "archon": self.archon.num_replicas,
             "fsdp": self.fsdp.num_replicas,
@@ -333,12 +335,20 @@ class TrainEngineConfig:
         )
         if layout.world_size == 1:
             return
-        several = f"(backend {self.backend!r} has {layout.world_size} ranks)"
+        own = ModelAllocation.from_str(self.backend)
+        written = self.backend if own.parallel == layout else f"{own.backend}:{layout}"
+        several = f"(backend {written!r} has {layout.world_size} ranks)"
         require(not self.batch_invariant, f"batch_invariant needs one rank {several}", True)
         require(
             self.weight_update_mode in ("shm", "disk", "delta", "xccl"),
             f"weight_update_mode must be shm, disk, delta or xccl {several}",
             self.weight_update_mode,
+        )
+        require(
+            not self.archon.enable_compile or layout.tensor_parallel_size == 1,
+            f"archon.enable_compile cannot compile blocks that are cut by t: set it to false, or "
+            f"use d, c or p instead {several}",
+            True,
         )
         require(
             not self.use_lora or layout.tensor_parallel_size == layout.pipeline_parallel_size == 1,
