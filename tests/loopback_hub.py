@@ -9,7 +9,7 @@ Routes and headers are those that the client asks for: /api/models/NAME[/revisio
 and /NAME/resolve/REV/FILE with ETag, X-Repo-Commit and ranges; the same below /api/datasets and
 /datasets. Faults are attributes: `refuse` (name -> status, X-Error-Code), `cut` (file -> bytes sent
 before the connection breaks, once for each time), `stall` (file -> bytes sent before silence),
-`delay_s` before each part of a body.
+`delay_s` before each part of a file, `answer_delay_s` before an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import threading
-import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,7 +34,7 @@ class LoopbackHub:
         self.refuse: dict[str, tuple[int, str]] = {}
         self.cut: dict[str, list[int]] = {}
         self.stall: dict[str, int] = {}
-        self.delay_s = 0.0
+        self.delay_s = self.answer_delay_s = 0.0
         self.info: dict[str, Any] = {}  # keys of the reply about a model, in place of true ones
         self.raw_info: bytes | None = None
         self.gets: Counter[str] = Counter()
@@ -84,8 +83,9 @@ class LoopbackHub:
         self._server.shutdown()
         self._server.server_close()
 
-    def wait_while_open(self) -> None:
-        self._closing.wait()
+    def wait(self, seconds: float | None) -> None:
+        """At most until the hub closes."""
+        self._closing.wait(seconds)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -106,6 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
+        self.hub.wait(self.hub.answer_delay_s)
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         for prefix in ("/api/models/", "/api/datasets/"):
@@ -195,11 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
             end = self.hub.stall[file]
         for begin in range(0, end, PART):
             if file:
-                time.sleep(self.hub.delay_s)
+                self.hub.wait(self.hub.delay_s)
             self.wfile.write(body[begin : min(begin + PART, end)])
         if file in self.hub.stall:
             self.wfile.flush()
-            self.hub.wait_while_open()
+            self.hub.wait(None)
             self.close_connection = True
 
 

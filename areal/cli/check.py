@@ -2,7 +2,9 @@
 
 The keys, types and cross-checks are those of `load_expr_config`; added here is the world around
 the file: models and data on disk, names and import paths, trackers, the run's folder. Nothing is
-imported that loads torch, no user code runs, and nothing is written.
+imported that loads torch, no user code runs, and nothing is written. A hub is asked, for a few
+seconds, for models that are not in its cache: `cached`, `reachable` and `unknown` (it did not
+answer) are ok, what it refuses is not.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from areal.api.config.dataset import DatasetConfig
     from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+    from areal.utils.hub import Found
+
+_HUB_DEADLINE_S = 5.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,26 +48,32 @@ def run(args: argparse.Namespace) -> int:
     argv = [*(["--config", args.config] if args.config else []), args.file, *args.overrides]
     argv = [arg for arg in argv if arg is not None]
     config, path = load_expr_config(argv, experiment_class(argv))
-    check_world(config)
-    print(f"ok: {path}: {_summary(config)}")
+    found = check_world(config, deadline_s=_HUB_DEADLINE_S)
+    print(f"ok: {path}: {_summary(config, found)}")
     return 0
 
 
-def check_world(config: BaseExperimentConfig) -> None:
-    """ValueError that names the key of the first thing this machine lacks."""
-    from areal.cli.model_folders import check_chat_template, check_context, check_models
+def check_world(
+    config: BaseExperimentConfig, *, deadline_s: float | None = None
+) -> dict[str, Found]:
+    """ValueError that names the key of the first thing this machine lacks.
+
+    Returns what is known of each role's model; hubs are asked only with a deadline.
+    """
+    from areal.cli.model_folders import check_chat_template, check_models
     from areal.utils.server_envs import find_interpreter
     from areal.workflow import WORKFLOWS
 
-    check_models(config)
+    found = check_models(config, deadline_s=deadline_s)
     check_names(config)
     if config.trainer == "ppo":
-        check_context(config)
+        tokenizer = found["tokenizer"].folder
         if config.rollout.engine != "native":
             find_interpreter(config.rollout.engine, config.server.python)
-        if config.workflow in WORKFLOWS:
-            check_chat_template(config.tokenizer_path)
+        if config.workflow in WORKFLOWS and tokenizer is not None:
+            check_chat_template(config.tokenizer_path, tokenizer)
     check_fileroot("cluster.fileroot", config.cluster.fileroot)
+    return found
 
 
 def check_names(config: BaseExperimentConfig) -> None:
@@ -173,10 +184,10 @@ def check_fileroot(key: str, fileroot: str) -> None:
         raise ValueError(f"{key}: no permission to write in {str(folder)!r}")
 
 
-def _summary(config: BaseExperimentConfig) -> str:
+def _summary(config: BaseExperimentConfig, found: Mapping[str, Found]) -> str:
     run = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     data, actor = config.train_dataset, config.actor
-    parts = [f"{config.trainer} of {actor.path} on {data.path}"]
+    parts = [f"{config.trainer} of {actor.path}{_state(found['actor'])} on {data.path}"]
     if config.trainer == "ppo":
         parts.append(f"{data.batch_size} prompts x {config.gconfig.n_samples} samples a step")
         parts.append(f"staleness at most {config.rollout.max_head_offpolicyness}")
@@ -185,11 +196,20 @@ def _summary(config: BaseExperimentConfig) -> str:
         things = "pairs" if config.trainer in ("rw", "dpo") else "rows"
         parts.append(f"{data.batch_size} {things} a step")
         parts.append(actor.backend)
-    others = [f"{role} {section.path}" for role, section in config.models().items()][1:]
+    others = [
+        f"{role} {section.path}{_state(found[role])}" for role, section in config.models().items()
+    ][1:]
     parts += [f"with {' and '.join(others)}"] if others else []
     parts.append(f"run folder {run}")
     parts.append(_processes(config))
     return ", ".join(parts)
+
+
+def _state(found: Found) -> str:
+    """Of a hub name: whether it is on this machine, on the hub, or nobody can tell."""
+    if found.state == "local":
+        return ""
+    return f" ({found.state}{': ' if found.why else ''}{found.why})"
 
 
 def _processes(config: BaseExperimentConfig) -> str:

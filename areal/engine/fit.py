@@ -1,7 +1,8 @@
 """Whether a model fits an engine: told from its config.json and the config alone, without torch.
 
-    check_training(engine_config, hf_config)       # ValueError: what to change
-    check_generation(rollout_config, native_config, hf_config)
+    check_models(config, {"actor": hf_config, ...})       # all of a run; ValueError names the key
+    check_training(config.actor, hf_config)
+    check_generation(config.rollout, config.native, hf_config)
 
 `areal check` asks before a run, the run before it fetches weights, and an engine before it builds
 anything, here and nowhere else: so they give the same answer. What only a device or the weights can
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from areal.api.alloc_mode import ModelAllocation, ParallelStrategy, check_equal_stages
+from areal.api.config.roles import FrozenModelConfig
 from areal.engine.fsdp.families import check_family as check_transformers_family
 from areal.models import decoder_args
 from areal.models.common.args import DecoderArgs, share_of
@@ -23,10 +25,32 @@ from areal.models.stage_layout import StageLayout
 from areal.utils.model_files import language_config
 
 if TYPE_CHECKING:
+    from areal.api.config.experiment import BaseExperimentConfig
     from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
     from areal.api.config.train_engine import TrainEngineConfig
 
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every role whose config.json is known (`hf_configs`, by role) fits its engine."""
+    for role, section in config.models().items():
+        if role not in hf_configs:
+            continue
+        engine = section
+        if isinstance(section, FrozenModelConfig):
+            engine = section.engine_config(config.actor)
+        try:
+            check_training(engine, hf_configs[role])
+        except ValueError as error:
+            where = f"{role}.backend: {section.backend!r} with {section.path!r}"
+            raise ValueError(f"{where}: {error}") from None
+    if config.trainer == "ppo" and "actor" in hf_configs:
+        try:
+            check_generation(config.rollout, config.native, hf_configs["actor"])
+        except ValueError as error:
+            where = f"rollout.backend: {config.rollout.backend!r} with {config.actor.path!r}"
+            raise ValueError(f"{where}: {error}") from None
 
 
 def check_training(config: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:

@@ -14,9 +14,11 @@ import json
 from typing import TYPE_CHECKING
 
 from areal.api.config.train_engine import TrainEngineConfig
+from areal.engine.fit import check_models
 from areal.utils import logging
 from areal.utils.fs import atomic_write_text
 from areal.utils.hub import hub_name, model_folder, pin
+from areal.utils.model_files import read_hf_config
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
@@ -27,7 +29,7 @@ logger = logging.getLogger("Hub")
 
 def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
     """Once more changes nothing."""
-    commits = _recorded(paths)
+    commits = recorded_commits(paths)
     pinned = dict(commits)
 
     def commit_of(path: str, key: str) -> str:
@@ -47,17 +49,23 @@ def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
 
 
 def fetch_models(config: BaseExperimentConfig) -> None:
-    """With Ray, weights are fetched where ranks and servers are: by them."""
+    """ValueError, before weights come, for a model that its engine cannot compute.
+
+    With Ray, weights are fetched where ranks and servers are: by them.
+    """
     model_folder(config.tokenizer_path, key="tokenizer_path", weights=False)
-    for role, section in config.models().items():
-        model_folder(section.path, key=f"{role}.path", weights=False)
+    hf_configs = {
+        role: read_hf_config(model_folder(section.path, key=f"{role}.path", weights=False))
+        for role, section in config.models().items()
+    }
+    check_models(config, hf_configs)
     if config.scheduler.type == "local":
         for role, section in config.models().items():
             drawn = isinstance(section, TrainEngineConfig) and section.init_from_scratch
             model_folder(section.path, key=f"{role}.path", weights=not drawn)
 
 
-def _recorded(paths: RunPaths) -> dict[str, str]:
+def recorded_commits(paths: RunPaths) -> dict[str, str]:
     """Name -> commit, of the run that this one goes on with; empty for a new one."""
     if not paths.config.exists() or not paths.models.exists():
         return {}

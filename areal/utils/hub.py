@@ -131,8 +131,9 @@ class Found:
     why: str = ""  # it is `unknown`
 
 
-def look_up(path: str, *, key: str, weights: bool = True, deadline_s: float = 5.0) -> Found:
-    """`cached` (whole on this machine), `reachable` (the hub has it) or `unknown` (no answer).
+def look_up(path: str, *, key: str, weights: bool = True, deadline_s: float | None = 5.0) -> Found:
+    """`cached` (whole on this machine), `reachable` (the hub has it) or `unknown` (no answer in
+    time; without a deadline the hub is not asked).
 
     Raises what a run would, once that is certain: no such model, no access, no weights; offline by
     HF_HUB_OFFLINE and not in the cache.
@@ -146,6 +147,8 @@ def look_up(path: str, *, key: str, weights: bool = True, deadline_s: float = 5.
     try:
         if _is_offline():
             _ask(name, key)  # which says so
+        if deadline_s is None:
+            return Found("unknown") if cached is None else Found("cached", cached)
         return _within(deadline_s, lambda: _look_at_hub(name, key, weights))
     except HubUnreachableError as error:
         return Found("unknown", why=str(error)) if cached is None else Found("cached", cached)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import tiny_config
 
 from areal.cli.main import main
 
@@ -34,7 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "grpo.yaml").write_text(CONFIG)
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps(tiny_config()))
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (model / "tokenizer.json").write_text("{}")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
@@ -70,7 +71,6 @@ def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: P
     "overrides",
     [
         ["trainer=sft", "~gconfig", "~rollout", "~actor.reward_norm"],
-        ["actor.path=Qwen/Qwen3-0.6B"],  # a hub name: nothing on this machine to look at
         ["train_dataset.path=./gsm8k", "train_dataset.batch_size=40"],
         ["train_dataset.path=openai/gsm8k"],
         ["train_dataset.path=areal.dataset.arithmetic.load_rl"],
@@ -93,6 +93,8 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ("lr=1", "it belongs at actor.optimizer.lr"),
         ("seed=x", "seed must be a whole number, got 'x'"),
         ("actor.path=./nowhere", "actor.path: folder './nowhere' does not exist"),
+        ("actor.path=model2", "'model2' does not exist (the name of a model on a hub is org/name)"),
+        ("actor.path=Qwen/Qwen3-0.6B", "actor.path: Qwen/Qwen3-0.6B is not whole in the cache"),
         ("actor.path=grpo.yaml", "actor.path: 'grpo.yaml' is a file, expected a folder"),
         ("actor.path=./gsm8k", "actor.path: './gsm8k' is no model folder: it holds no config.json"),
         ("tokenizer_path=./gsm8k", "tokenizer_path: './gsm8k' holds no tokenizer"),
