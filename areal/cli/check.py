@@ -84,6 +84,7 @@ def check_names(config: BaseExperimentConfig) -> None:
         _check_dataset("valid_dataset", config.valid_dataset)
     if config.trainer == "ppo":
         _check_import_paths(config)
+        _check_images(config)
     _check_trackers(config)
     if config.scheduler.type == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
@@ -133,6 +134,25 @@ def _check_import_paths(config: PPOConfig) -> None:
         _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS)
     if isinstance(config.actor.gae_lambda, str):
         _check_name("actor.gae_lambda", config.actor.gae_lambda, LAMBDA_FUNCTIONS)
+
+
+def _check_images(config: PPOConfig) -> None:
+    """The shipped workflows read text. What other loaders give shows when the rows are loaded."""
+    from areal.dataset import IMAGE_DATASETS
+    from areal.workflow import WORKFLOWS, image_refusal
+
+    texts = {*WORKFLOWS, *WORKFLOWS.values()}
+    workflows = {
+        "train_dataset": config.workflow if config.rollout.agent.mode != "online" else "",
+        "valid_dataset": config.eval_workflow or config.workflow,
+    }
+    for section, workflow in workflows.items():
+        dataset = getattr(config, section)
+        if dataset is None or "data_extract_prompt_fn" in config.workflow_kwargs:
+            continue
+        loader = dataset.dataset_kwargs.get("loader") or dataset.path.rstrip("/").rpartition("/")[2]
+        if loader in IMAGE_DATASETS and workflow in texts:
+            raise ValueError(image_refusal(section, dataset, workflow))
 
 
 def _check_name(key: str, name: str, known: Iterable[str]) -> None:

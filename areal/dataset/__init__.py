@@ -38,6 +38,10 @@ LOADERS = {
 }
 
 
+# Their rows have images, which a workflow must know how to show to a model.
+IMAGE_DATASETS = frozenset({"clevr_count_70k", "geometry3k"})
+
+
 def get_custom_dataset(
     split: str | None, dataset_config: DatasetConfig, tokenizer: Any, processor: Any = None
 ) -> Sequence[dict[str, Any]]:

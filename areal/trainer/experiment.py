@@ -13,6 +13,7 @@ from areal.api.config.dataset import DatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.dataset import get_custom_dataset
 from areal.trainer.dpo_trainer import DPOTrainer
+from areal.trainer.episodes import refuse_images
 from areal.trainer.model_paths import pin_models
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.run import StepObserver
@@ -34,6 +35,9 @@ def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = 
     with paths.made(), watched(config.watchdog.seconds, stacks_file=paths.stacks):
         pin_models(config, paths)
         train, valid = load_datasets(config)
+        if config.trainer == "ppo":
+            refuse_images(config, None, None, train, is_eval=False)
+            refuse_images(config, None, None, valid or [], is_eval=True)
         with TRAINERS[config.trainer](config, train, valid) as trainer:
             trainer.train(on_step=on_step)
 

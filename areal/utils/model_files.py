@@ -89,7 +89,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # bad JSON or bad UTF-8
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+        raise ValueError(f"{file} is damaged: it is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} is damaged: expected a JSON object, found {content!r:.40}")
     return content

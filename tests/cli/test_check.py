@@ -42,6 +42,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "train.jsonl").write_text("{}\n" * 40)
     (tmp_path / "my_reward.py").write_text("import torch\ndef score(*args, **data): ...\n")
+    (tmp_path / "my_workflow.py").write_text("class Sees: ...\n")
     return tmp_path
 
 
@@ -78,6 +79,11 @@ def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: P
         ["reward_fn=my_reward.score"],
         ["reward_fn=math_verify", "workflow=areal.workflow.rlvr.RLVRWorkflow"],
         ["actor.init_from_scratch=true"],
+        ["train_dataset.path=geometry3k", "workflow=my_workflow.Sees"],
+        [
+            "train_dataset.path=geometry3k",
+            "workflow_kwargs={data_extract_prompt_fn: my_reward.score}",
+        ],
         ["cluster.fileroot=new/folder"],
     ],
 )
@@ -106,6 +112,15 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ("reward_fn=my_rewards.score", "reward_fn: there is no module 'my_rewards'"),
         ("reward_fn=my_reward.scor", "did you mean my_reward.score?"),
         ("workflow=rlv", "workflow: unknown name 'rlv' (did you mean 'rlvr'?)"),
+        (
+            "train_dataset.path=hiyouga/geometry3k",
+            "train_dataset.path: the rows of 'hiyouga/geometry3k' have images, and workflow 'rlvr' "
+            "reads text alone",
+        ),
+        (
+            "valid_dataset={path: clevr_count_70k}",
+            "valid_dataset.path: the rows of 'clevr_count_70k' have images",
+        ),
         ("eval_workflow=rlhf", "eval_workflow: unknown name 'rlhf'"),
         ("dynamic_filter_fn=keep", "dynamic_filter_fn: unknown name 'keep'; expected one of keep_"),
         ("cluster.fileroot=grpo.yaml/runs", "is a file, expected a folder"),

@@ -134,7 +134,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json not found"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+    with pytest.raises(ValueError, match="config.json is damaged: it is not valid JSON"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="no 'model_type'"):

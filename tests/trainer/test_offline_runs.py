@@ -123,3 +123,14 @@ def test_a_reward_model_goes_on_as_one(root):
     first = json.loads(query(again.root, "SELECT stats FROM steps WHERE step = -1")[0][0])
     last = json.loads(query(paths.root, "SELECT stats FROM steps WHERE step = 7")[0][0])
     assert first["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [None, []])
+def test_without_rows_to_evaluate_on_the_evaluator_is_off(root, rows):
+    config = config_of("sft", root, "no-valid" if rows is None else "empty-valid")
+    config.valid_dataset = None
+    with TRAINERS["sft"](config, rows_of("sft", 22), rows) as trainer:
+        trainer.train()
+    stats = query(RunPaths.of(config).root, "SELECT step, stats FROM steps")
+    assert [step for step, _ in stats] == list(range(8))
+    assert not any("eval/" in text for _, text in stats)

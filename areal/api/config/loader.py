@@ -23,6 +23,35 @@ EXPERIMENTS: dict[str, type[BaseExperimentConfig]] = {
 }
 
 
+_OF_ACTOR = "; that is an algorithm, chosen by keys of actor: trainer: ppo with "
+# What is no trainer, and how it is written.
+_ALGORITHMS = {
+    "grpo": _OF_ACTOR + "reward_norm {mean_level: group, std_level: group}, and no critic",
+    "dr_grpo": _OF_ACTOR + "reward_norm {mean_level: group, std_level: null}",
+    "rloo": _OF_ACTOR + "reward_norm {mean_level: group, mean_leave1out: true, std_level: null}",
+    "gspo": _OF_ACTOR + "importance_sampling_level: sequence",
+    "dapo": _OF_ACTOR + "eps_clip_higher, overlong_reward_penalty, and dynamic_filter_fn",
+    "cispo": _OF_ACTOR + "use_cispo_loss: true",
+    "sapo": _OF_ACTOR + "use_sapo_loss: true",
+    "m2po": _OF_ACTOR + "use_decoupled_loss: true and m2_threshold",
+    "vapo": _OF_ACTOR + "gae_lambda: vapo, and a critic",
+    "reinforce": _OF_ACTOR + "adv_norm {mean_level: batch, std_level: batch}, and no critic",
+    "rlhf": "; that is trainer: rw for a reward model, then trainer: ppo",
+    "rl": "; that is trainer: ppo",
+    "ipo": "; that is trainer: dpo with actor.loss_type: ipo",
+    "reward": "; that is trainer: rw",
+    "rm": "; that is trainer: rw",
+    "distill": "; that is trainer: ppo with a teacher",
+}
+_ALGORITHMS |= {
+    "drgrpo": _ALGORITHMS["dr_grpo"],
+    "reinforce_pp": _ALGORITHMS["reinforce"],
+    "reinforce++": _ALGORITHMS["reinforce"],
+    "distillation": _ALGORITHMS["distill"],
+    "reward_model": _ALGORITHMS["reward"],
+}
+
+
 def load_expr_config(argv: list[str], cls: type[Config]) -> tuple[Config, str]:
     """The config that `argv` describes, and the path of its file.
 
@@ -38,7 +67,8 @@ def experiment_class(argv: list[str]) -> type[BaseExperimentConfig]:
     kind = source.tree.get("trainer", "ppo")
     if not isinstance(kind, str) or kind not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS)
-        raise source.error(("trainer",), f"trainer must be one of {known}, got {kind!r}")
+        hint = _ALGORITHMS.get(str(kind).lower().replace("-", "_"), "")
+        raise source.error(("trainer",), f"trainer must be one of {known}, got {kind!r:.40}{hint}")
     return EXPERIMENTS[kind]
 
 
