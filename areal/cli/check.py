@@ -42,12 +42,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.api.cli_args import experiment_class, load_expr_config
+    from areal.api.cli_args import load_experiment
 
     # With --config the first positional is an override already; the loader tells them apart.
     argv = [*(["--config", args.config] if args.config else []), args.file, *args.overrides]
     argv = [arg for arg in argv if arg is not None]
-    config, path = load_expr_config(argv, experiment_class(argv))
+    config, path = load_experiment(argv)
     found = check_world(config, deadline_s=_HUB_DEADLINE_S)
     print(f"ok: {path}: {_summary(config, found)}")
     return 0

@@ -125,10 +125,14 @@ class PPOTrainer(Trainer):
     def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> float:
         """Mean reward on the validation set; training episodes go on meanwhile."""
         self.turns.to_generation()
-        group_size = self.config.eval_gconfig.n_samples
-        return mean_reward(
-            self.rollout.rollout_batch(self.valid_dataset, workflow, group_size=group_size)
+        section = self.config.valid_dataset
+        groups = self.rollout.rollout_batch(
+            self.valid_dataset,
+            workflow,
+            group_size=self.config.eval_gconfig.n_samples,
+            batch_size=1 if section is None else section.batch_size,
         )
+        return mean_reward(groups)
 
     def _share_cores(self) -> None:
         """Leave the servers' cores to them where all compute at the same time."""

@@ -43,7 +43,8 @@ class ValidDatasetConfig(DatasetConfig):
     split: str = "test"
     """Which part of the data set."""
     batch_size: int = 1
-    """Rows or pairs that are in memory at a time; at least as many as in a training step."""
+    """Rows or pairs that are in memory at a time; at least as many as in a training step. With
+    trainer ppo, rows in flight at a time: at least twice rollout.max_concurrent_rollouts."""
     shuffle: bool = False
     """A new order in each epoch, fixed by the run's seed."""
     drop_last: bool = False
