@@ -92,12 +92,12 @@ def check_names(config: BaseExperimentConfig) -> None:
 
 def _check_dataset(section: str, dataset: DatasetConfig) -> None:
     """The rule of `areal.dataset`: a loader by name, by the last part of the path, or by import."""
-    from areal.dataset import LOADERS
+    from areal.dataset import LOADERS, loader_name
 
     path, loader = dataset.path, dataset.dataset_kwargs.get("loader")
     if path.startswith((".", os.sep)) and not Path(path).exists():
         raise ValueError(f"{section}.path: {path!r} does not exist")
-    name = loader or path.rstrip("/").rpartition("/")[2]
+    name = loader or loader_name(path)
     known = sorted(name for name, row_type in LOADERS if row_type == dataset.type)
     if loader is None and name not in known and ("/" in path or Path(path).exists()):
         raise ValueError(
@@ -138,7 +138,7 @@ def _check_import_paths(config: PPOConfig) -> None:
 
 def _check_images(config: PPOConfig) -> None:
     """The shipped workflows read text. What other loaders give shows when the rows are loaded."""
-    from areal.dataset import IMAGE_DATASETS
+    from areal.dataset import IMAGE_DATASETS, loader_name
     from areal.workflow import WORKFLOWS, image_refusal
 
     texts = {*WORKFLOWS, *WORKFLOWS.values()}
@@ -150,7 +150,7 @@ def _check_images(config: PPOConfig) -> None:
         dataset = getattr(config, section)
         if dataset is None or "data_extract_prompt_fn" in config.workflow_kwargs:
             continue
-        loader = dataset.dataset_kwargs.get("loader") or dataset.path.rstrip("/").rpartition("/")[2]
+        loader = dataset.dataset_kwargs.get("loader") or loader_name(dataset.path)
         if loader in IMAGE_DATASETS and workflow in texts:
             raise ValueError(image_refusal(section, dataset, workflow))
 

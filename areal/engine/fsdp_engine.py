@@ -1,4 +1,4 @@
-"""FSDPEngine: any causal language model of transformers, trained on packed sequences.
+"""FSDPEngine: causal language models of transformers, trained on packed sequences.
 
     engine = FSDPEngine(config)
     engine.create_process_group(parallel_strategy)     # only for several ranks, each in a process

@@ -217,7 +217,7 @@ def _fetch(name: HubName, key: str, weights: bool) -> Path:
     listing = _ask(name, key)
     _require_files(name, key, listing, weights)
     small = [file for file in listing.sizes if _is_small(file)]
-    with stage(f"{name.repo} from {_endpoint()}"), downloading(_repo_folder(name.repo)):
+    with stage(f"{name.repo} from {_endpoint()}"), downloading(cache_folder(name.repo, "model")):
         folder = _download(name, small, key)
         _parse_config(name, key, folder / CONFIG_FILE)
         if weights:
@@ -445,10 +445,25 @@ def _cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _repo_folder(repo: str) -> Path:
-    from huggingface_hub.file_download import repo_folder_name
+def cache_folder(repo: str, kind: Literal["model", "dataset"]) -> Path:
+    """Where this machine's cache has the files of a repository."""
+    return _cache() / f"{kind}s--{repo.replace('/', '--')}"
 
-    return _cache() / repo_folder_name(repo_id=repo, repo_type="model")
+
+def cached_commit(repo: str, revision: str | None, kind: Literal["model", "dataset"]) -> str | None:
+    """The commit that `revision` was at when this machine last asked; None if it never did."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    try:
+        folder = snapshot_download(
+            repo, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=[]
+        )
+    except LocalEntryNotFoundError:
+        return None
+    return Path(folder).name
 
 
 def _gb(size: int) -> str:

@@ -9,7 +9,7 @@
     model/           the final weights, Hugging Face format
     weights/         publications of new weights on their way to the servers
     logs/            main.log, server logs, and dumped trajectories
-    traces/          one Chrome trace (JSONL) per process
+    traces/          the Chrome trace of the controller (JSONL)
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ class DatasetConfig:
     """One data set, by name (`gsm8k`, `arithmetic`), by path, or by the import path of a loader."""
 
     path: str
-    """Name of a data set, a local file or folder, or an import path `package.module.loader`."""
+    """Name of a data set, a local file or folder, a hub name (`org/name`, `org/name@revision`), or
+    an import path `package.module.loader`."""
     type: Literal["sft", "rl", "rw", "dpo"] | None = None
     """Shape of a row: token ids, a prompt, or a chosen and a rejected answer (`rw`, `dpo`).
     Default: what the trainer needs."""

@@ -77,7 +77,7 @@ class StatsLoggerConfig:
 
 @dataclass(kw_only=True)
 class PerfTracerConfig:
-    """Chrome traces of the phases of every process of the run."""
+    """A Chrome trace of the controller's phases, and of when each server computed."""
 
     enabled: bool = False
     """Record traces."""

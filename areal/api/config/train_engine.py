@@ -170,10 +170,11 @@ class TrainEngineConfig:
     """One model to train, and how."""
 
     path: str
-    """Hugging Face folder or hub name of the model to start from."""
+    """The model to start from: a Hugging Face folder, or a hub name, `org/name` or
+    `org/name@revision`."""
     backend: str = "archon:d1"
-    """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` any causal LM of
-    transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA).
+    """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` most causal LMs
+    of transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA).
     `archon:d4t2` runs on 8 ranks, worker processes of the controller."""
     init_from_scratch: bool = False
     """Random weights: only the model's config is read from `path`."""
