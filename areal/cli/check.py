@@ -123,6 +123,7 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 def _check_import_paths(config: PPOConfig) -> None:
     from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS
+    from areal.openai.preconditions import check_agent
     from areal.reward import REWARD_FNS
     from areal.workflow import WORKFLOWS
 
@@ -134,6 +135,12 @@ def _check_import_paths(config: PPOConfig) -> None:
         _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS)
     if isinstance(config.actor.gae_lambda, str):
         _check_name("actor.gae_lambda", config.actor.gae_lambda, LAMBDA_FUNCTIONS)
+    for name in ("data_extract_prompt_fn", "get_input_ids_fn"):
+        if config.workflow in WORKFLOWS and isinstance(config.workflow_kwargs.get(name), str):
+            _check_name(f"workflow_kwargs.{name}", config.workflow_kwargs[name], ())
+    if config.rollout.agent.prefix_matcher is not None:
+        _check_name("rollout.agent.prefix_matcher", config.rollout.agent.prefix_matcher, ())
+    check_agent(config.rollout.agent)
 
 
 def _check_images(config: PPOConfig) -> None:

@@ -121,6 +121,10 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
             "valid_dataset={path: clevr_count_70k}",
             "valid_dataset.path: the rows of 'clevr_count_70k' have images",
         ),
+        (
+            "workflow_kwargs={get_input_ids_fn: my.ids}",
+            "workflow_kwargs.get_input_ids_fn: there is",
+        ),
         ("eval_workflow=rlhf", "eval_workflow: unknown name 'rlhf'"),
         ("dynamic_filter_fn=keep", "dynamic_filter_fn: unknown name 'keep'; expected one of keep_"),
         ("cluster.fileroot=grpo.yaml/runs", "is a file, expected a folder"),
@@ -177,3 +181,32 @@ def test_a_stock_server_needs_its_environment(capsys, monkeypatch, tmp_path):
     assert code == 2 and "vllm.python" in line and "areal env create vllm" in line
     code, line = check(capsys, "rollout.backend=vllm:d1", f"vllm.python={sys.executable}")
     assert code == 0 and "vllm:d1 + archon:d1" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.agent.tool_call_parser=abc"], "rollout.agent.tool_call_parser: unknown name"),
+        (["rollout.agent.prefix_matcher=my.match"], "rollout.agent.prefix_matcher: there is no mo"),
+        (["rollout.agent.mode=online"], "set the environment variable AREAL_ADMIN_API_KEY"),
+    ],
+)
+def test_what_an_agent_needs(capsys, monkeypatch, overrides: list[str], says: str) -> None:
+    monkeypatch.delenv("AREAL_ADMIN_API_KEY", raising=False)
+    code, line = check(capsys, "workflow=my_workflow.Sees", *overrides)
+    assert code == 2
+    assert says in line
+
+
+def test_a_key_without_effect_is_named_and_does_not_fail_the_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "areal.cli.main", "check", "grpo.yaml", "vllm.max_model_len=9"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("ok: ")
+    assert "command line: vllm.max_model_len has no effect: rollout.backend is" in done.stderr
+    assert check(capsys, "actor.sapo_tau_neg=2")[0] == 2
