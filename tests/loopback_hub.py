@@ -7,7 +7,8 @@
 
 Routes and headers are those that the client asks for: /api/models/NAME[/revision/REV], .../tree/REV
 and /NAME/resolve/REV/FILE with ETag, X-Repo-Commit and ranges; the same below /api/datasets and
-/datasets. Faults are attributes: `refuse` (name -> status, X-Error-Code), `cut` (file -> bytes sent
+/datasets. Faults are attributes: `refuse` (name -> status, X-Error-Code), `refuse_files` (the same, of
+files alone: what a model is remains public), `cut` (file -> bytes sent
 before the connection breaks, once for each time), `stall` (file -> bytes sent before silence),
 `delay_s` before each part of a file, `answer_delay_s` before an answer.
 """
@@ -32,6 +33,7 @@ class LoopbackHub:
         self.commits: dict[str, dict[str, dict[str, bytes]]] = {}  # repo -> commit -> files
         self.branches: dict[str, dict[str, str]] = {}  # repo -> branch -> commit
         self.refuse: dict[str, tuple[int, str]] = {}
+        self.refuse_files: dict[str, tuple[int, str]] = {}
         self.cut: dict[str, list[int]] = {}
         self.stall: dict[str, int] = {}
         self.delay_s = self.answer_delay_s = 0.0
@@ -165,6 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
         commit = self._commit(repo, revision)
         if commit is None:
             return
+        if repo in self.hub.refuse_files:
+            status, code = self.hub.refuse_files[repo]
+            return self._reply(status, b"", {"X-Error-Code": code})
         if file not in self.hub.commits[repo][commit]:
             return self._reply(404, b"", {"X-Error-Code": "EntryNotFound"})
         data = self.hub.commits[repo][commit][file]

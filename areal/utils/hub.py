@@ -115,10 +115,19 @@ def model_folder(path: str | Path, *, key: str = "path", weights: bool = True) -
     if not name.is_pinned:
         name = hub_name(pin(str(path), key=key))
         assert name is not None
+    # A model may have no tokenizer; that it has none is the hub's to say.
     folder = _cached(name, weights=weights, tokenizer=True)
-    if folder is None and _is_offline():
-        folder = _cached(name, weights=weights)
-    return folder or _fetch(name, key, weights)
+    if folder is not None:
+        return folder
+    folder = _cached(name, weights=weights)
+    if folder is not None and _is_offline():
+        return folder
+    try:
+        return _fetch(name, key, weights)
+    except HubUnreachableError:
+        if folder is None:
+            raise
+        return folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,24 @@ def test_a_hub_that_is_away_does_not_matter_to_what_is_cached(tmp_path: Path) ->
     assert other.startswith("HubUnreachableError actor.path: http://127.0.0.1:")
 
 
+def test_a_model_without_tokenizer_is_cached_too(tmp_path: Path) -> None:
+    with LoopbackHub() as hub:
+        commit = hub.push(
+            NAME, {name: FILES[name] for name in ("config.json", "model.safetensors")}
+        )
+        fetch(hub, tmp_path, NAME)
+        env = hub.env(tmp_path)
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        done = subprocess.run(
+            [sys.executable, "-c", FOLDER, f"{NAME}@{commit}"],
+            env={**env, **more},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.stdout.split() == [commit, "config.json", "model.safetensors"]
+
+
 def test_revisions(hub: LoopbackHub, tmp_path: Path) -> None:
     old = hub.push(NAME, FILES)
     hub.branches[NAME]["v1"] = old
@@ -215,6 +233,8 @@ def refusals(hub: LoopbackHub) -> dict[str, str]:
     """Name -> what its refusal says."""
     hub.push("org/gated", FILES)
     hub.refuse["org/gated"] = (403, "GatedRepo")
+    hub.push("org/files", FILES)
+    hub.refuse_files["org/files"] = (403, "GatedRepo")
     hub.push("org/private", FILES)
     hub.refuse["org/private"] = (401, "")
     hub.push("org/forbidden", FILES)
@@ -237,6 +257,7 @@ def refusals(hub: LoopbackHub) -> dict[str, str]:
     return {
         "org/absent": "ValueError actor.path: 'org/absent' is neither a folder here nor a model",
         "org/gated": "ValueError actor.path: org/gated is gated: ask for access at",
+        "org/files": "ValueError actor.path: org/files is gated: ask for access at",
         "org/private": "set HF_TOKEN to a token that may read it",
         "org/forbidden": "ValueError actor.path: http",
         "org/broken": "HubUnreachableError actor.path:",
