@@ -23,6 +23,18 @@ def text_reward(*args, **data):
     return "good"
 
 
+def batch_reward(prompts, completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def reward_without_data(prompt, completions, prompt_ids, completion_ids, answer):
+    return 0.0
+
+
+async def coroutine_reward(prompt, completions, prompt_ids, completion_ids, **data):
+    return 0.0
+
+
 def raising_filter(trajectory):
     raise KeyError("difficulty")
 
@@ -47,6 +59,25 @@ def image_rows(path, *, split, tokenizer, max_length):
 
 def messageless_rows(path, *, split, tokenizer, max_length):
     return [{"question": "1+1=", "answer": "2"}] * 64
+
+
+def endless_prompts(path, *, split, tokenizer, max_length):
+    return [{"messages": [{"role": "user", "content": "1+" * 400}], "answer": "2"}] * 64
+
+
+class PlainAgent:
+    def run(self, data, **kwargs):
+        return 1.0
+
+
+class ForwardingAgent:
+    """Not `async def`, and yet what it returns can be awaited."""
+
+    def run(self, data, **kwargs):
+        return self.solve(data, **kwargs)
+
+    async def solve(self, data, **kwargs):
+        return 1.0
 
 
 def not_a_workflow(engine, data):

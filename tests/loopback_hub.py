@@ -7,10 +7,10 @@
 
 Routes and headers are those that the client asks for: /api/models/NAME[/revision/REV], .../tree/REV
 and /NAME/resolve/REV/FILE with ETag, X-Repo-Commit and ranges; the same below /api/datasets and
-/datasets. Faults are attributes: `refuse` (name -> status, X-Error-Code), `refuse_files` (the same, of
-files alone: what a model is remains public), `cut` (file -> bytes sent
-before the connection breaks, once for each time), `stall` (file -> bytes sent before silence),
-`delay_s` before each part of a file, `answer_delay_s` before an answer.
+/datasets. Faults are attributes: `refuse` (name -> status, X-Error-Code), `refuse_files` (the same,
+of files alone: what a model is remains public), `cut` (file -> bytes sent before the connection
+breaks, once for each time), `stall` (file -> bytes sent before silence), `delay_s` before each part
+of a file, `answer_delay_s` before an answer.
 """
 
 from __future__ import annotations

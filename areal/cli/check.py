@@ -4,7 +4,7 @@ The keys, types and cross-checks are those of `load_expr_config`; added here is 
 the file: models and data on disk, names and import paths, trackers, the run's folder. Nothing is
 imported that loads torch, no user code runs, and nothing is written. A hub is asked, for a few
 seconds, for models that are not in its cache: `cached`, `reachable` and `unknown` (it did not
-answer) are ok, what it refuses is not.
+answer) are ok, what it refuses is not. `--trial` goes further: see trainer/preflight.py.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def add_parser(subparsers: Any) -> None:
         "overrides", nargs="*", metavar="key=value", help="such as actor.optimizer.lr=1e-5"
     )
     parser.add_argument("--config", metavar="FILE", help="the file, in another way of writing")
+    parser.add_argument(
+        "--trial",
+        action="store_true",
+        help="load data and tokenizer and run one episode against a stub model, in seconds",
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
     argv = [arg for arg in argv if arg is not None]
     config, path = load_experiment(argv)
     found = check_world(config, deadline_s=_HUB_DEADLINE_S)
+    if args.trial:
+        from areal.trainer.experiment import try_experiment
+
+        try_experiment(config, print)
     print(f"ok: {path}: {_summary(config, found)}")
     return 0
 
@@ -72,6 +81,7 @@ def check_world(
             find_interpreter(config.rollout.engine, config.server.python)
         if config.workflow in WORKFLOWS and tokenizer is not None:
             check_chat_template(config.tokenizer_path, tokenizer)
+        _check_port(config.rollout.agent.port)
     check_fileroot("cluster.fileroot", config.cluster.fileroot)
     return found
 
@@ -97,6 +107,8 @@ def _check_dataset(section: str, dataset: DatasetConfig) -> None:
     path, loader = dataset.path, dataset.dataset_kwargs.get("loader")
     if path.startswith((".", os.sep)) and not Path(path).exists():
         raise ValueError(f"{section}.path: {path!r} does not exist")
+    if dataset.prompt is not None:
+        return _check_columns(section, dataset)
     name = loader or loader_name(path)
     known = sorted(name for name, row_type in LOADERS if row_type == dataset.type)
     if loader is None and name not in known and ("/" in path or Path(path).exists()):
@@ -105,6 +117,18 @@ def _check_dataset(section: str, dataset: DatasetConfig) -> None:
             f"to {', '.join(known)} or an import path"
         )
     _check_name(f"{section}.dataset_kwargs.loader" if loader else f"{section}.path", name, known)
+
+
+def _check_columns(section: str, dataset: DatasetConfig) -> None:
+    """The first row of a text file has the columns that the section names."""
+    from areal.dataset.source_files import first_row
+
+    row = first_row(Path(dataset.path), dataset.split)
+    for key, column in dataset.columns.items():
+        if row is not None and column not in row:
+            raise ValueError(
+                f"{section}.{key}: {dataset.path} has no column {column!r}; found {', '.join(row)}"
+            )
 
 
 def _check_rows(dataset: DatasetConfig) -> None:
@@ -123,14 +147,20 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 def _check_import_paths(config: PPOConfig) -> None:
     from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS
-    from areal.openai.preconditions import check_agent
+    from areal.cli.signatures import check_agent, check_reward
+    from areal.openai.preconditions import check_agent_options
     from areal.reward import REWARD_FNS
     from areal.workflow import WORKFLOWS
 
-    _check_name("workflow", config.workflow, WORKFLOWS)
-    if config.eval_workflow is not None:
-        _check_name("eval_workflow", config.eval_workflow, WORKFLOWS)
+    for key in ("workflow", "eval_workflow"):
+        name = getattr(config, key)
+        if name is not None:
+            _check_name(key, name, WORKFLOWS)
+        if name is not None and name not in WORKFLOWS:
+            check_agent(key, name)
     _check_name("reward_fn", config.reward_fn, REWARD_FNS)
+    if config.workflow in WORKFLOWS and config.reward_fn not in REWARD_FNS:
+        check_reward("reward_fn", config.reward_fn)
     if config.dynamic_filter_fn is not None:
         _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS)
     if isinstance(config.actor.gae_lambda, str):
@@ -140,7 +170,7 @@ def _check_import_paths(config: PPOConfig) -> None:
             _check_name(f"workflow_kwargs.{name}", config.workflow_kwargs[name], ())
     if config.rollout.agent.prefix_matcher is not None:
         _check_name("rollout.agent.prefix_matcher", config.rollout.agent.prefix_matcher, ())
-    check_agent(config.rollout.agent)
+    check_agent_options(config.rollout.agent)
 
 
 def _check_images(config: PPOConfig) -> None:
@@ -155,7 +185,9 @@ def _check_images(config: PPOConfig) -> None:
     }
     for section, workflow in workflows.items():
         dataset = getattr(config, section)
-        if dataset is None or "data_extract_prompt_fn" in config.workflow_kwargs:
+        if dataset is None or dataset.prompt is not None:
+            continue
+        if "data_extract_prompt_fn" in config.workflow_kwargs:
             continue
         loader = dataset.dataset_kwargs.get("loader") or loader_name(dataset.path)
         if loader in IMAGE_DATASETS and workflow in texts:
@@ -183,6 +215,21 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
         check_import_path(name)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
+
+
+def _check_port(port: int) -> None:
+    """Nobody else listens on the port that agents are to find."""
+    import socket
+
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"rollout.agent.port: cannot listen on 127.0.0.1:{port} ({error.strerror}); choose "
+                "another port, or 0 for a free one"
+            ) from None
 
 
 def _check_trackers(config: BaseExperimentConfig) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 
 def run_with_progress(config: Any, console: Any, *, title: str, metric: str) -> None:
-    """Run the experiment `config` describes; show steps done, `metric` and the time left."""
+    """Run the experiment `config` describes; show steps done, `metric` and the time left.
+
+    Where nobody can watch a bar grow (a file, a pipe) the run's own lines tell the story.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -19,6 +22,9 @@ def run_with_progress(config: Any, console: Any, *, title: str, metric: str) -> 
     from areal.trainer.experiment import run_experiment
     from areal.utils import logging
 
+    if not console.is_terminal:
+        console.print(title)
+        return run_experiment(config)
     columns = (
         TextColumn("{task.description:<18}"),
         BarColumn(),

@@ -20,18 +20,36 @@ def check_import_path(path: str) -> None:
     if not module or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r} is not an import path like package.module.name")
     spec = _find_module(module)
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return  # a compiled module or a namespace package: only importing it could tell
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    try:
-        names = set(_defined_names(ast.parse(source)))
-    except SyntaxError as error:
-        raise ValueError(f"{spec.origin}:{error.lineno}: {error.msg}") from None
+    tree = _parse(spec)
+    if tree is None:
+        return
+    names = set(_defined_names(tree))
     if name in names or names & {"*", "__getattr__"} or _is_submodule(spec, name):
         return
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {module}.{near[0]}?" if near else ""
     raise ValueError(f"module {module!r} ({spec.origin}) defines no {name!r}{hint}")
+
+
+def find_definition(path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    """The definition that `path` names, where its module itself has it, once and undecorated."""
+    module, _, name = path.rpartition(".")
+    tree = _parse(_find_module(module))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = [node for node in (tree.body if tree else []) if getattr(node, "name", None) == name]
+    if len(found) == 1 and isinstance(found[0], kinds) and not found[0].decorator_list:
+        return found[0]
+    return None
+
+
+def _parse(spec: ModuleSpec) -> ast.Module | None:
+    """None for a compiled module or a namespace package: only importing it could tell."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise ValueError(f"{spec.origin}:{error.lineno}: {error.msg}") from None
 
 
 def _find_module(module: str) -> ModuleSpec:

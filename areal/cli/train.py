@@ -11,8 +11,29 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+FIRST_CONFIG = """\
+trainer: ppo                    # or sft, rw, dpo
+experiment_name: mine
+trial_name: first
+train_dataset: {path: rows.jsonl, prompt: question, answer: answer, batch_size: 32}
+reward_fn: gsm8k                # or the import path of a function of yours
+gconfig: {n_samples: 8, max_new_tokens: 512}
+actor:
+  path: path/to/model           # a folder in Hugging Face format
+  reward_norm: {mean_level: group, std_level: group}
+  optimizer: {lr: 1.0e-6}
+"""
+WHAT_IS_NEEDED = f"""\
+`areal demo` shows a whole run in minutes and needs no file; examples/ has one for each algorithm.
+The shortest of your own, for GRPO on the rows of a file:
+
+{FIRST_CONFIG}
+`areal check FILE` says what is missing in it, `areal check --trial FILE` tries an episode.
+"""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,12 +43,17 @@ def add_parser(subparsers: Any) -> None:
         description="Runs the experiment of a YAML file. With recover.mode=on it goes on when it "
         "is started again, and starts itself again when its process dies.",
     )
-    parser.add_argument("config", help="YAML file, for example examples/math/arithmetic_grpo.yaml")
+    parser.add_argument(
+        "config", nargs="?", help="YAML file, for example examples/math/arithmetic_grpo.yaml"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.config is None:
+        print(WHAT_IS_NEEDED, file=sys.stderr)
+        raise ValueError("the config is missing: areal train FILE.yaml key=value...")
     config = checked_config([args.config, *args.overrides])
     return train(config, supervised=args.as_program)
 

@@ -5,9 +5,9 @@ a supervised row is {"input_ids", "loss_mask"}; a row for reward models and DPO 
 "rejected_ids", "prompt_len"}, two texts that share their first `prompt_len` tokens.
 
 A loader is `loader(path, *, split, tokenizer, max_length, **dataset_kwargs) -> list[dict]`. Which
-one is used: `dataset_kwargs.loader` (a name or an import path), else the last part of `path`
-(`openai/gsm8k`, `openai/gsm8k@v1` and `/data/gsm8k` are all gsm8k), else `path` itself as an import
-path.
+one is used: that of columns where the section names some (`prompt`, `answer`),
+`dataset_kwargs.loader` (a name or an import path), else the last part of `path` (`openai/gsm8k`,
+`openai/gsm8k@v1` and `/data/gsm8k` are all gsm8k), else `path` itself as an import path.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from areal.utils import import_path
 if TYPE_CHECKING:
     from areal.api.config.dataset import DatasetConfig
 
+COLUMN_LOADERS = {
+    "rl": "areal.dataset.columns.load_rl",
+    "sft": "areal.dataset.columns.load_sft",
+}
 LOADERS = {
     ("arithmetic", "dpo"): "areal.dataset.arithmetic.load_pairs",
     ("arithmetic", "rl"): "areal.dataset.arithmetic.load_rl",
@@ -48,7 +52,11 @@ def get_custom_dataset(
 ) -> Sequence[dict[str, Any]]:
     """The rows of `split` (default: the config's). `processor` goes to loaders of image data."""
     kwargs = dict(dataset_config.dataset_kwargs)
-    load = _find_loader(kwargs.pop("loader", None), dataset_config.path, dataset_config.type)
+    if dataset_config.prompt is not None:
+        load = _column_loader(dataset_config)
+        kwargs |= dataset_config.columns
+    else:
+        load = _find_loader(kwargs.pop("loader", None), dataset_config.path, dataset_config.type)
     if processor is not None:
         kwargs["processor"] = processor
     split = split or dataset_config.split
@@ -64,6 +72,17 @@ def get_custom_dataset(
             f"{_length_hint(dataset_config.max_length)}"
         )
     return rows
+
+
+def _column_loader(config: DatasetConfig) -> Callable[..., Any]:
+    if config.type not in COLUMN_LOADERS:
+        raise ValueError(
+            f"dataset.prompt: columns make rows of type {' and '.join(COLUMN_LOADERS)}, got "
+            f"{config.type!r}; name a loader in dataset_kwargs.loader"
+        )
+    if config.type == "sft" and config.answer is None:
+        raise ValueError("dataset.answer must name the column with the text that is learned")
+    return import_path.load(COLUMN_LOADERS[config.type], key="dataset.type")
 
 
 def loader_name(path: str) -> str:
@@ -82,7 +101,8 @@ def _find_loader(loader: str | None, path: str, row_type: str | None) -> Callabl
     if loader is None and ("/" in path or "." not in path):
         raise ValueError(
             f"dataset.path: no loader is known for {path!r}; name one in dataset_kwargs.loader "
-            f"({', '.join(sorted(table))}, or an import path), or give the path of a loader"
+            f"({', '.join(sorted(table))}, or an import path), give the path of a loader, or name "
+            "the columns of a file (prompt: ..., answer: ...)"
         )
     return import_path.load_named(name, table, key="dataset.path")
 

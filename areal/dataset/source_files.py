@@ -1,14 +1,18 @@
-"""Read the rows of one split from a JSON-lines or Parquet file, a local folder or the hub.
+"""Read the rows of one split from a JSON-lines, CSV or Parquet file, a local folder or the hub.
 
-JSON-lines is read with the standard library, so that the `datasets` package is needed only for
-other formats and for the hub. Errors name the path, what was looked for and what is there.
+JSON-lines and CSV are read with the standard library, so that the `datasets` package is needed only
+for other formats and for the hub. Errors name the path, what was looked for and what is there.
 Images stay encoded: a row holds {"bytes", "path"} for each, whatever the source.
 """
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +48,26 @@ def open_rows(
     return rows
 
 
+def first_row(path: Path, split: str) -> Row | None:
+    """The first row of a JSON-lines or CSV file (or of that of a folder), without the others; None
+    where there is no such file."""
+    files = [path / f"{split}{suffix}" for suffix in _TEXT_FORMATS] if path.is_dir() else [path]
+    for file in files:
+        rows = _TEXT_FORMATS.get(file.suffix.lower())
+        if rows is not None and file.is_file():
+            return next(rows(file), None)
+    return None
+
+
 def _read_file(file: Path) -> Sequence[Row]:
-    return _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file)
+    if file.suffix.lower() == ".parquet":
+        return _read_parquet(file)
+    return list(_TEXT_FORMATS.get(file.suffix.lower(), _jsonl_rows)(file))
 
 
 def _read_folder(folder: Path, split: str) -> Sequence[Row]:
-    """`{split}.jsonl` or `.parquet`, a `save_to_disk`, or what `load_dataset` makes of it."""
-    for suffix in (".jsonl", ".parquet"):
+    """`{split}` with one of our suffixes, a `save_to_disk`, or what `load_dataset` makes of it."""
+    for suffix in (*_TEXT_FORMATS, ".parquet"):
         file = folder / f"{split}{suffix}"
         if file.is_file():
             return _read_file(file)
@@ -142,20 +159,63 @@ class TableRows(Sequence):
             yield from part.to_pylist()
 
 
-def _read_jsonl(file: Path) -> list[Row]:
-    rows = []
+def _jsonl_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
+                row = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
+                if b"\\u" in line:
+                    json.dumps(row, ensure_ascii=False).encode()  # half a character has no UTF-8
+            except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
                 raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{file}, line {number}: expected a JSON object")
-            rows.append(row)
-    return rows
+            yield row
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[Row]:
+    """The first line names the columns; every value is a text."""
+    csv.field_size_limit(sys.maxsize)  # an answer may be long
+    with file.open(encoding="utf-8-sig", newline="") as text:  # -sig: Excel puts a mark in front
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, [])
+            for values in reader:
+                if values:  # else an empty line
+                    yield _csv_row(file, reader.line_num, names, values)
+        except (csv.Error, UnicodeDecodeError) as error:
+            where = f"{file}, line {reader.line_num}"
+            raise ValueError(f"{where}: not a table in UTF-8 ({error})") from error
+
+
+def _csv_row(file: Path, line: int, names: list[str], values: list[str]) -> Row:
+    if len(values) != len(names):
+        raise ValueError(
+            f"{file}, line {line}: {len(values)} values for the {len(names)} columns "
+            f"{', '.join(names)}"
+        )
+    return dict(zip(names, values, strict=True))
+
+
+# Suffix -> what reads such a file row by row. A file of another suffix is taken for JSON-lines.
+_TEXT_FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl_rows,
+    ".csv": _csv_rows,
+    ".tsv": partial(_csv_rows, delimiter="\t"),
+}
 
 
 def _check_columns(rows: Sequence[Row], columns: tuple[str, ...], path: str) -> None:

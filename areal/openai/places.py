@@ -8,6 +8,7 @@ episode failed with. Both give `run` the session's `base_url` and `api_key`; `in
 from __future__ import annotations
 
 import asyncio
+import inspect
 import ssl
 from typing import Any
 
@@ -30,9 +31,14 @@ class InlineAgent:
         async with self._client() as client:
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
-                    reward = await self._agent.run(
+                    running = self._agent.run(
                         data, base_url=base_url, api_key=session.key, http_client=client
                     )
+                    if not inspect.isawaitable(running):
+                        raise TypeError(
+                            f"{self._name}: run must be `async def`, got {running!r:.60}"
+                        )
+                    reward = await running
             except TimeoutError:
                 if not deadline.expired():  # the agent's own
                     raise

@@ -14,7 +14,7 @@ ADMIN_KEY = "AREAL_ADMIN_API_KEY"  # environment variable with the key that star
 _MIN_ADMIN_KEY = 16
 
 
-def check_agent(config: AgentConfig) -> None:
+def check_agent_options(config: AgentConfig) -> None:
     """ValueError for a name that is none, or, with `mode: online`, a key that is missing."""
     if config.tool_call_parser not in TOOL_PARSERS:
         known = ", ".join(sorted(TOOL_PARSERS))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.interaction import InteractionWithTokenLogpReward
 from areal.api.workflow_api import RolloutWorkflow
 from areal.openai.places import InlineAgent, SubprocAgent
-from areal.openai.preconditions import admin_key, check_agent
+from areal.openai.preconditions import admin_key, check_agent_options
 from areal.openai.proxy import AgentProxy
 from areal.openai.session import AgentTimeoutError, Session, SessionOptions
 from areal.rollout.context import workflow_context
@@ -175,7 +175,7 @@ def _result(session: Session) -> Interactions:
 def _session_options(
     config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
 ) -> SessionOptions:
-    check_agent(config)
+    check_agent_options(config)
     matcher = None
     if config.prefix_matcher is not None:
         matcher = load(config.prefix_matcher, key="rollout.agent.prefix_matcher")

@@ -6,7 +6,7 @@ directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal.api.config.dataset import DatasetConfig
@@ -15,6 +15,7 @@ from areal.dataset import get_custom_dataset
 from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.episodes import refuse_images
 from areal.trainer.model_paths import pin_models
+from areal.trainer.preflight import check_rows, run_trial
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.run import StepObserver
 from areal.trainer.rw_trainer import RWTrainer
@@ -35,11 +36,24 @@ def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = 
     with paths.made(), watched(config.watchdog.seconds, stacks_file=paths.stacks):
         pin_models(config, paths)
         train, valid = load_datasets(config)
-        if config.trainer == "ppo":
-            refuse_images(config, None, None, train, is_eval=False)
-            refuse_images(config, None, None, valid or [], is_eval=True)
+        refuse_image_rows(config, train, valid)
+        check_rows(config, train, load_hf_tokenizer(config.tokenizer_path))
         with TRAINERS[config.trainer](config, train, valid) as trainer:
             trainer.train(on_step=on_step)
+
+
+def try_experiment(config: BaseExperimentConfig, say: Callable[[str], None]) -> None:
+    """One group of episodes against a stub model: see preflight.py."""
+    train, valid = load_datasets(config)
+    refuse_image_rows(config, train, valid)
+    run_trial(config, train, load_hf_tokenizer(config.tokenizer_path), say)
+
+
+def refuse_image_rows(config: BaseExperimentConfig, train: Rows, valid: Rows | None) -> None:
+    """ValueError when rows have images that the workflow named in the config does not read."""
+    if config.trainer == "ppo":
+        refuse_images(config, None, None, train, is_eval=False)
+        refuse_images(config, None, None, valid or [], is_eval=True)
 
 
 def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:

@@ -31,7 +31,9 @@ def stage(name: str, *, limit_s: float = 0.0) -> Iterator[None]:
     """`limit_s`: how long it may take without a movement, where it minds a deadline itself."""
     began = time.monotonic()
     done = threading.Event()
-    reporter = threading.Thread(target=_report, args=(name, began, done), daemon=True)
+    reporter = threading.Thread(
+        target=_report, args=(name, began, done, _FIRST_REPORT_S), name="startup", daemon=True
+    )
     reporter.start()
     waits.progress()
     try:
@@ -43,8 +45,7 @@ def stage(name: str, *, limit_s: float = 0.0) -> Iterator[None]:
     logger.info("%s: %.1f s", name, time.monotonic() - began)
 
 
-def _report(name: str, began: float, done: threading.Event) -> None:
-    wait_s = _FIRST_REPORT_S
+def _report(name: str, began: float, done: threading.Event, wait_s: float) -> None:
     while not done.wait(wait_s):
         logger.info("%s: %.0f s so far", name, time.monotonic() - began)
         wait_s *= 2

@@ -22,6 +22,7 @@ from cli_process import Command, Ended, python_m
 from tiny_run import SMALL, query
 
 from areal.cli.demo import make_model, recipe_path
+from areal.cli.train import FIRST_CONFIG
 
 TESTS = Path(__file__).resolve().parents[1]
 RECIPE = recipe_path("arithmetic_grpo.yaml")
@@ -288,6 +289,41 @@ def test_parts_of_a_run(project, overrides, says):
     refuse(project, project.grpo(*overrides), says)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train_dataset.path=broken_parts.messageless_rows", "row 0 has no 'messages', found"),
+        ("train_dataset.path=broken_parts.endless_prompts", "64 of the first 64 prompts have 256"),
+        ("reward_fn=broken_parts.batch_reward", "broken_parts.batch_reward(prompts, completions"),
+        ("reward_fn=broken_parts.reward_without_data", "as keywords"),
+        ("reward_fn=broken_parts.coroutine_reward", "is `async def`"),
+        ("workflow=broken_parts.PlainAgent", "broken_parts.PlainAgent.run is a plain `def`"),
+    ],
+)
+def test_what_every_episode_would_meet_is_said_before_anything_starts(project, override, says):
+    refuse(project, project.grpo(override), says)
+
+
+def test_a_port_for_agents_that_is_taken(project):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        refuse(project, project.grpo(f"rollout.agent.port={port}"), "rollout.agent.port", str(port))
+
+
+def test_train_without_a_file(project):
+    ended = project("train")
+    check_line(ended, 2, "the config is missing", "FILE.yaml")
+    (project.folder / "first.yaml").write_text(FIRST_CONFIG.replace("path/to/model", "./model"))
+    rows = [json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) for n in range(32)]
+    (project.folder / "rows.jsonl").write_text("\n".join(rows))
+    assert FIRST_CONFIG in ended.err
+    small = ["gconfig.max_new_tokens=8", "total_train_steps=1", "actor.weight_update_mode=direct"]
+    done = project("train", "first.yaml", *small, f"cluster.fileroot={project.runs}")
+    assert done.code == 0, done.err
+
+
 def test_a_mistake_leaves_the_name_free(project):
     """After a refused start the corrected command runs, also without recover.mode=on."""
     refuse(project, project.sft("recover.mode=off", "train_dataset.max_length=1"), "max_length")
@@ -312,7 +348,6 @@ def test_a_mistake_leaves_the_name_free(project):
         ),
         (["dynamic_filter_fn=broken_parts.raising_filter"], "KeyError: 'difficulty'"),
         (["workflow=broken_parts.ReturnsText"], "an answer"),
-        (["train_dataset.path=broken_parts.messageless_rows"], "needs the key 'messages'"),
     ],
 )
 def test_broken_episodes_stop_the_run(project, overrides, says):

@@ -28,13 +28,37 @@ class DatasetConfig:
     """Leave out the last rows of an epoch that do not fill a batch."""
     max_length: int | None = None
     """Rows with more prompt tokens than this are left out."""
+    prompt: str | None = None
+    """Column of a file (JSON-lines, CSV, TSV, Parquet) with the question: a text, or a chat. With
+    it no loader is needed; all columns but this one reach the reward function by their names."""
+    answer: str | None = None
+    """Column with what is right, `answer` of the reward function; for `sft` what is learned."""
     dataset_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the loader."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path must name a data set", self.path)
         self.path = expand_path("path", self.path)
+        self._check_columns()
         require_at_least(1, batch_size=self.batch_size, max_length=self.max_length)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Those that are named, for the loader of columns."""
+        named = {"prompt": self.prompt, "answer": self.answer}
+        return {key: name for key, name in named.items() if name is not None}
+
+    def _check_columns(self) -> None:
+        require(
+            self.answer is None or self.prompt is not None,
+            "prompt must name the column of the question when answer names one",
+            None,
+        )
+        require(
+            self.prompt is None or "loader" not in self.dataset_kwargs,
+            "dataset_kwargs.loader must go when prompt names a column: columns need no loader",
+            self.dataset_kwargs.get("loader"),
+        )
 
 
 @dataclass(kw_only=True)
