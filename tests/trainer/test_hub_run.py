@@ -15,6 +15,7 @@ import pytest
 import yaml
 from loopback_hub import LoopbackHub
 from safetensors.torch import load_file, save_file
+from sglang_server import sglang_python
 from tiny_run import SMALL
 
 from areal.cli.demo import make_model, recipe_path
@@ -87,6 +88,35 @@ def test_ranks_fetch_once_and_adapters_name_their_base(hub: LoopbackHub, tmp_pat
     assert hub.fetched(WEIGHTS) == 1
     adapter = json.loads((run_dir(tmp_path) / "model" / "adapter_config.json").read_text())
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, commit)
+
+
+def test_a_stock_server_is_given_the_folder_of_the_cache(hub: LoopbackHub, tmp_path: Path) -> None:
+    python = sglang_python(tmp_path)
+    options = ["total_train_steps=2", "rollout.backend=sglang:d1", f"sglang.python={python}"]
+    finish(train(hub, tmp_path, *options))
+    assert hub.fetched(WEIGHTS) == 1
+
+
+def test_each_machine_fetches_once(hub: LoopbackHub, tmp_path: Path) -> None:
+    """Two machines of a Ray cluster, each with a cache of its own, and the controller with another:
+    two ranks and two servers find room on both."""
+    pytest.importorskip("ray", reason="scheduler.type=ray needs the extra `ray`")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for name in ("one", "two"):
+            home = {"HF_HOME": str(tmp_path / name), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+            cluster.add_node(num_cpus=2, num_gpus=0, env_vars=home)
+        options = ["total_train_steps=1", "actor.backend=archon:d2", "rollout.backend=native:d2"]
+        options += ["actor.weight_update_mode=disk", "scheduler.placement=SPREAD"]
+        options += ["scheduler.type=ray", "rollout.max_head_offpolicyness=0"]
+        finish(train(hub, tmp_path, *options, RAY_ADDRESS=cluster.address), timeout_s=400)
+    finally:
+        cluster.shutdown()
+    caches = [file.parents[5].name for file in tmp_path.glob(f"*/hub/*/snapshots/*/{WEIGHTS}")]
+    assert hub.fetched(WEIGHTS) == len(caches)
+    assert sorted(caches) == ["one", "two"]
 
 
 def test_a_killed_run_goes_on_with_the_commit_it_began_with(
