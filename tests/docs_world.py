@@ -61,7 +61,7 @@ class Block:
     @property
     def trains(self) -> bool:
         return self.language == "bash" and bool(
-            re.search(r"^(areal (train|demo|serve)|python )", self.text, re.MULTILINE)
+            re.search(r"^(areal (train|demo|serve|launch ray)|python )", self.text, re.MULTILINE)
         )
 
 
@@ -228,7 +228,9 @@ def small_overrides(tree: dict) -> list[str]:
 def _main(argv: list[str]) -> int:
     program, *args = argv
     _end_with_parent()
-    trains = program == "python" or args[:1] in (["train"], ["demo"])
+    trains = (
+        program == "python" or args[:1] in (["train"], ["demo"]) or args[:2] == ["launch", "ray"]
+    )
     recipe = next((arg for arg in args if arg.endswith(".yaml")), None)
     if args[:1] == ["demo"]:
         recipe = str(ROOT / "examples" / "math" / "arithmetic_grpo.yaml")

@@ -68,6 +68,28 @@ def test_page_runs(page, world):
         world.run(block)
 
 
+# What the machines of the suite do not have, and nothing else: docs/index.md promises it.
+MISSING = (
+    "`git clone` needs a network",
+    "`pip install` needs a network",
+    "installs gigabytes",
+    "starts a vLLM server, for which the environment must be there",
+    "needs the packages above",
+    "needs a CUDA device",
+    "needs a GPU and the extra",
+    "needs a Ray cluster",
+    "needs a Slurm cluster",
+    "needs a Kubernetes cluster with KubeRay",
+    "needs SkyPilot and an account of a cloud",
+    "needs a run that waits for clients",
+)
+
+
+def test_what_is_not_run_is_what_the_suite_cannot_have():
+    reasons = {block.not_run for page in PAGES for block in read_blocks(page)} - {None}
+    assert reasons == set(MISSING)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_yaml_blocks_load(page, tmp_path):
     from areal.cli.train import load_config

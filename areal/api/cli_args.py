@@ -16,7 +16,12 @@ from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOCon
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
 from areal.api.config.limits import ProcessLimits
-from areal.api.config.loader import dump_yaml, experiment_class, load_expr_config
+from areal.api.config.loader import (
+    dump_yaml,
+    experiment_class,
+    load_experiment,
+    load_expr_config,
+)
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.preference import DPOActorConfig, DPOConfig, RWConfig
@@ -76,5 +81,6 @@ __all__ = [
     "WatchdogConfig",
     "dump_yaml",
     "experiment_class",
+    "load_experiment",
     "load_expr_config",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,8 @@ class RolloutWorkflow(ABC):
             reply = await engine.agenerate(ModelRequest(input_ids=data["ids"]))
             return trajectory_of(reply, reward=1.0)
     """
+
+    text_only: ClassVar[bool] = False  # rows with images are refused before the first episode
 
     @abstractmethod
     async def arun_episode(

@@ -2,8 +2,9 @@
 
 The keys, types and cross-checks are those of `load_expr_config`; added here is the world around
 the file: models and data on disk, names and import paths, trackers, the run's folder. Nothing is
-imported that loads torch, no user code runs, and nothing is written. `--trial` goes further: see
-trainer/preflight.py.
+imported that loads torch, no user code runs, and nothing is written. A hub is asked, for a few
+seconds, for models that are not in its cache: `cached`, `reachable` and `unknown` (it did not
+answer) are ok, what it refuses is not. `--trial` goes further: see trainer/preflight.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from areal.api.config.dataset import DatasetConfig
     from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+    from areal.utils.hub import Found
     from areal.utils.signatures import Call
+
+_HUB_DEADLINE_S = 5.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,37 +49,43 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.api.cli_args import experiment_class, load_expr_config
+    from areal.api.cli_args import load_experiment
 
     # With --config the first positional is an override already; the loader tells them apart.
     argv = [*(["--config", args.config] if args.config else []), args.file, *args.overrides]
     argv = [arg for arg in argv if arg is not None]
-    config, path = load_expr_config(argv, experiment_class(argv))
-    check_world(config)
+    config, path = load_experiment(argv)
+    found = check_world(config, deadline_s=_HUB_DEADLINE_S)
     if args.trial:
         from areal.trainer.experiment import try_experiment
 
         try_experiment(config, print)
-    print(f"ok: {path}: {_summary(config)}")
+    print(f"ok: {path}: {_summary(config, found)}")
     return 0
 
 
-def check_world(config: BaseExperimentConfig) -> None:
-    """ValueError that names the key of the first thing this machine lacks."""
-    from areal.cli.model_folders import check_chat_template, check_context, check_models
+def check_world(
+    config: BaseExperimentConfig, *, deadline_s: float | None = None
+) -> dict[str, Found]:
+    """ValueError that names the key of the first thing this machine lacks.
+
+    Returns what is known of each role's model; hubs are asked only with a deadline.
+    """
+    from areal.cli.model_folders import check_chat_template, check_models
     from areal.utils.server_envs import find_interpreter
     from areal.workflow import WORKFLOWS
 
-    check_models(config)
+    found = check_models(config, deadline_s=deadline_s)
     check_names(config)
     if config.trainer == "ppo":
-        check_context(config)
+        tokenizer = found["tokenizer"].folder
         if config.rollout.engine != "native":
             find_interpreter(config.rollout.engine, config.server.python)
-        if config.workflow in WORKFLOWS:
-            check_chat_template(config.tokenizer_path)
+        if config.workflow in WORKFLOWS and tokenizer is not None:
+            check_chat_template(config.tokenizer_path, tokenizer)
         _check_port(config.rollout.agent.port)
     check_fileroot("cluster.fileroot", config.cluster.fileroot)
+    return found
 
 
 def check_names(config: BaseExperimentConfig) -> None:
@@ -86,6 +96,7 @@ def check_names(config: BaseExperimentConfig) -> None:
         _check_dataset("valid_dataset", config.valid_dataset)
     if config.trainer == "ppo":
         _check_import_paths(config)
+        _check_images(config)
     _check_trackers(config)
     if config.scheduler.type == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
@@ -93,14 +104,14 @@ def check_names(config: BaseExperimentConfig) -> None:
 
 def _check_dataset(section: str, dataset: DatasetConfig) -> None:
     """The rule of `areal.dataset`: a loader by name, by the last part of the path, or by import."""
-    from areal.dataset import LOADERS
+    from areal.dataset import LOADERS, loader_name
 
     path, loader = dataset.path, dataset.dataset_kwargs.get("loader")
     if path.startswith((".", os.sep)) and not Path(path).exists():
         raise ValueError(f"{section}.path: {path!r} does not exist")
     if dataset.prompt is not None:
         return _check_columns(section, dataset)
-    name = loader or path.rstrip("/").rpartition("/")[2]
+    name = loader or loader_name(path)
     known = sorted(name for name, row_type in LOADERS if row_type == dataset.type)
     if loader is None and name not in known and ("/" in path or Path(path).exists()):
         raise ValueError(
@@ -140,6 +151,7 @@ def _check_import_paths(config: PPOConfig) -> None:
     from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS, POLICY_LOSSES
     from areal.algorithm.calls import FILTER_CALL, lambda_call, policy_loss_call
     from areal.cli.static_import import has_blocking_run
+    from areal.openai.preconditions import check_agent_options
     from areal.reward import REWARD_CALL, REWARD_FNS
     from areal.workflow import WORKFLOWS
 
@@ -166,6 +178,33 @@ def _check_import_paths(config: PPOConfig) -> None:
         _check_name("actor.gae_lambda", actor.gae_lambda, LAMBDA_FUNCTIONS, call)
     call = policy_loss_call(actor.policy_loss_kwargs)
     _check_name("actor.policy_loss", actor.policy_loss, POLICY_LOSSES, call)
+    for name in ("data_extract_prompt_fn", "get_input_ids_fn"):
+        if config.workflow in WORKFLOWS and isinstance(config.workflow_kwargs.get(name), str):
+            _check_name(f"workflow_kwargs.{name}", config.workflow_kwargs[name], ())
+    if config.rollout.agent.prefix_matcher is not None:
+        _check_name("rollout.agent.prefix_matcher", config.rollout.agent.prefix_matcher, ())
+    check_agent_options(config.rollout.agent)
+
+
+def _check_images(config: PPOConfig) -> None:
+    """The shipped workflows read text. What other loaders give shows when the rows are loaded."""
+    from areal.dataset import IMAGE_DATASETS, loader_name
+    from areal.workflow import WORKFLOWS, image_refusal
+
+    texts = {*WORKFLOWS, *WORKFLOWS.values()}
+    workflows = {
+        "train_dataset": config.workflow if config.rollout.agent.mode != "online" else "",
+        "valid_dataset": config.eval_workflow or config.workflow,
+    }
+    for section, workflow in workflows.items():
+        dataset = getattr(config, section)
+        if dataset is None or dataset.prompt is not None:
+            continue
+        if "data_extract_prompt_fn" in config.workflow_kwargs:
+            continue
+        loader = dataset.dataset_kwargs.get("loader") or loader_name(dataset.path)
+        if loader in IMAGE_DATASETS and workflow in texts:
+            raise ValueError(image_refusal(section, dataset, workflow))
 
 
 def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = None) -> None:
@@ -236,10 +275,10 @@ def check_fileroot(key: str, fileroot: str) -> None:
         raise ValueError(f"{key}: no permission to write in {str(folder)!r}")
 
 
-def _summary(config: BaseExperimentConfig) -> str:
+def _summary(config: BaseExperimentConfig, found: Mapping[str, Found]) -> str:
     run = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     data, actor = config.train_dataset, config.actor
-    parts = [f"{config.trainer} of {actor.path} on {data.path}"]
+    parts = [f"{config.trainer} of {actor.path}{_state(found['actor'])} on {data.path}"]
     if config.trainer == "ppo":
         parts.append(f"{data.batch_size} prompts x {config.gconfig.n_samples} samples a step")
         parts.append(f"staleness at most {config.rollout.max_head_offpolicyness}")
@@ -248,11 +287,20 @@ def _summary(config: BaseExperimentConfig) -> str:
         things = "pairs" if config.trainer in ("rw", "dpo") else "rows"
         parts.append(f"{data.batch_size} {things} a step")
         parts.append(actor.backend)
-    others = [f"{role} {section.path}" for role, section in config.models().items()][1:]
+    others = [
+        f"{role} {section.path}{_state(found[role])}" for role, section in config.models().items()
+    ][1:]
     parts += [f"with {' and '.join(others)}"] if others else []
     parts.append(f"run folder {run}")
     parts.append(_processes(config))
     return ", ".join(parts)
+
+
+def _state(found: Found) -> str:
+    """Of a hub name: whether it is on this machine, on the hub, or nobody can tell."""
+    if found.state == "local":
+        return ""
+    return f" ({found.state}{': ' if found.why else ''}{found.why})"
 
 
 def _processes(config: BaseExperimentConfig) -> str:

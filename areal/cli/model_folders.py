@@ -1,22 +1,24 @@
-"""`areal check` on model folders: a config, whole weights, and the same tokens for every role.
+"""`areal check` on models: one that its engine can compute, whole weights, the same tokens for all.
 
-Reads JSON and the headers of safetensors files; no weights, no torch.
+Reads JSON and the headers of safetensors files; no weights, no torch. Of a hub name that is not in
+the cache, the hub is asked for its files and config.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal.api.alloc_mode import (
-    ModelAllocation,
-    ParallelStrategy,
-    check_equal_stages,
-    check_num_experts,
-)
 from areal.api.config.train_engine import TrainEngineConfig
+from areal.engine import fit
+from areal.trainer.model_paths import recorded_commits
+from areal.utils.hub import Found, hub_name, look_up
+from areal.utils.model_files import CONFIG_FILE, language_config, read_hf_config, weight_files
+from areal.utils.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
@@ -25,90 +27,74 @@ MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
-def check_models(config: BaseExperimentConfig) -> None:
-    """The folder of every role, and that of the tokenizer. Hub names cannot be looked into."""
-    roles = config.models()
-    for role, section in roles.items():
-        from_scratch = isinstance(section, TrainEngineConfig) and section.init_from_scratch
-        _check_model(role, section.path, needs_weights=not from_scratch)
-        check_experts(role, section.path, section.backend)
-        _check_cut(role, section.path, ModelAllocation.from_str(section.backend).parallel)
-        if not isinstance(section, TrainEngineConfig):
-            section = section.engine_config(config.actor)
-        _check_stages(role, section)
-    _check_tokenizer(config.tokenizer_path)
-    for role, section in roles.items():
-        _check_same_tokens(f"{role}.path", section.path, config.tokenizer_path)
+def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> dict[str, Found]:
+    """Every role's model and the tokenizer, by role; hubs are asked until the deadline."""
+    found = _look_up_all(config, deadline_s)
+    hf_configs = {}
+    for role, section in config.models().items():
+        place = found[role]
+        if place.folder is not None:
+            _check_folder(role, section.path, place.folder, needs_weights=_needs_weights(section))
+            hf_configs[role] = _read_config(f"{role}.path", place.folder)
+        elif place.config is not None:
+            hf_configs[role] = place.config
+    fit.check_models(config, hf_configs)
+    tokenizer = found["tokenizer"].folder
+    if tokenizer is not None:
+        _check_tokenizer(config.tokenizer_path, tokenizer)
+        for role in config.models():
+            if found[role].folder is not None:
+                _check_same_tokens(f"{role}.path", found[role].folder, tokenizer)
+    if config.trainer == "ppo" and "actor" in hf_configs:
+        _check_context(config, hf_configs["actor"])
+    return found
 
 
-def _check_model(role: str, path: str, *, needs_weights: bool) -> None:
+def _look_up_all(config: BaseExperimentConfig, deadline_s: float | None) -> dict[str, Found]:
+    commits = recorded_commits(RunPaths.of(config))
+
+    def look(key: str, path: str, weights: bool) -> Found:
+        _check_path(key, path)
+        name = hub_name(path)
+        if name is not None and path in commits:  # what a resumed run goes on with
+            path = str(name.at(commits[path]))
+        return look_up(path, key=key, weights=weights, deadline_s=deadline_s)
+
+    wanted = {
+        role: (f"{role}.path", section.path, _needs_weights(section))
+        for role, section in config.models().items()
+    }
+    wanted["tokenizer"] = ("tokenizer_path", config.tokenizer_path, False)
+    with ThreadPoolExecutor(len(wanted), thread_name_prefix="hub") as pool:
+        answers = {name: pool.submit(look, *what) for name, what in wanted.items()}
+        return {name: answer.result() for name, answer in answers.items()}
+
+
+def _needs_weights(section: Any) -> bool:
+    return not (isinstance(section, TrainEngineConfig) and section.init_from_scratch)
+
+
+def _check_folder(role: str, path: str, folder: Path, *, needs_weights: bool) -> None:
     key = f"{role}.path"
-    if not _is_local(key, path):
-        return
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{key}: {path!r} is no model folder: it holds no config.json")
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"{key}: {path!r} is no model folder: it holds no {CONFIG_FILE}")
     if not needs_weights:
         return
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
+    try:
+        weights = weight_files(folder)
+    except (FileNotFoundError, ValueError) as error:
         random = f"; set {role}.init_from_scratch=true to begin with random ones"
         trained = role in ("actor", "critic")
-        raise ValueError(
-            f"{key}: {path!r} holds no *.safetensors weights{random if trained else ''}"
-        )
+        raise ValueError(f"{key}: {error}{random if trained else ''}") from None
     for file in weights:
         _check_safetensors(key, file)
 
 
-def check_experts(role: str, path: str, backend: str) -> None:
-    """The model has experts for the layout to spread, if it spreads any."""
-    size = ModelAllocation.from_str(backend).parallel.expert_parallel_size
-    file = Path(path) / "config.json"
-    if size == 1 or not file.is_file():
-        return
-    model = _parse_object(file, file.read_bytes())
+def _read_config(key: str, folder: Path) -> dict[str, Any]:
     try:
-        check_num_experts(size, model.get("num_experts", model.get("num_local_experts", 0)))
+        return read_hf_config(folder)
     except ValueError as error:
-        raise ValueError(f"{role}.backend: {backend!r} with {path!r}: {error}") from None
-
-
-def _check_cut(role: str, path: str, layout: ParallelStrategy) -> None:
-    """The heads of the model can be divided among the ranks that compute the same rows."""
-    config = _model_config(path)
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        count, parts = config.get(key), layout.tensor_parallel_size
-        if count is not None and count % parts:
-            raise ValueError(
-                f"{role}.backend: t{parts} cannot cut this model: {key} in {path}/config.json must "
-                f"be a multiple of {parts}, got {count}; choose another t"
-            )
-
-
-def _check_stages(role: str, engine: TrainEngineConfig) -> None:
-    """The layers make as many equal stages as megatron-core's pipeline has."""
-    allocation = ModelAllocation.from_str(engine.backend)
-    config = _model_config(engine.path)
-    if allocation.backend != "megatron" or "num_hidden_layers" not in config:
-        return
-    num_stages = engine.megatron.virtual_pipeline_parallel_size
-    size = allocation.parallel.pipeline_parallel_size
-    try:
-        check_equal_stages(size, num_stages, config["num_hidden_layers"])
-    except ValueError as error:
-        raise ValueError(
-            f"{role}.backend: {engine.backend!r} with {engine.path!r}: {error}"
-        ) from None
-
-
-def _model_config(path: str) -> dict[str, Any]:
-    """That of the language model; empty when it is not on this machine."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return {}
-    config = _parse_object(file, file.read_bytes())
-    return config.get("text_config", config)
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _check_safetensors(key: str, file: Path) -> None:
@@ -125,9 +111,9 @@ def _check_safetensors(key: str, file: Path) -> None:
         )
 
 
-def _check_same_tokens(key: str, path: str, tokenizer_path: str) -> None:
+def _check_same_tokens(key: str, folder: Path, tokenizer: Path) -> None:
     """Roles exchange token ids, so an id must mean the same to all of them."""
-    ours, theirs = Path(tokenizer_path) / "tokenizer.json", Path(path) / "tokenizer.json"
+    ours, theirs = tokenizer / "tokenizer.json", folder / "tokenizer.json"
     if not ours.is_file() or not theirs.is_file():
         return
     texts = ours.read_bytes(), theirs.read_bytes()
@@ -144,34 +130,29 @@ def _check_same_tokens(key: str, path: str, tokenizer_path: str) -> None:
         )
 
 
-def check_context(config: PPOConfig) -> None:
+def _check_context(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
     """A prompt and the longest answer fit into the model's context."""
-    file = Path(config.actor.path) / "config.json"
-    if not file.is_file():
-        return
-    context = _parse_object(file, file.read_bytes()).get("max_position_embeddings")
+    context = language_config(hf_config).get("max_position_embeddings")
     sections = {"gconfig": config.gconfig, "eval_gconfig": config.eval_gconfig}
     for name, section in sections.items():
         if context is not None and section.max_new_tokens >= context:
             raise ValueError(
                 f"{name}.max_new_tokens: {section.max_new_tokens} leaves no room for a prompt in "
-                f"the model's context of {context} tokens (max_position_embeddings in {file})"
+                f"the model's context of {context} tokens (max_position_embeddings in the "
+                f"{CONFIG_FILE} of {config.actor.path})"
             )
 
 
-def _check_tokenizer(path: str) -> None:
-    if not _is_local("tokenizer_path", path):
-        return
-    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+def _check_tokenizer(path: str, folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(
             f"tokenizer_path: {path!r} holds no tokenizer ({_TOKENIZER_FILES[0]}); "
             "by default it is actor.path"
         )
 
 
-def check_chat_template(path: str) -> None:
-    """`rlvr` writes prompts with the tokenizer's chat template, so a local one must have it."""
-    folder = Path(path)
+def check_chat_template(path: str, folder: Path) -> None:
+    """The shipped workflows write prompts with the tokenizer's chat template."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or (folder / "chat_template.jinja").is_file():
         return
@@ -182,20 +163,14 @@ def check_chat_template(path: str) -> None:
         )
 
 
-def _is_local(key: str, path: str) -> bool:
-    """Whether `path` is a folder here. A hub name (`org/name`) is not, and cannot be checked."""
-    if Path(path).is_dir():
-        return True
+def _check_path(key: str, path: str) -> None:
+    """It is a folder, or can be a hub name."""
+    if Path(path).is_dir() or hub_name(path) is not None:
+        return
     if Path(path).exists():
         raise ValueError(f"{key}: {path!r} is a file, expected a folder")
-    if _looks_like_path(path):
-        raise ValueError(f"{key}: folder {path!r} does not exist")
-    return False
-
-
-def _looks_like_path(path: str) -> bool:
-    """Absolute, relative with a dot, or deeper than the `org/name` of a hub."""
-    return path.startswith((os.sep, ".")) or path.count("/") > 1
+    hint = "" if path.startswith((".", os.sep)) else " (the name of a model on a hub is org/name)"
+    raise ValueError(f"{key}: folder {path!r} does not exist{hint}")
 
 
 def _parse_object(file: Path, data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`areal serve --model DIR`: the native inference engine behind HTTP.
+"""`areal serve --model FOLDER_OR_HUB_NAME`: the native inference engine behind HTTP.
 
 When it answers requests it prints one line of JSON on stdout, {"host", "port", "pid"}: with
 `--port 0` that is how a parent learns the port. The token is never printed there, nor taken from
@@ -34,7 +34,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         "/v1/chat/completions, /v1/completions and /v1/models speak OpenAI's API. "
         "docs/native_server.md shows every route.",
     )
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--model", required=True, help="folder or hub name of a model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument(
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     stacks.listen()
     # Before the seconds a model takes to load: a port in use is answered at once.
     listener = bind(args.host, args.port)
-    with listener, _orderly_end(), _engine(args) as engine:
+    with listener, _orderly_end(), _engine(args, folder := _folder(args.model)) as engine:
         loop = EngineLoop(engine)
         host, port = listener.getsockname()[:2]
         ready = json.dumps({"host": host, "port": port, "pid": os.getpid()})
-        app = create_app(loop, token, model=args.model)
+        app = create_app(loop, token, model=args.model, folder=folder)
         try:
             serve(app, listener, on_ready=lambda: print(ready, flush=True))
         finally:
@@ -116,10 +116,19 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _folder(model: str) -> Path:
+    from areal.utils.hub import model_folder
+
+    return model_folder(model, key="--model")
+
+
 def _check(args: argparse.Namespace) -> None:
-    if not (Path(args.model) / "config.json").is_file():
+    from areal.utils.hub import hub_name
+
+    if hub_name(args.model) is None and not (Path(args.model) / "config.json").is_file():
         raise FileNotFoundError(
-            f"--model {args.model}: expected the folder of a Hugging Face model, with config.json"
+            f"--model {args.model}: expected the folder of a Hugging Face model, with config.json, "
+            "or a hub name like org/name"
         )
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must lie between 0 and 65535, got {args.port}")
@@ -132,7 +141,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _engine(args: argparse.Namespace) -> Iterator[NativeEngine | LeadingEngine]:
+def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine | LeadingEngine]:
     import torch
 
     from areal.engine.native.engine import NativeEngine
@@ -148,13 +157,13 @@ def _engine(args: argparse.Namespace) -> Iterator[NativeEngine | LeadingEngine]:
         "seed": args.seed,
     }
     if args.tensor_parallel > 1:
-        options |= {"model_path": args.model, "threads": args.threads, "dtype": args.dtype}
+        options |= {"model_path": str(folder), "threads": args.threads, "dtype": args.dtype}
         with leading_engine(args.tensor_parallel, on_end=_end_with, **options) as engine:
             yield engine
         return
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    yield NativeEngine.from_pretrained(args.model, dtype=dtype, **options)
+    yield NativeEngine.from_pretrained(folder, dtype=dtype, **options)
 
 
 def _end_with(fault: str) -> NoReturn:

@@ -137,7 +137,7 @@ def checked_config(argv: list[str]) -> Any:
 
 def load_config(argv: list[str]) -> Any:
     """The typed config of the trainer that the file's `trainer` key names."""
-    from areal.api.cli_args import experiment_class, load_expr_config
+    from areal.api.cli_args import load_experiment
 
-    config, _ = load_expr_config(argv, experiment_class(argv))
+    config, _ = load_experiment(argv)
     return config

@@ -6,8 +6,8 @@ a supervised row is {"input_ids", "loss_mask"}; a row for reward models and DPO 
 
 A loader is `loader(path, *, split, tokenizer, max_length, **dataset_kwargs) -> list[dict]`. Which
 one is used: that of columns where the section names some (`prompt`, `answer`),
-`dataset_kwargs.loader` (a name or an import path), else the last part of `path` (`openai/gsm8k` and
-`/data/gsm8k` are both gsm8k), else `path` itself as an import path.
+`dataset_kwargs.loader` (a name or an import path), else the last part of `path` (`openai/gsm8k`,
+`openai/gsm8k@v1` and `/data/gsm8k` are all gsm8k), else `path` itself as an import path.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ LOADERS = {
     ("hh-rlhf", "rw"): "areal.dataset.hh_rlhf.load_pairs",
     ("torl_data", "rl"): "areal.dataset.torl.load_rl",
 }
+
+
+# Their rows have images, which a workflow must know how to show to a model.
+IMAGE_DATASETS = frozenset({"clevr_count_70k", "geometry3k"})
 
 
 def get_custom_dataset(
@@ -81,8 +85,13 @@ def _column_loader(config: DatasetConfig) -> Callable[..., Any]:
     return import_path.load(COLUMN_LOADERS[config.type], key="dataset.type")
 
 
+def loader_name(path: str) -> str:
+    """What `path` says of its loader: its last part, less a hub's `@revision`."""
+    return path.rstrip("/").rpartition("/")[2].partition("@")[0]
+
+
 def _find_loader(loader: str | None, path: str, row_type: str | None) -> Callable[..., Any]:
-    name = loader or path.rstrip("/").rpartition("/")[2]
+    name = loader or loader_name(path)
     table = {known: where for (known, kind), where in LOADERS.items() if kind == row_type}
     if name in table:
         return import_path.load(table[name], key="dataset.path")

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.utils.hub import cache_folder, cached_commit, downloading
+
 if TYPE_CHECKING:
     import datasets
 
@@ -85,19 +87,36 @@ def _read_folder(folder: Path, split: str) -> Sequence[Row]:
         ) from error
 
 
-def _read_hub(name: str, config: str | None, split: str) -> Sequence[Row]:
+def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
+    """A data set of a hub, by `org/name` or `org/name@revision`."""
     import datasets
 
+    name, _, revision = path.partition("@")
+    prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     try:
-        return TableRows(datasets.load_dataset(name, config, split=split))
-    except (ConnectionError, OSError) as error:
-        raise RuntimeError(
-            f"dataset.path: {name!r} is not a local file or folder, and the hub did not give it: "
-            f"{_first_line(error)}"
-        ) from error
+        with downloading(cache_folder(name, "dataset"), prepared):
+            builder = datasets.load_dataset_builder(name, config, revision=revision or None)
+            _check_commit(path, builder.hash, cached_commit(name, revision or None, "dataset"))
+            builder.download_and_prepare()
+            table = builder.as_dataset(split=split)
     except ValueError as error:
         cause = _first_line(error)
-        raise ValueError(f"dataset.path: {name!r}, split {split!r}: {cause}") from error
+        raise ValueError(f"dataset.path: {path!r}, split {split!r}: {cause}") from error
+    except Exception as error:  # those of the hub's client, of its HTTP client, of the file system
+        raise RuntimeError(
+            f"dataset.path: {path!r} is not a local file or folder, and the hub did not give it: "
+            f"{_first_line(error)}"
+        ) from error
+    return TableRows(table)
+
+
+def _check_commit(path: str, prepared: str | None, expected: str | None) -> None:
+    """Without its hub, `datasets` takes whichever revision this machine has prepared last."""
+    if None not in (prepared, expected) and prepared != expected:
+        raise ValueError(
+            f"its hub cannot be asked, and this machine has prepared commit {prepared}, not "
+            f"{expected}: load it once where the hub can be reached"
+        )
 
 
 def _read_parquet(file: Path) -> Sequence[Row]:

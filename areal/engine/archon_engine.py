@@ -35,12 +35,14 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.fit import check_archon
 from areal.engine.hf_folder import refuse_optimizer, save_beside
 from areal.engine.optim import MasterOptimizer
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_outputs import token_outputs
 from areal.engine.tree_outputs import tree_outputs
 from areal.engine.weight_stream import StageLink, Weights, hand_over, sender, stream_weights
+from areal.models import decoder_args
 from areal.models.activation_checkpoint import checkpoint_blocks
 from areal.models.block_compile import compile_blocks
 from areal.models.common.decoder import Decoder
@@ -56,12 +58,13 @@ from areal.models.hf_io import (
     read_hf_config,
     save_hf,
 )
-from areal.models.lora import Adapters, check_lora_layout
+from areal.models.lora import Adapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
-from areal.models.parallelize import check_layout, parallelize
-from areal.models.pipeline import rank_of_last_stage
+from areal.models.parallelize import parallelize
+from areal.models.stage_layout import rank_of_last_stage
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
+from areal.utils.hub import model_folder
 
 if TYPE_CHECKING:
     from areal.engine.pipeline import Pipeline
@@ -84,6 +87,7 @@ class ArchonEngine(TrainEngine):
         self._pipeline: Pipeline | None = None  # None without pipeline parallelism
         self._seed = seed
         self._version = 0
+        self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
         self._model: Decoder | None = None
         self._adapters: Adapters | None = None
         self._optimizer: MasterOptimizer | None = None
@@ -96,23 +100,7 @@ class ArchonEngine(TrainEngine):
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
             return
-        if self.config.batch_invariant:
-            raise ValueError(
-                f"batch_invariant computes on one rank, got archon:{parallel_strategy}: turn it "
-                "off, or use archon:d1"
-            )
-        if self.config.enable_tree_training and self._dims.world_size > self._dims.dp:
-            raise ValueError(
-                "enable_tree_training computes each tree on one rank, got "
-                f"archon:{parallel_strategy}: turn it off, or use data parallelism alone"
-            )
-        if self.config.archon.enable_compile and self._dims.tp > 1:
-            raise ValueError(
-                f"archon.enable_compile: blocks cut over ranks cannot be compiled, got "
-                f"archon:{parallel_strategy}: turn it off, or choose t1"
-            )
-        if self.config.use_lora:
-            check_lora_layout(self._dims, "archon")
+        self.config.check_layout(parallel_strategy)
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
@@ -141,7 +129,9 @@ class ArchonEngine(TrainEngine):
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
         if self.device.type == "cpu":
             use_plain_blas()
-        self._hf_config = language_config(read_hf_config(self.config.path))
+        self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
+        self._hf_config = language_config(read_hf_config(self._folder))
+        check_archon(self.config, decoder_args(self._hf_config), self._dims)
         self._model = self._build_model() if self._mesh is None else self._build_shards()
         self._fill_model(self._model)
         if self.config.batch_invariant:
@@ -184,7 +174,6 @@ class ArchonEngine(TrainEngine):
         model = build_model(
             self._hf_config, device="meta", dtype=torch.float32, is_critic=self.config.is_critic
         )
-        check_layout(model.args, self._dims)
         if self._dims.pp > 1:
             from areal.engine.pipeline import Pipeline  # a second of imports others do not need
 
@@ -218,7 +207,7 @@ class ArchonEngine(TrainEngine):
         return self._ranks is None or self._ranks.rank() == 0
 
     def _fill_model(self, model: Decoder) -> None:
-        path = self.config.path
+        path = self._folder
         if self.config.init_from_scratch:
             model.init_weights(self._seed)
         elif self.config.is_critic and not has_score_head(path):
@@ -302,11 +291,11 @@ class ArchonEngine(TrainEngine):
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(weights, config, meta.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
         self._adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":

@@ -1,4 +1,4 @@
-"""FSDPEngine: any causal language model of transformers, trained on packed sequences.
+"""FSDPEngine: causal language models of transformers, trained on packed sequences.
 
     engine = FSDPEngine(config)
     engine.create_process_group(parallel_strategy)     # only for several ranks, each in a process
@@ -15,7 +15,6 @@ one data-parallel place (those of tensor and context parallelism) give it the sa
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.fit import check_fsdp
 from areal.engine.fsdp.model import PackedModel, build_model, check_model
 from areal.engine.fsdp.shard import materialise, one_rank_mesh, recompute_blocks, shard_model
 from areal.engine.fsdp.tensor_parallel import check_layout, cut_over_tp
@@ -38,10 +38,10 @@ from areal.engine.process_group import join_ranks, side_group
 from areal.engine.token_layout import lay_out
 from areal.engine.weight_stream import Weights, hand_over, sender
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
-from areal.models.lora import check_lora_layout
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.utils.cpu_matmul import use_plain_blas
 from areal.utils.device import best_device
+from areal.utils.hub import model_folder
 
 if TYPE_CHECKING:
     from areal.engine.fsdp.lora import Adapters
@@ -65,6 +65,7 @@ class FSDPEngine(TrainEngine):
         self._mesh: ParallelMesh | None = None  # None on one rank, unless it offloads
         self._seed = seed
         self._version = 0
+        self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
         self._model: PackedModel | None = None
         self._adapters: Adapters | None = None
         self._optimizer: MasterOptimizer | None = None
@@ -77,8 +78,7 @@ class FSDPEngine(TrainEngine):
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
             return
-        if self.config.use_lora:
-            check_lora_layout(self._dims, "fsdp")
+        self.config.check_layout(parallel_strategy)
         self.device = join_ranks()
         self._mesh = self._dims.build_mesh(self.device.type)
         self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
@@ -101,6 +101,8 @@ class FSDPEngine(TrainEngine):
         offload = self.config.fsdp.offload_params
         if self._mesh is None and offload:
             self._mesh = one_rank_mesh(self.device)
+        self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
+        check_fsdp(self.config, read_hf_config(self._folder), self._dims)
         trains = self.config.optimizer is not None and ft_spec is not None
         model = self._build_model(trains)
         materialise(model, self.device, offload=offload)
@@ -120,7 +122,7 @@ class FSDPEngine(TrainEngine):
         trained_dtype = self._dtype() if self._mesh is None else torch.float32
         all_trained = trains and not self.config.use_lora
         model = build_model(
-            self.config.path,
+            self._folder,
             dtype=trained_dtype if all_trained else self._dtype(),
             is_critic=self.config.is_critic,
         )
@@ -137,9 +139,7 @@ class FSDPEngine(TrainEngine):
         return model
 
     def _add_adapters(self, model: PackedModel, dtype: torch.dtype) -> Adapters:
-        if importlib.util.find_spec("peft") is None:
-            raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
-        from areal.engine.fsdp.lora import Adapters
+        from areal.engine.fsdp.lora import Adapters  # needs peft
 
         return Adapters(
             model.hf,
@@ -151,7 +151,7 @@ class FSDPEngine(TrainEngine):
         )
 
     def _fill_model(self, model: PackedModel) -> None:
-        path, hf = self.config.path, model.hf
+        path, hf = self._folder, model.hf
         if self.config.init_from_scratch:
             draw_weights(hf, self._seed)
         elif self.config.is_critic and not has_score_head(path):
@@ -231,14 +231,14 @@ class FSDPEngine(TrainEngine):
         return checkpoint.capture(model, self.optimizer, self._version, self._writers).write
 
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
-        config = read_hf_config(self.config.path)
+        config = read_hf_config(self._folder)
         save_hf(weights, critic_config(config) if self.config.is_critic else config, meta.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
         base_model = meta.base_model_path or self.config.path
         self._adapters.save(tensors, meta.path, base_model)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":

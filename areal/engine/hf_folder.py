@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 from areal.api.io_struct import SaveLoadMeta
+from areal.utils.hub import model_folder
 
 
-def save_beside(meta: SaveLoadMeta, model_path: str) -> None:
-    """What a reader of the folder wants beside the weights."""
-    generation_config = Path(meta.base_model_path or model_path) / "generation_config.json"
+def save_beside(meta: SaveLoadMeta, folder: Path) -> None:
+    """What a reader wants beside the weights; `folder` is the one the model came from."""
+    if meta.base_model_path is not None:
+        folder = model_folder(meta.base_model_path, weights=False)
+    generation_config = folder / "generation_config.json"
     if generation_config.is_file():
         shutil.copy(generation_config, meta.path)
     for part in (meta.tokenizer, meta.processor):

@@ -18,7 +18,6 @@ log-probabilities; one that starts from a language model says 0 of every token a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,18 +31,20 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
+from areal.engine.fit import check_megatron
 from areal.engine.hf_folder import refuse_optimizer, save_beside
-from areal.engine.megatron.layout import Layout, check_layout, enter_layout
-from areal.engine.megatron.model import Stage, build_stages, check_family
+from areal.engine.megatron.layout import Layout, enter_layout
+from areal.engine.megatron.model import Stage, build_stages
 from areal.engine.megatron.optim import ShardedOptimizer
 from areal.engine.megatron.schedule import run_micro_batches
 from areal.engine.megatron.source import drawn_weights, folder_weights
 from areal.engine.megatron.weights import fill, mark_parts, part_names, stream
 from areal.engine.process_group import join_ranks, side_group
 from areal.engine.weight_stream import Weights, hand_over, sender
-from areal.models import get_model_spec
+from areal.models import decoder_args
 from areal.models.hf_io import critic_config, language_config, read_hf_config, save_hf
 from areal.utils.device import best_device
+from areal.utils.hub import model_folder
 
 
 class MegatronEngine(TrainEngine):
@@ -62,6 +63,7 @@ class MegatronEngine(TrainEngine):
         self._layout: Layout | None = None
         self._seed = seed
         self._version = 0
+        self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
         self._stages: list[Stage] | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
@@ -105,7 +107,8 @@ class MegatronEngine(TrainEngine):
             self._require_cuda()
         if self._layout is None:
             self.create_process_group(self._strategy)
-        self._hf_config = language_config(read_hf_config(self.config.path))
+        self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
+        self._hf_config = language_config(read_hf_config(self._folder))
         stages = self._build_stages()
         mark_parts(stages)
         self._fill(stages)
@@ -116,21 +119,18 @@ class MegatronEngine(TrainEngine):
             )
 
     def _build_stages(self) -> list[Stage]:
-        args_class = get_model_spec(self._hf_config["model_type"]).model_args_class
-        args = args_class.from_hf_config(self._hf_config)
-        args = dataclasses.replace(args, is_critic=self.config.is_critic)
-        check_family(args)
         config = self.config
-        check_layout(args, self._strategy, config.megatron.virtual_pipeline_parallel_size)
+        args = decoder_args(self._hf_config, is_critic=config.is_critic)
+        check_megatron(config, args, self._strategy)
         return build_stages(args, self.layout, config, dtype=self._dtype(), device=self.device)
 
     def _fill(self, stages: list[Stage]) -> None:
         if self.config.init_from_scratch:
             fill(stages, drawn_weights(self._hf_config, self._seed, self.config.is_critic))
         else:
-            self._fill_from(stages, self.config.path, new_critic=self.config.is_critic)
+            self._fill_from(stages, self._folder, new_critic=self.config.is_critic)
 
-    def _fill_from(self, stages: list[Stage], path: str, *, new_critic: bool) -> None:
+    def _fill_from(self, stages: list[Stage], path: str | Path, *, new_critic: bool) -> None:
         with folder_weights(
             self._hf_config, path, is_critic=self.config.is_critic, new_critic=new_critic
         ) as read:
@@ -181,7 +181,7 @@ class MegatronEngine(TrainEngine):
     def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
         config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
         save_hf(weights, config, meta.path)
-        save_beside(meta, self.config.path)
+        save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "dcp":

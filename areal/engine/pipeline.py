@@ -33,12 +33,14 @@ from torch.distributed.pipelining.schedules import (
 
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine import base
+from areal.engine.fit import stage_layout
 from areal.engine.token_layout import LaidOut
 from areal.engine.token_outputs import lay_out, outputs_of
 from areal.models.common.decoder import Decoder
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import parallelize, write_own_part
-from areal.models.pipeline import StageLayout, TiedHead, cut_stage
+from areal.models.pipeline import TiedHead, cut_stage
+from areal.models.stage_layout import StageLayout
 
 Unit = tuple[int, int]  # (stage, micro-batch)
 
@@ -74,15 +76,7 @@ class Pipeline:
         self._mesh, self._config, self._dtype, self._device = mesh, config, dtype, device
         self._group = mesh.get_group("pp")
         self._dim = model.args.dim
-        archon = config.archon
-        self.layout = StageLayout.of(
-            model.args.n_layers,
-            num_ranks=self._group.size(),
-            schedule=archon.pp_schedule,
-            layers_per_stage=archon.pp_layers_per_stage,
-            embedding_layers=archon.pp_first_stage_less_layers,
-            head_layers=archon.pp_last_stage_less_layers,
-        )
+        self.layout = stage_layout(config, model.args, self._group.size())
         own = self.layout.stages_of(self._group.rank())
         self._stages = {index: self._build(index, model) for index in own}
         model.write = write_own_part

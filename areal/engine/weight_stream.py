@@ -20,7 +20,7 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.process_group import any_rank
 from areal.models.common.decoder import Decoder
-from areal.models.pipeline import StageLayout
+from areal.models.stage_layout import StageLayout
 from areal.weight_sync.transports import send_weights
 
 BUCKET_BYTES = 256 << 20

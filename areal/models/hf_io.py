@@ -21,50 +21,16 @@ from safetensors.torch import save_file
 from areal.models import get_model_spec
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks, build_share
-
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-SCORE_HEAD = "score.weight"
-# Keys of a model of text and images that hold for its language model unless that says otherwise.
-_SHARED_WITH_TEXT = (
-    "dtype",
-    "torch_dtype",
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "tie_word_embeddings",
+from areal.utils.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    language_config,
+    read_hf_config,
+    weight_files,
 )
 
-
-def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder."""
-    file = Path(path) / CONFIG_FILE
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} not found: a model path must be a local folder "
-            f"with {CONFIG_FILE} and safetensors"
-        )
-    config = _read_json(file)
-    if "model_type" not in config:
-        raise ValueError(f"{file} has no 'model_type': it is not the config of a model")
-    return config
-
-
-def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model alone, of a model of text and images; else `config` itself.
-
-    Our models read and write text: this is what they are built from and saved with.
-    """
-    if "text_config" not in config:
-        return config
-    architectures = [
-        name.replace("ForConditionalGeneration", "ForCausalLM")
-        for name in config.get("architectures") or ()
-    ]
-    shared = {key: config[key] for key in _SHARED_WITH_TEXT if key in config}
-    default = {"model_type": f"{config['model_type']}_text", "architectures": architectures}
-    return {**default, **shared, **config["text_config"]}
+SCORE_HEAD = "score.weight"
 
 
 def build_model(
@@ -86,9 +52,9 @@ def build_model(
     args = dataclasses.replace(args, is_critic=is_critic)
     with torch.device("meta"):
         if ranks is None:
-            model = spec.model_class(args)
+            model = spec.load_model_class()(args)
         else:
-            model = build_share(spec.model_class, args, ranks)
+            model = build_share(spec.load_model_class(), args, ranks)
     return model.to(dtype).to_empty(device=device)
 
 
@@ -182,22 +148,6 @@ def _is_derived(model: Decoder, hf_name: str) -> bool:
         return False
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a model folder: one file, or the shards its index names."""
-    if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE]
-    if not (folder / INDEX_FILE).is_file():
-        raise FileNotFoundError(
-            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: "
-            "convert its weights to safetensors"
-        )
-    names = sorted(set(_read_json(folder / INDEX_FILE)["weight_map"].values()))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{folder / INDEX_FILE} names missing files: {', '.join(missing)}")
-    return [folder / name for name in names]
-
-
 def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all weights, from the files' headers alone."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -250,13 +200,6 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
         weight_map.update(dict.fromkeys(names, file))
     index_content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     _write_json(folder / INDEX_FILE, index_content)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from areal.models.parallelize import whole, write_own_part
+from areal.utils.hub import hub_name
 
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
-    from areal.models.parallel_dims import ParallelDims
 
 _FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
@@ -69,10 +69,6 @@ class Adapters:
     ) -> None:
         """`target_modules` are endings of Hugging Face module names (`q_proj`); empty: every linear
         layer but the head."""
-        if model.args.moe is not None:
-            raise ValueError(
-                "use_lora: archon has no adapters for experts; use backend fsdp for this model"
-            )
         self._model = model
         self._rank, self._alpha = rank, alpha
         model.requires_grad_(False)
@@ -117,7 +113,7 @@ class Adapters:
         config = {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
-            "base_model_name_or_path": base_model,
+            **base_model_keys(base_model),
             "r": self._rank,
             "lora_alpha": self._alpha,
             "lora_dropout": 0.0,
@@ -144,15 +140,6 @@ class Adapters:
         return trained
 
 
-def check_lora_layout(dims: ParallelDims, engine: str) -> None:
-    for letter, size in {"t": dims.tp, "p": dims.pp}.items():
-        if size > 1:
-            raise ValueError(
-                f"use_lora cannot be cut by {letter}{size}: use d or c instead, like "
-                f"{engine}:d{dims.dp * size}"
-            )
-
-
 @torch.no_grad()
 def draw_adapter(a_RD: torch.Tensor, b_NR: torch.Tensor, generator: torch.Generator) -> None:
     """A random, B zero."""
@@ -160,6 +147,15 @@ def draw_adapter(a_RD: torch.Tensor, b_NR: torch.Tensor, generator: torch.Genera
     drawn = torch.empty(a_RD.shape, device="cpu").uniform_(-bound, bound, generator=generator)
     write_own_part(a_RD.detach(), drawn)
     b_NR.detach().zero_()
+
+
+def base_model_keys(base_model: str) -> dict[str, str]:
+    """How an adapter's config names the model it was trained on: a folder, or a hub name."""
+    name = hub_name(base_model)
+    if name is None:
+        return {"base_model_name_or_path": base_model}
+    revision = {} if name.revision is None else {"revision": name.revision}
+    return {"base_model_name_or_path": name.repo, **revision}
 
 
 def save_adapter(tensors: Tensors, folder: str | Path) -> None:

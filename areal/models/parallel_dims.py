@@ -24,12 +24,21 @@ of neighbours, etp of the ranks of tp, and efsdp is what is left to shard the ex
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from areal.api.alloc_mode import (
+    ParallelStrategy,
+    check_expert_tensor_parallel,
+    check_num_experts,
+)
 
-from areal.api.alloc_mode import ParallelStrategy, check_expert_tensor_parallel
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from areal.models.common.args import DecoderArgs
 
 _JOINED_AXES = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -100,6 +109,8 @@ class ParallelDims:
 
     def build_mesh(self, device_type: str) -> ParallelMesh:
         """Every rank of torch.distributed calls this, in the same order among collectives."""
+        import torch.distributed as dist  # here: `areal check` needs the sizes alone
+
         if dist.get_world_size() != self.world_size:
             raise ValueError(
                 f"the layout {self} needs {self.world_size} ranks, but {dist.get_world_size()} "
@@ -111,8 +122,56 @@ class ParallelDims:
         return ParallelMesh(mesh, experts)
 
     def _cut_world(self, device_type: str, axes: tuple[str, ...]) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
         sizes = tuple(getattr(self, axis) for axis in axes)
         return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+
+
+def check_layout(args: DecoderArgs, dims: ParallelDims) -> None:
+    """ValueError, before anything is built, when this model cannot be cut like that."""
+    check_heads(args.n_heads, args.n_kv_heads, dims)
+    _check_cut({"intermediate_size": args.hidden_dim, "vocab_size": args.vocab_size}, dims)
+    if dims.ep * dims.etp > 1:
+        _check_experts(args, dims)
+
+
+def _check_cut(counts: Mapping[str, int], dims: ParallelDims) -> None:
+    for key, count in counts.items():
+        if count % dims.tp:
+            raise ValueError(
+                f"t{dims.tp} cannot cut this model: {key} of its config.json must be a multiple "
+                f"of {dims.tp}, got {count}; choose another t"
+            )
+
+
+def check_heads(n_heads: int, n_kv_heads: int, dims: ParallelDims) -> None:
+    """Heads can be divided among the ranks of t, and what each then has among those of c."""
+    _check_cut({"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}, dims)
+    heads, kv_heads = n_heads // dims.tp, n_kv_heads // dims.tp
+    if heads % dims.cp or (kv_heads % dims.cp and dims.cp % kv_heads):
+        raise ValueError(
+            f"c{dims.cp} cannot cut this model: context parallel ranks divide its {heads} query "
+            f"and {kv_heads} key-value heads (per rank of t{dims.tp}) among them; choose another c"
+        )
+
+
+def _check_experts(args: DecoderArgs, dims: ParallelDims) -> None:
+    moe = args.moe
+    check_num_experts(dims.ep, 0 if moe is None else moe.num_experts)
+    assert moe is not None
+    if moe.hidden_dim % dims.etp:
+        raise ValueError(
+            f"experts cannot be cut over t{dims.etp}: moe_intermediate_size of the model's "
+            f"config.json must be a multiple of {dims.etp}, got {moe.hidden_dim}"
+        )
+    own_experts = moe.num_experts // dims.ep
+    if own_experts % dims.efsdp and args.dim % dims.efsdp:
+        raise ValueError(
+            f"neither the {own_experts} experts of a rank of e{dims.ep} nor the "
+            f"model's hidden_size of {args.dim} can be cut over the {dims.efsdp} ranks that hold "
+            "the same experts: choose another e or d"
+        )
 
 
 class ParallelMesh:

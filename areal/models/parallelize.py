@@ -39,56 +39,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from areal.api.alloc_mode import check_num_experts
 from areal.models.common.moe import MoE
 from areal.models.expert_parallel import SpreadExperts, WholeTokens
-from areal.models.parallel_dims import ParallelDims, ParallelMesh
+from areal.models.parallel_dims import ParallelMesh
 
 if TYPE_CHECKING:
-    from areal.models.common.args import DecoderArgs
     from areal.models.common.decoder import Decoder, DecoderBlock
-
-
-def check_layout(args: DecoderArgs, dims: ParallelDims) -> None:
-    """ValueError, before anything is built, when this model cannot be cut like that."""
-    counts = {
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
-        "intermediate_size": args.hidden_dim,
-        "vocab_size": args.vocab_size,
-    }
-    for key, count in counts.items():
-        if count % dims.tp:
-            raise ValueError(
-                f"t{dims.tp} cannot cut this model: {key} of its config.json must be a multiple "
-                f"of {dims.tp}, got {count}; choose another t"
-            )
-    heads, kv_heads = args.n_heads // dims.tp, args.n_kv_heads // dims.tp
-    if heads % dims.cp or (kv_heads % dims.cp and dims.cp % kv_heads):
-        raise ValueError(
-            f"c{dims.cp} cannot cut this model: context parallel ranks divide its {heads} query "
-            f"and {kv_heads} key-value heads (per rank of t{dims.tp}) among them; choose another c"
-        )
-    if dims.ep * dims.etp > 1:
-        _check_experts(args, dims)
-
-
-def _check_experts(args: DecoderArgs, dims: ParallelDims) -> None:
-    moe = args.moe
-    check_num_experts(dims.ep, 0 if moe is None else moe.num_experts)
-    assert moe is not None
-    if moe.hidden_dim % dims.etp:
-        raise ValueError(
-            f"experts cannot be cut over t{dims.etp}: moe_intermediate_size of the model's "
-            f"config.json must be a multiple of {dims.etp}, got {moe.hidden_dim}"
-        )
-    own_experts = moe.num_experts // dims.ep
-    if own_experts % dims.efsdp and args.dim % dims.efsdp:
-        raise ValueError(
-            f"neither the {own_experts} experts of a rank of e{dims.ep} nor the "
-            f"model's hidden_size of {args.dim} can be cut over the {dims.efsdp} ranks that hold "
-            "the same experts: choose another e or d"
-        )
 
 
 def parallelize(

@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
 from typing import TYPE_CHECKING, Any
 
 from areal.api.interaction import InteractionWithTokenLogpReward
 from areal.api.workflow_api import RolloutWorkflow
 from areal.openai.places import InlineAgent, SubprocAgent
+from areal.openai.preconditions import admin_key, check_agent_options
 from areal.openai.proxy import AgentProxy
 from areal.openai.session import AgentTimeoutError, Session, SessionOptions
 from areal.rollout.context import workflow_context
 from areal.utils import stats_tracker
 from areal.utils.chat_template import warm_up
 from areal.utils.import_path import load
-from areal.utils.openai_wire import TOOL_PARSERS
 
 if TYPE_CHECKING:
     from areal.api.config.agent import AgentConfig
     from areal.api.config.generation import GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
 
-ADMIN_KEY = "AREAL_ADMIN_API_KEY"  # environment variable with the key that starts sessions
-_MIN_ADMIN_KEY = 16
 _CLOSE_S = 10.0
 
 Interactions = dict[str, InteractionWithTokenLogpReward]
@@ -64,13 +61,7 @@ def online_workflow(
     *, config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
 ) -> RolloutWorkflow:
     """Sessions for whoever has the admin key, which the environment gives."""
-    key = os.environ.get(ADMIN_KEY, "")
-    if len(key) < _MIN_ADMIN_KEY:
-        raise ValueError(
-            f"rollout.agent.mode=online: set the environment variable {ADMIN_KEY} to a secret of "
-            f"at least {_MIN_ADMIN_KEY} characters; clients start sessions with it"
-        )
-    return OnlineEpisodes(_session_options(config, tokenizer, gconfig), admin_key=key)
+    return OnlineEpisodes(_session_options(config, tokenizer, gconfig), admin_key=admin_key())
 
 
 class AgentEpisodes(RolloutWorkflow):
@@ -186,12 +177,7 @@ def _result(session: Session) -> Interactions:
 def _session_options(
     config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
 ) -> SessionOptions:
-    if config.tool_call_parser not in TOOL_PARSERS:
-        known = ", ".join(sorted(TOOL_PARSERS))
-        raise ValueError(
-            f"rollout.agent.tool_call_parser: unknown name {config.tool_call_parser!r}; expected "
-            f"one of {known}"
-        )
+    check_agent_options(config)
     tokenizer("")  # settles its inner state: from here on threads may share it
     warm_up()
     matcher = None

@@ -284,8 +284,11 @@ class WorkflowExecutor:
         *,
         group_size: int = 1,
         is_eval: bool = True,
+        batch_size: int = 1,
     ) -> list[Trajectory | None]:
         """Run these rows now, beside the prompt stream: no gate, no ledger. For evaluation.
+
+        At least `batch_size` of them are in flight at a time, or twice what training may have.
 
         One entry per row, None where the workflow rejected it or it failed within the bound, which
         is logged. The rewards are as the workflow gave them. Goes on while the executor is paused.
@@ -297,7 +300,7 @@ class WorkflowExecutor:
             rows,
             failures,
             # Twice what runs: a row that ends finds the next one queued.
-            max_ahead=2 * self._gate.max_concurrent_rollouts,
+            max_ahead=max(batch_size, 2 * self._gate.max_concurrent_rollouts),
         )
         for index, trajectory in enumerate(results):
             self._show(index, trajectory, self._version, is_eval)

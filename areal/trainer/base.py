@@ -41,12 +41,18 @@ class Trainer(ABC):
     def __init__(self, config: Any, train_dataset: Rows, valid_dataset: Rows | None = None) -> None:
         """`config` is the experiment config of the trainer's own kind."""
         self.config = config
+        self.train_dataset = train_dataset
         self.valid_dataset = list(valid_dataset or ())
         self.scheduler: Scheduler | None = None  # None while every model is in this process
         self.models: dict[str, TrainEngine] = {}  # by role
         self._closing = ExitStack()
         try:
-            self.run = self._closing.enter_context(Run(config, dataset_size=len(train_dataset)))
+            run = Run(
+                config,
+                dataset_size=len(train_dataset),
+                can_evaluate=len(self.valid_dataset) > 0,
+            )
+            self.run = self._closing.enter_context(run)
             self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
             self.source = _row_source(config, train_dataset)
             self._open(self._closing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from areal.openai.workflow import agent_workflow, online_workflow
 from areal.reward import get_reward_fn
 from areal.utils import logging
 from areal.utils.import_path import load_named
-from areal.workflow import find_workflow
+from areal.workflow import find_workflow, image_refusal
+from areal.workflow.chat_turn import has_images
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +48,7 @@ def build_workflow(
     """
     if config.rollout.agent.mode == "online" and not is_eval:
         return _online(config, tokenizer, given)
-    named = config.eval_workflow or config.workflow if is_eval else config.workflow
-    found = find_workflow(given or named) if given is None or isinstance(given, str) else given
+    _, found = _chosen(config, given, is_eval)
     if isinstance(found, RolloutWorkflow):
         return found
     if is_agent(found):
@@ -73,6 +74,37 @@ def build_workflow(
         return found(**arguments)
     except TypeError as error:
         raise ValueError(f"workflow_kwargs do not fit {found.__name__}: {error}") from error
+
+
+def refuse_images(
+    config: PPOConfig,
+    given: WorkflowLike | None,
+    kwargs: dict[str, Any] | None,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    is_eval: bool,
+) -> None:
+    """ValueError when the workflow (as `build_workflow` finds it) reads text, and rows have images.
+
+    The rows of a list are all looked at; of rows that are made when asked for, the first.
+    """
+    if config.rollout.agent.mode == "online" and not is_eval:
+        return
+    name, found = _chosen(config, given, is_eval)
+    extracts_itself = "data_extract_prompt_fn" in {**config.workflow_kwargs, **(kwargs or {})}
+    if extracts_itself or not getattr(found, "text_only", False):
+        return
+    looked_at = rows if isinstance(rows, list) else itertools.islice(rows, 1)
+    if any(has_images(row) for row in looked_at):
+        section = "valid_dataset" if is_eval else "train_dataset"
+        raise ValueError(image_refusal(section, getattr(config, section), name))
+
+
+def _chosen(config: PPOConfig, given: WorkflowLike | None, is_eval: bool) -> tuple[Any, Any]:
+    """The workflow as it was named or given, and what that is."""
+    named = config.eval_workflow or config.workflow if is_eval else config.workflow
+    chosen = given or named
+    return chosen, find_workflow(chosen) if isinstance(chosen, str) else chosen
 
 
 def _agent_episodes(

@@ -13,6 +13,8 @@ from areal.api.config.dataset import DatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.dataset import get_custom_dataset
 from areal.trainer.dpo_trainer import DPOTrainer
+from areal.trainer.episodes import refuse_images
+from areal.trainer.model_paths import pin_models
 from areal.trainer.preflight import check_rows, run_trial
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.run import StepObserver
@@ -32,7 +34,9 @@ def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = 
     paths = RunPaths.of(config)
     # Watched before anything is loaded: a data set, too, may hang.
     with paths.made(), watched(config.watchdog.seconds, stacks_file=paths.stacks):
+        pin_models(config, paths)
         train, valid = load_datasets(config)
+        refuse_image_rows(config, train, valid)
         check_rows(config, train, load_hf_tokenizer(config.tokenizer_path))
         with TRAINERS[config.trainer](config, train, valid) as trainer:
             trainer.train(on_step=on_step)
@@ -40,8 +44,16 @@ def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = 
 
 def try_experiment(config: BaseExperimentConfig, say: Callable[[str], None]) -> None:
     """One group of episodes against a stub model: see preflight.py."""
-    train, _ = load_datasets(config)
+    train, valid = load_datasets(config)
+    refuse_image_rows(config, train, valid)
     run_trial(config, train, load_hf_tokenizer(config.tokenizer_path), say)
+
+
+def refuse_image_rows(config: BaseExperimentConfig, train: Rows, valid: Rows | None) -> None:
+    """ValueError when rows have images that the workflow named in the config does not read."""
+    if config.trainer == "ppo":
+        refuse_images(config, None, None, train, is_eval=False)
+        refuse_images(config, None, None, valid or [], is_eval=True)
 
 
 def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:

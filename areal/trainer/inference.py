@@ -31,6 +31,7 @@ from areal.models.hf_io import language_config, read_hf_config
 from areal.trainer.places import place_servers, sender_address, server_gpus
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
+from areal.utils.hub import model_folder
 from areal.utils.server_envs import find_interpreter
 from areal.weight_sync.transports import PublicationRoot
 
@@ -128,7 +129,7 @@ def _vllm_engine(
     vllm, token = config.vllm, _new_token()
     launch = partial(
         launch_vllm_server,
-        config.actor.path,
+        model_folder(config.actor.path),
         python=find_interpreter("vllm", vllm.python),
         token=token,
         scratch=paths.root / "server_scratch",
@@ -151,7 +152,7 @@ def _sglang_engine(
     sglang, token = config.sglang, _new_token()
     launch = partial(
         launch_sglang_server,
-        config.actor.path,
+        model_folder(config.actor.path),
         python=find_interpreter("sglang", sglang.python),
         token=token,
         dtype=_server_dtype(config),
@@ -183,7 +184,7 @@ def _http_engine(
         protocol,
         [process.address],
         token,
-        model_path=config.actor.path,
+        model_path=model_folder(config.actor.path),
         max_context=_max_context(config),
         vocab_size=_vocab_size(config),
         processes=[process],
@@ -215,12 +216,15 @@ def _server_dtype(config: PPOConfig) -> str:
 
 
 def _max_context(config: PPOConfig) -> int | None:
-    context = read_hf_config(config.actor.path).get("max_position_embeddings")
-    return config.server.max_context or context
+    return config.server.max_context or _hf_config(config).get("max_position_embeddings")
 
 
 def _vocab_size(config: PPOConfig) -> int | None:
-    return language_config(read_hf_config(config.actor.path)).get("vocab_size")
+    return _hf_config(config).get("vocab_size")
+
+
+def _hf_config(config: PPOConfig) -> dict[str, Any]:
+    return language_config(read_hf_config(model_folder(config.actor.path, weights=False)))
 
 
 def _new_token() -> str:

@@ -54,7 +54,7 @@ def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | No
     """From the first step still to do to the last one."""
     run = trainer.run
     first = run.resume()
-    if first == 0 and trainer.config.evaluator.eval_before_train:
+    if first == 0 and run.evaluates_before:
         stats = _evaluate(trainer, learner)
         run.stats_logger.commit(-1, {**stats_tracker.export_all(), **stats})
     for step in run.steps(first):
@@ -83,7 +83,8 @@ def evaluate_on_rows(learner: Learner, rows: Rows, batch_size: int) -> dict[str,
 def _evaluate(trainer: Trainer, learner: Learner) -> dict[str, float]:
     config = trainer.config
     # What fits in memory to train on also fits to be looked at.
-    batch_size = max(config.valid_dataset.batch_size, config.train_dataset.batch_size)
+    sections = [config.train_dataset, *([config.valid_dataset] if config.valid_dataset else [])]
+    batch_size = max(section.batch_size for section in sections)
     return evaluate_on_rows(learner, trainer.valid_dataset, batch_size)
 
 

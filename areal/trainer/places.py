@@ -13,14 +13,18 @@ Out: for each the function that starts it, now and after it died.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.api.scheduler_api import EngineCreationError
 from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.server_host import HostedServer
 from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.rollout.worker_places import HostedWorker, spawn_here
+from areal.utils.hub import hub_name
+from areal.utils.startup import stage
 
 if TYPE_CHECKING:
     import socket
@@ -103,6 +107,7 @@ def _in_workers(
     job, timeout_s = config.server_job(), config.rollout.setup_timeout
     scheduler.create_workers(job)
     workers = scheduler.get_workers(job.role, timeout_s)
+    _fetch_model(config, scheduler, workers)
     if config.actor.weight_update_mode == "shm":
         _require_one_machine([*workers, *scheduler.get_workers("actor", timeout_s)])
     return [
@@ -111,6 +116,27 @@ def _in_workers(
         ).launch
         for worker, options in zip(workers, servers, strict=True)
     ]
+
+
+def _fetch_model(config: PPOConfig, scheduler: Scheduler, workers: Sequence[Worker]) -> None:
+    """On the machines of the servers, which may be others than those of the ranks: what a download
+    takes is no part of the time a server has to come up."""
+    path, limit_s = config.actor.path, config.actor.setup_timeout
+    if hub_name(path) is None:
+        return
+
+    def fetch(worker: Worker) -> None:
+        name = "areal.utils.hub.model_folder"
+        try:
+            scheduler.create_engine(worker.id, name, "model", path, timeout_s=limit_s)
+        except EngineCreationError as error:
+            raise error.__cause__ from None
+
+    with (
+        stage(f"{path} where the servers are", limit_s=limit_s),
+        ThreadPoolExecutor(len(workers), thread_name_prefix="fetch") as pool,
+    ):
+        list(pool.map(fetch, workers))
 
 
 def _require_one_machine(workers: Sequence[Worker]) -> None:

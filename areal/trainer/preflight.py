@@ -25,6 +25,7 @@ from areal.rollout.failures import FailureLimits, describe
 from areal.rollout.grouping import GroupRunner
 from areal.trainer.episodes import build_filter, build_workflow
 from areal.utils import logging
+from areal.utils.hub import model_folder
 from areal.utils.tokenizer import chat_prompts_ids
 from areal.workflow import WORKFLOWS
 
@@ -86,7 +87,8 @@ def _advice(key: str) -> str:
 
 def _check_prompts(config: PPOConfig, chats: list[Any], tokenizer: Any) -> None:
     """Too many prompts that leave no room for an answer would end the run; some are only lost."""
-    context = language_config(read_hf_config(config.actor.path)).get("max_position_embeddings")
+    folder = model_folder(config.actor.path, weights=False)
+    context = language_config(read_hf_config(folder)).get("max_position_embeddings")
     limit = min(config.gconfig.max_tokens, context or config.gconfig.max_tokens)
     lengths = [len(ids) for ids in chat_prompts_ids(chats, tokenizer)]
     too_long = sum(length >= limit for length in lengths)

@@ -34,6 +34,7 @@ from areal.trainer.episodes import (
     build_workflow,
     describe_batch,
     mean_reward,
+    refuse_images,
 )
 from areal.trainer.inference import ServerTrace, open_inference
 from areal.trainer.places import place_rollout_workers
@@ -90,12 +91,20 @@ class PPOTrainer(Trainer):
         on_step: StepObserver | None = None,
     ) -> None:
         """Run to the last step. What is not given comes from the config."""
+        refuse_images(self.config, workflow, workflow_kwargs, self.train_dataset, is_eval=False)
+        refuse_images(
+            self.config,
+            eval_workflow or workflow,
+            eval_workflow_kwargs or workflow_kwargs,
+            self.valid_dataset,
+            is_eval=True,
+        )
         episodes = self._workflow(workflow, workflow_kwargs)
         evaluation = self._workflow(
             eval_workflow or workflow, eval_workflow_kwargs or workflow_kwargs, is_eval=True
         )
         first = self._start(episodes, build_filter(self.config, dynamic_filter_fn))
-        if first == 0 and self.config.evaluator.eval_before_train:
+        if first == 0 and self.run.evaluates_before:
             self.run.stats_logger.commit(-1, {"eval/reward": self.evaluate(evaluation)})
 
         for step in self.run.steps(first):
@@ -116,10 +125,14 @@ class PPOTrainer(Trainer):
     def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> float:
         """Mean reward on the validation set; training episodes go on meanwhile."""
         self.turns.to_generation()
-        group_size = self.config.eval_gconfig.n_samples
-        return mean_reward(
-            self.rollout.rollout_batch(self.valid_dataset, workflow, group_size=group_size)
+        section = self.config.valid_dataset
+        groups = self.rollout.rollout_batch(
+            self.valid_dataset,
+            workflow,
+            group_size=self.config.eval_gconfig.n_samples,
+            batch_size=1 if section is None else section.batch_size,
         )
+        return mean_reward(groups)
 
     def _share_cores(self) -> None:
         """Leave the servers' cores to them where all compute at the same time."""

@@ -8,7 +8,7 @@ A recover point is the run at the end of one step: everything is copied there an
 beside the steps that follow. Until it is whole on the disk the one before it counts, and what that
 one needs is kept. A write that fails stops the run at the end of the next step.
 
-    with Run(config, dataset_size=len(rows)) as run:
+    with Run(config, dataset_size=len(rows), can_evaluate=False) as run:
         run.roles.add("actor", engine)           # every model that is trained
         run.remember(kl_control=control)         # other state that training on depends on
         first = run.resume()                     # 0 for a fresh run
@@ -35,6 +35,7 @@ from areal.api.io_struct import FinetuneSpec, StepInfo
 from areal.api.reward_environment import hidden_from_rewards
 from areal.api.secret_text import without_secrets
 from areal.trainer.identity import run_identity
+from areal.trainer.model_paths import fetch_models, pin_models
 from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
@@ -73,14 +74,16 @@ class Stateful(Protocol):
 class Run:
     """One run of one experiment. Close it, or use it as a context manager."""
 
-    def __init__(self, config: BaseExperimentConfig, *, dataset_size: int) -> None:
+    def __init__(
+        self, config: BaseExperimentConfig, *, dataset_size: int, can_evaluate: bool
+    ) -> None:
+        """`can_evaluate`: there are rows to evaluate on; without them `evaluator` is off."""
         raise_file_limit()  # requests in flight are connections
         self.paths = RunPaths.of(config)
         self.ft_spec = _finetune_spec(config, dataset_size)
         self._resumes = config.recover.mode == "on"
         self._setup_timeout_s = config.actor.setup_timeout
         self._committed_at = time.perf_counter()
-        self._config_text = dump_yaml(config)
         self._has_begun = False
         with ExitStack() as stack:
             stack.enter_context(self.paths.made())
@@ -91,6 +94,9 @@ class Run:
             self.watchdog = stack.enter_context(
                 watched(config.watchdog.seconds, stacks_file=self.paths.stacks)
             )
+            pin_models(config, self.paths)
+            fetch_models(config)
+            self._config_text = dump_yaml(config)
             identity = run_identity(config, dataset_size)
             self._recovery = stack.enter_context(
                 Recovery(self.paths.recover, config.recover, identity, self.database)
@@ -116,7 +122,9 @@ class Run:
         )
         self._remembered: dict[str, Stateful] = {}
         self._evaluation_timer = _timer(config.evaluator)
-        self._evaluates = config.evaluator.ever_fires or config.evaluator.eval_before_train
+        before = config.evaluator.eval_before_train
+        self._evaluates = can_evaluate and (config.evaluator.ever_fires or before)
+        self.evaluates_before = can_evaluate and before
         self._recover_timer = _timer(config.recover)
         # Told the newest step that no recovery can go back behind: what it used may be forgotten.
         self.on_settled: Callable[[int], None] = lambda step: None
@@ -177,7 +185,7 @@ class Run:
     def evaluation_due(self, step: StepInfo) -> bool:
         """Once per step: whether to evaluate now. A run that evaluates at all ends with one."""
         due = self._evaluation_timer.tick(step)
-        return due or (self._evaluates and self._is_last(step))
+        return self._evaluates and (due or self._is_last(step))
 
     def finish_step(
         self, step: StepInfo, tokenizer: Any, stats: Mapping[str, float]

@@ -2,6 +2,7 @@
 
 {fileroot}/{experiment_name}/{trial_name}/
     config.yaml      the config the run was started with, all values filled in
+    models.json      the commit that each hub name of the config was at
     run.db           ledger, trajectories, statistics, events, configs (SQLite)
     recover/         points a killed run goes on from
     checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
@@ -9,7 +10,7 @@
     weights/         publications of new weights on their way to the servers
     tmp/             temporary folders of the run's processes (api/scratch.py)
     logs/            main.log, server logs, and dumped trajectories
-    traces/          one Chrome trace (JSONL) per process
+    traces/          the Chrome trace of the controller (JSONL)
 
 The folder is its user's alone (0700), and so is all that areal writes into it (0600), whatever the
 umask says. `checkpoints/` and `model/` are guarded by the folder only: moved out of it they have
@@ -65,6 +66,10 @@ class RunPaths:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models.json"
 
     @property
     def database(self) -> Path:

@@ -6,10 +6,10 @@ so a warm start and the RL that follows see the same text.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from areal.utils.chat_template import render_chats, warm_up
+from areal.utils.hub import model_folder
 
 Messages = list[dict[str, Any]]
 
@@ -17,12 +17,17 @@ Messages = list[dict[str, Any]]
 def load_hf_tokenizer(path: str) -> Any:
     """A Hugging Face tokenizer with a chat template, a pad token and an end token."""
     warm_up()
+    folder = model_folder(path, key="tokenizer_path", weights=False)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"tokenizer folder {path} does not exist; check tokenizer_path (a hub name is org/name)"
+        )
     from transformers import AutoTokenizer
 
-    if not Path(path).exists() and str(path).startswith((".", "/", "~")):
-        raise FileNotFoundError(f"tokenizer folder {path} does not exist; check tokenizer_path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -31,8 +36,8 @@ def load_hf_tokenizer(path: str) -> Any:
             ) from None
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"no tokenizer at {path!r}: {first_line} (expected a folder with tokenizer.json and "
-            "tokenizer_config.json, or a hub name that can be reached)"
+            f"no tokenizer at {path!r}: {first_line} (expected tokenizer.json and "
+            "tokenizer_config.json)"
         ) from error
     if not tokenizer.chat_template:
         raise ValueError(

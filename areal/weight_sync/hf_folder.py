@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from areal.utils.fs import atomic_folder
+from areal.utils.model_files import weight_files
 from areal.weight_sync.publication import Publication
 from areal.weight_sync.tied_head import LM_HEAD, embedding_for_head
 
@@ -46,7 +47,7 @@ def hf_folder_of(
 def folder_with_lm_head(model_folder: str | Path, target: Path) -> Path:
     """`model_folder` itself when its weights have a head, else `target`: the same with one."""
     model_folder = Path(model_folder)
-    files = sorted(model_folder.absolute().glob("*.safetensors"))
+    files = weight_files(model_folder.absolute())
     if any(LM_HEAD in _names(file) for file in files):
         return model_folder
     _write(target, files, model_folder, with_lm_head=True)

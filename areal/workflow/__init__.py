@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.utils import import_path
+
+if TYPE_CHECKING:
+    from areal.api.config.dataset import DatasetConfig
 
 # Names for `workflow` in the YAML. Anything else is given by its import path.
 WORKFLOWS = {
     "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
     "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
 }
+
+
+def image_refusal(section: str, dataset: DatasetConfig | None, workflow: Any) -> str:
+    """Why rows with images and a workflow of text do not go together."""
+    path = "" if dataset is None else f" {dataset.path!r}"
+    name = workflow if isinstance(workflow, str) else getattr(workflow, "__name__", workflow)
+    return (
+        f"{section}.path: the rows of{path} have images, and workflow {str(name)!r:.99} reads text "
+        "alone: use a data set of text, or a workflow class of your own that reads images"
+    )
 
 
 def find_workflow(name: str, *, key: str = "workflow") -> Any:

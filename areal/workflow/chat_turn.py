@@ -7,7 +7,7 @@ runs again draws the same tokens from the same weights; an aborted reply is a fa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,19 @@ class Prompt:
 def messages_of(data: dict[str, Any]) -> Any:
     if "messages" not in data:
         raise ValueError(f"a row needs the key 'messages' (a chat), found {', '.join(data)}")
+    if has_images(data):
+        raise ValueError("a row with images: this workflow reads text alone")
     return data["messages"]
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Whether a row brings images, beside its chat or in it."""
+    if row.get("images"):
+        return True
+    chat = row.get("messages")
+    contents = [m.get("content") for m in chat if isinstance(m, Mapping)] if chat else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts)
 
 
 def chat_input_ids(messages: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:

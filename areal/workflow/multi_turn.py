@@ -41,6 +41,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
     arguments are those of `RLVRWorkflow`.
     """
 
+    text_only = True
+
     def __init__(
         self,
         reward_fn: Callable[..., float] | str,

@@ -34,6 +34,8 @@ class RLVRWorkflow(RolloutWorkflow):
     `get_input_ids_fn(chat, tokenizer, enable_thinking)` its tokens (default: the chat template).
     """
 
+    text_only = True
+
     def __init__(
         self,
         reward_fn: Callable[..., float] | str,

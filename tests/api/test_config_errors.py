@@ -110,7 +110,6 @@ def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, sa
         ("train_dataset.path=$AREAL_UNSET/x", "uses $AREAL_UNSET, which is not set"),
         ("trial_name=../up", "trial_name becomes a folder"),
         ("actor.optimizer=null", "actor.optimizer must be set to train"),
-        ("evaluator.freq_steps=5", "valid_dataset must be set when evaluator is"),
         ("recover.mode=on", "recover.freq_steps (or freq_epochs, freq_secs) must be set"),
         ("actor.rejection_sampling.upper=2", "actor.use_decoupled_loss must be true"),
         ("actor.overlong_reward_penalty=true", "actor.overlong_tokens must be set"),
@@ -193,6 +192,26 @@ def test_missing_file_suggests_its_neighbour(grpo: str, tmp_path: Path) -> None:
 def test_trainer_must_be_known(grpo: str) -> None:
     with pytest.raises(ConfigError, match="trainer must be one of ppo, sft, rw, dpo, got 'grpo'"):
         experiment_class([grpo, "trainer=grpo"])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "grpo",
+            "an algorithm, chosen by keys of actor: trainer: ppo with reward_norm {mean_le",
+        ),
+        ("GSPO", "trainer: ppo with importance_sampling_level: sequence"),
+        ("dapo", "trainer: ppo with eps_clip_higher"),
+        ("reinforce++", "trainer: ppo with adv_norm"),
+        ("ipo", "that is trainer: dpo with actor.loss_type: ipo"),
+        ("reward-model", "that is trainer: rw"),
+    ],
+)
+def test_an_algorithm_is_no_trainer(grpo: str, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match="trainer must be one of") as error:
+        experiment_class([grpo, f"trainer={name}"])
+    assert says in str(error.value)
 
 
 _KEYS = st.sampled_from(sorted(all_keys(GRPOConfig))) | st.text(

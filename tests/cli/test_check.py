@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import tiny_config
 
 from areal.cli.main import main
 
@@ -50,7 +51,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "grpo.yaml").write_text(CONFIG)
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps(tiny_config()))
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (model / "tokenizer.json").write_text("{}")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
@@ -58,6 +59,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gsm8k" / "train.jsonl").write_text("{}\n" * 40)
     (tmp_path / "my_reward.py").write_text(REWARDS)
     (tmp_path / "my_loss.py").write_text(FUNCTIONS)
+    (tmp_path / "my_workflow.py").write_text("class Sees: ...\n")
     return tmp_path
 
 
@@ -87,7 +89,6 @@ def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: P
     "overrides",
     [
         ["trainer=sft", "~gconfig", "~rollout", "~actor.reward_norm"],
-        ["actor.path=Qwen/Qwen3-0.6B"],  # a hub name: nothing on this machine to look at
         ["train_dataset.path=./gsm8k", "train_dataset.batch_size=40"],
         ["train_dataset.path=openai/gsm8k"],
         ["train_dataset.path=areal.dataset.arithmetic.load_rl"],
@@ -99,6 +100,11 @@ def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: P
         ["actor.gae_lambda=my_loss.longer", "actor.gae_lambda_kwargs={longest: 3}"],
         ["reward_fn=math_verify", "workflow=areal.workflow.rlvr.RLVRWorkflow"],
         ["actor.init_from_scratch=true"],
+        ["train_dataset.path=geometry3k", "workflow=my_workflow.Sees"],
+        [
+            "train_dataset.path=geometry3k",
+            "workflow_kwargs={data_extract_prompt_fn: my_reward.score}",
+        ],
         ["cluster.fileroot=new/folder"],
     ],
 )
@@ -114,6 +120,8 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ("lr=1", "it belongs at actor.optimizer.lr"),
         ("seed=x", "seed must be a whole number, got 'x'"),
         ("actor.path=./nowhere", "actor.path: folder './nowhere' does not exist"),
+        ("actor.path=model2", "'model2' does not exist (the name of a model on a hub is org/name)"),
+        ("actor.path=Qwen/Qwen3-0.6B", "actor.path: Qwen/Qwen3-0.6B is not whole in the cache"),
         ("actor.path=grpo.yaml", "actor.path: 'grpo.yaml' is a file, expected a folder"),
         ("actor.path=./gsm8k", "actor.path: './gsm8k' is no model folder: it holds no config.json"),
         ("tokenizer_path=./gsm8k", "tokenizer_path: './gsm8k' holds no tokenizer"),
@@ -152,6 +160,19 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ("dynamic_filter_fn=my_loss.loss", "cannot be called as fn(trajectory): missing"),
         ("actor.gae_lambda=my_loss.longer", "cannot be called as fn(context, **gae_lambda_kwargs)"),
         ("workflow=rlv", "workflow: unknown name 'rlv' (did you mean 'rlvr'?)"),
+        (
+            "train_dataset.path=hiyouga/geometry3k",
+            "train_dataset.path: the rows of 'hiyouga/geometry3k' have images, and workflow 'rlvr' "
+            "reads text alone",
+        ),
+        (
+            "valid_dataset={path: clevr_count_70k}",
+            "valid_dataset.path: the rows of 'clevr_count_70k' have images",
+        ),
+        (
+            "workflow_kwargs={get_input_ids_fn: my.ids}",
+            "workflow_kwargs.get_input_ids_fn: there is",
+        ),
         ("eval_workflow=rlhf", "eval_workflow: unknown name 'rlhf'"),
         ("dynamic_filter_fn=keep", "dynamic_filter_fn: unknown name 'keep'; expected one of keep_"),
         ("cluster.fileroot=grpo.yaml/runs", "is a file, expected a folder"),
@@ -208,3 +229,32 @@ def test_a_stock_server_needs_its_environment(capsys, monkeypatch, tmp_path):
     assert code == 2 and "vllm.python" in line and "areal env create vllm" in line
     code, line = check(capsys, "rollout.backend=vllm:d1", f"vllm.python={sys.executable}")
     assert code == 0 and "vllm:d1 + archon:d1" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.agent.tool_call_parser=abc"], "rollout.agent.tool_call_parser: unknown name"),
+        (["rollout.agent.prefix_matcher=my.match"], "rollout.agent.prefix_matcher: there is no mo"),
+        (["rollout.agent.mode=online"], "set the environment variable AREAL_ADMIN_API_KEY"),
+    ],
+)
+def test_what_an_agent_needs(capsys, monkeypatch, overrides: list[str], says: str) -> None:
+    monkeypatch.delenv("AREAL_ADMIN_API_KEY", raising=False)
+    code, line = check(capsys, "workflow=my_workflow.Sees", *overrides)
+    assert code == 2
+    assert says in line
+
+
+def test_a_key_without_effect_is_named_and_does_not_fail_the_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "areal.cli.main", "check", "grpo.yaml", "vllm.max_model_len=9"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("ok: ")
+    assert "command line: vllm.max_model_len has no effect: rollout.backend is" in done.stderr
+    assert check(capsys, "actor.sapo_tau_neg=2")[0] == 2

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from config_files import FILES
+from tiny import tiny_config
 
 from areal.cli.main import main
-from areal.cli.model_folders import check_experts
 
 KL = ("actor.kl_ctl=0.1", "ref={}")
 
@@ -23,7 +25,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{trainer}.yaml").write_text(text.replace("path: tiny", "path: ./tiny"))
     model = tmp_path / "tiny"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps(tiny_config()))
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
@@ -106,23 +108,25 @@ def test_models_without_weights(check, project: Path) -> None:
     assert line.endswith("set critic.init_from_scratch=true to begin with random ones")
     assert check("ppo", "critic={path: ./bare, init_from_scratch: true}")[0] == 0
     code, line = check("ppo", "teacher.path=./bare")  # a frozen model is never random
-    assert (code, line.endswith("'./bare' holds no *.safetensors weights")) == (2, True)
+    assert (code, line.endswith("convert its weights to safetensors")) == (2, True)
 
 
-def test_a_layout_must_find_experts_to_spread(project: Path) -> None:
-    file = project / "tiny" / "config.json"
-    check_experts("actor", "./tiny", "archon:d2")
-    with pytest.raises(ValueError, match=r"actor.backend: 'archon:d2e2' with './tiny': .* none"):
-        check_experts("actor", "./tiny", "archon:d2e2")
-    file.write_text(json.dumps({"num_experts": 4}))
-    check_experts("actor", "./tiny", "archon:d2e2")
-    with pytest.raises(ValueError, match="num_experts .* multiple of 3, got 4"):
-        check_experts("actor", "./tiny", "archon:d3e3")
-    check_experts("actor", "hub/name", "archon:d3e3")  # cannot be looked into
+def test_a_layout_must_find_experts_to_spread(check, project: Path) -> None:
+    spread = ["actor.backend=archon:d2e2"]
+    code, line = check("ppo", *spread)
+    assert code == 2
+    assert "actor.backend: 'archon:d2e2' with './tiny': the layout spreads experts, but" in line
+    (project / "tiny" / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
+    assert check("ppo", *spread)[0] == 0
+    code, line = check("ppo", "actor.backend=archon:d3e3")
+    assert "num_experts of its config.json must be a multiple of 3, got 4" in line
 
 
 def test_the_stages_of_megatron_are_equally_long(check, project: Path) -> None:
-    (project / "tiny" / "config.json").write_text(json.dumps({"num_hidden_layers": 6}))
+    write = lambda folder, layers: (project / folder / "config.json").write_text(  # noqa: E731
+        json.dumps(tiny_config(num_hidden_layers=layers))
+    )
+    write("tiny", 6)
     keys = ["actor.backend=megatron:p2", "actor.kl_ctl=0.1"]
     stages = "actor.megatron.virtual_pipeline_parallel_size="
     assert check("ppo", *keys, f"{stages}3", "ref={}")[0] == 0
@@ -131,11 +135,50 @@ def test_the_stages_of_megatron_are_equally_long(check, project: Path) -> None:
     assert "actor.backend: 'megatron:p2' with './tiny': p2 with megatron.virtual_pipe" in line
     assert "num_hidden_layers of its config.json must be a multiple of 4, got 6" in line
     shutil.copytree(project / "tiny", project / "odd")
-    (project / "odd" / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
+    write("odd", 8)
     code, line = check("ppo", *keys, f"{stages}3", "ref.path=./odd")
     assert code == 2
     assert line.startswith("areal: error: ref.backend: 'megatron:p2' with './odd': p2 with")
-    assert check("ppo", *keys, "actor.backend=archon:p4", "ref={}")[0] == 0  # takes other lengths
+    assert check("ppo", *keys, "actor.backend=archon:p3", "ref={}")[0] == 0  # takes other lengths
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["actor.backend=fsdp:d1"],
+            "rollout.backend: 'native:d1' with './tiny': model_type 'mistral' is not supported",
+        ),
+        ([], "actor.backend: 'archon:d1' with './tiny': model_type 'mistral' is not supported"),
+        (
+            ["actor.backend=fsdp:d1", "rollout.backend=vllm:d1", *KL, "ref.backend=archon:d1"],
+            "ref.backend: 'archon:d1' with './tiny': model_type 'mistral' is not supported",
+        ),
+    ],
+)
+def test_a_family_that_an_engine_does_not_know(
+    check, project: Path, overrides: list[str], says: str
+) -> None:
+    config = tiny_config() | {"model_type": "mistral"}
+    (project / "tiny" / "config.json").write_text(json.dumps(config))
+    code, line = check("ppo", *overrides)
+    assert code == 2
+    assert says in line
+
+
+def test_what_a_layout_cannot_compute(check) -> None:
+    code, line = check("ppo", "actor.backend=archon:t2", "actor.archon.enable_compile=true")
+    assert code == 2
+    assert "actor.archon.enable_compile cannot compile blocks that are cut by t" in line
+
+
+def test_megatron_without_its_package(check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "site-packages" not in p])
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    code, line = check("sft", "actor.backend=megatron:d1")
+    assert code == 2
+    assert "needs the package megatron-core: pip install 'areal[megatron]'" in line
 
 
 def test_broken_copy_is_named_with_its_role(check, project: Path) -> None:

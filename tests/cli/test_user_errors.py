@@ -167,12 +167,15 @@ def test_command_line_and_file(project, argv, says):
         (["total_train_steps=0"], "total_train_steps must be at least 1, got 0"),
         (["trial_name=a/b"], "trial_name becomes a folder"),
         (["trainer=dpo2"], "trainer must be one of"),
+        (
+            ["trainer=grpo"],
+            "got 'grpo'; that is an algorithm, chosen by keys of actor: trainer: ppo",
+        ),
         (["gconfig.n_samples=0"], "gconfig.n_samples"),
         (["gconfig.max_new_tokens=5000"], "gconfig.max_new_tokens: 5000 leaves no room"),
         (["rollout.backend=sglang:d1"], "rollout.backend"),
         (["actor.backend=fsdp:d4p2"], "actor.backend"),
         (["recover.freq_steps=null"], "recover.freq_steps"),
-        (["valid_dataset=null", "evaluator.freq_steps=2"], "valid_dataset must be set"),
         (["valid_dataset.path=./nowhere"], "valid_dataset.path: './nowhere' does not exist"),
         (["train_dataset.path=./nowhere"], "train_dataset.path: './nowhere' does not exist"),
         (["train_dataset.path=arithmetics"], "did you mean 'arithmetic'?"),
@@ -207,7 +210,7 @@ def test_values_and_world(project, overrides, says):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda model: (model / "model.safetensors").unlink(), "holds no *.safetensors weights"),
+        (lambda model: (model / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (
             lambda model: cut(model / "model.safetensors", 20_000),
             "safetensors has 20000 bytes, expected",
@@ -272,6 +275,7 @@ def edit_config(model: Path, **changes) -> None:
         (["train_dataset.max_length=1"], "raise max_length"),
         (["train_dataset.path=broken_parts.raising_loader"], "lie elsewhere"),
         (["train_dataset.path=broken_parts.NUMBER"], "broken_parts.NUMBER"),
+        (["train_dataset.path=broken_parts.image_rows"], "have images, and workflow 'rlvr' reads"),
         (["train_dataset.path=./gsm8k"], "gsm8k/train.jsonl, line 2: not JSON"),
         (["train_dataset.path=./gsm8k", "train_dataset.split=latin1"], "latin1.jsonl, line 1"),
         (["train_dataset.path=./gsm8k", "train_dataset.split=columns"], "has no column answer"),

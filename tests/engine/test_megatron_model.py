@@ -170,30 +170,6 @@ def test_a_checkpoint_goes_through_tensor_pipeline_and_expert_ranks(tmp_path):
     assert run_ranks(2, target, str(tmp_path), layouts, timeout_s=180) == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "layout", "says"),
-    [
-        ("gemma3_text", {}, "megatron:d1", "got 'gemma3_text': use backend archon or fsdp"),
-        ("qwen3", {"attention_bias": True}, "megatron:d1", "attention_bias with a bias of o_proj"),
-        ("qwen3", {}, "megatron:d1t8", "t8 cannot cut this model: num_attention_heads"),
-        ("qwen3", {}, "megatron:d1p4", "num_hidden_layers of its config.json must be a multiple"),
-        ("qwen3", {}, "megatron:d2e2", "this model has none: remove e"),
-        ("qwen3_moe", {}, "megatron:d1t2", "spread them with e2"),
-    ],
-)
-def test_what_it_cannot_train_is_refused_before_anything_is_built(family, overrides, layout, says):
-    needs_megatron()
-    from areal.engine.megatron.layout import check_layout
-    from areal.engine.megatron.model import check_family
-    from areal.models import get_model_spec
-
-    config = tiny_config(family, **overrides)
-    args = get_model_spec(family).model_args_class.from_hf_config(config)
-    with pytest.raises(ValueError, match=says):
-        check_family(args)
-        check_layout(args, ModelAllocation.from_str(layout).parallel, 1)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_a_cpu_is_refused_in_words(tmp_path):
     needs_megatron()

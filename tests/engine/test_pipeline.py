@@ -19,7 +19,7 @@ from tiny import write_tiny_model
 from areal.api.config.train_engine import ArchonEngineConfig, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.pipeline import forward_waves, num_micro_batches
-from areal.models.pipeline import StageLayout
+from areal.models.stage_layout import StageLayout
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 

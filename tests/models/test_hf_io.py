@@ -13,6 +13,7 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 
 from areal.models import MODEL_SPECS, get_model_spec
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config, save_hf
+from areal.utils import import_path
 
 FAMILIES = ["qwen2", "qwen3", "llama", "gemma3_text"]
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -133,7 +134,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json not found"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+    with pytest.raises(ValueError, match="config.json is damaged: it is not valid JSON"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="no 'model_type'"):
@@ -183,5 +184,6 @@ def test_unknown_model_type_lists_the_known_ones():
 def test_registry_rows_agree_with_their_specs():
     for model_type, spec in MODEL_SPECS.items():
         assert model_type in spec.supported_model_types
-        assert spec.model_class.adapter_class is spec.state_dict_adapter_class
+        adapter_class = import_path.load(spec.state_dict_adapter_class, key="spec")
+        assert spec.load_model_class().adapter_class is adapter_class
         assert get_model_spec(model_type) is spec

@@ -11,7 +11,6 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 
 from areal.models import get_model_spec
 from areal.models.common.args import MoEArgs
-from areal.models.common.invariant import make_invariant
 from areal.models.common.moe import Experts, Router, balance_experts
 from areal.models.hf_io import build_model, load_hf, save_hf
 
@@ -164,11 +163,6 @@ def test_a_bias_is_saved_and_may_begin_at_zero(tmp_path):
     assert torch.equal(again.layers["1"].feed_forward.router.expert_bias, bias)
     with pytest.raises(ValueError, match="unexpected model.layers.0.mlp.expert_bias"):
         load_hf(tiny_model("qwen3_moe"), tmp_path / "balanced")
-
-
-def test_batch_invariance_is_refused():
-    with pytest.raises(ValueError, match="batch_invariant: there is no such kernel for experts"):
-        make_invariant(tiny_model("qwen3_moe"))
 
 
 def test_a_wrong_expert_is_named(tmp_path):

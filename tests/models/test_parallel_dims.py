@@ -7,8 +7,7 @@ from tiny import tiny_config
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.models import get_model_spec
-from areal.models.parallel_dims import ParallelDims
-from areal.models.parallelize import check_layout
+from areal.models.parallel_dims import ParallelDims, check_layout
 
 
 def dims_of(backend: str, **options: int) -> ParallelDims:

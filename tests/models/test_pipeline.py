@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from areal.models.hf_io import build_model
-from areal.models.pipeline import StageLayout, cut_stage
+from areal.models.pipeline import cut_stage
+from areal.models.stage_layout import StageLayout
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 

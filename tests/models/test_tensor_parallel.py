@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_model
 
+from areal.models.common.args import share_of
 from areal.models.common.moe import MoE
-from areal.models.common.tensor_parallel import Ranks, build_share, cut_dim, share_of
+from areal.models.common.tensor_parallel import Ranks, build_share, cut_dim
 from areal.models.hf_io import check_hf_shapes
 
 

@@ -9,8 +9,9 @@ from sample_agents import QUESTION
 
 from areal.api.config.agent import AgentConfig
 from areal.api.config.generation import GenerationHyperparameters
+from areal.openai.preconditions import ADMIN_KEY
 from areal.openai.session import AgentError, AgentTimeoutError
-from areal.openai.workflow import ADMIN_KEY, online_workflow
+from areal.openai.workflow import online_workflow
 
 SECRET = "a secret of the test"
 

@@ -150,3 +150,16 @@ def test_rewards_normalised_by_group_are_trained_on_and_told_as_they_were(tmp_pa
     stats = json.loads(text)
     assert stats["rollout/reward"] == pytest.approx(raw.mean().item(), abs=1e-5)
     assert stats["rollout/reward"] > 0 and stats["eval/reward"] > 0
+
+
+def test_valid_dataset_null_switches_the_evaluator_off(tmp_path):
+    config = grpo_config(
+        tmp_path,
+        "valid_dataset=null",
+        "evaluator={freq_steps: 1, eval_before_train: true}",
+        "total_train_steps=2",
+    )
+    run_experiment(config)
+    stats = query(RunPaths.of(config).root, "SELECT step, stats FROM steps")
+    assert [step for step, _ in stats] == [0, 1]
+    assert not any("eval/" in text for _, text in stats)

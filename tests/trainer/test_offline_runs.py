@@ -131,7 +131,18 @@ def test_a_run_may_open_as_many_files_as_the_machine_lets_it(root):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        with Run(config_of("sft", root, "files"), dataset_size=5):
+        with Run(config_of("sft", root, "files"), dataset_size=5, can_evaluate=False):
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("rows", [None, []])
+def test_without_rows_to_evaluate_on_the_evaluator_is_off(root, rows):
+    config = config_of("sft", root, "no-valid" if rows is None else "empty-valid")
+    config.valid_dataset = None
+    with TRAINERS["sft"](config, rows_of("sft", 22), rows) as trainer:
+        trainer.train()
+    stats = query(RunPaths.of(config).root, "SELECT step, stats FROM steps")
+    assert [step for step, _ in stats] == list(range(8))
+    assert not any("eval/" in text for _, text in stats)

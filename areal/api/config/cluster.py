@@ -13,7 +13,7 @@ class ClusterSpecConfig:
     """What the run needs to know about the machines."""
 
     fileroot: str = "runs"
-    """Folder of all runs. A run writes under {fileroot}/{experiment_name}/{trial_name} only."""
+    """Folder of all runs. What a run keeps is under {fileroot}/{experiment_name}/{trial_name}."""
     n_nodes: int = 1
     """Machines of the run; more than one needs Ray. `areal launch slurm` asks for as many, and
     `areal launch ray` waits for them."""

@@ -14,7 +14,8 @@ class DatasetConfig:
     """One data set, by name (`gsm8k`, `arithmetic`), by path, or by the import path of a loader."""
 
     path: str
-    """Name of a data set, a local file or folder, or an import path `package.module.loader`."""
+    """Name of a data set, a local file or folder, a hub name (`org/name`, `org/name@revision`), or
+    an import path `package.module.loader`."""
     type: Literal["sft", "rl", "rw", "dpo"] | None = None
     """Shape of a row: token ids, a prompt, or a chosen and a rejected answer (`rw`, `dpo`).
     Default: what the trainer needs."""
@@ -68,7 +69,8 @@ class ValidDatasetConfig(DatasetConfig):
     split: str = "test"
     """Which part of the data set."""
     batch_size: int = 1
-    """Rows or pairs that are in memory at a time; at least as many as in a training step."""
+    """Rows or pairs that are in memory at a time; at least as many as in a training step. With
+    trainer ppo, rows in flight at a time: at least twice rollout.max_concurrent_rollouts."""
     shuffle: bool = False
     """A new order in each epoch, fixed by the run's seed."""
     drop_last: bool = False

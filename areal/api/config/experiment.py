@@ -56,7 +56,7 @@ class BaseExperimentConfig:
     train_dataset: DatasetConfig
     """What is trained on."""
     valid_dataset: ValidDatasetConfig | None = None
-    """What is evaluated on."""
+    """What is evaluated on. null: nothing is, whatever `evaluator` says."""
     saver: SaverConfig = field(default_factory=SaverConfig)
     """When checkpoints are saved."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
@@ -84,12 +84,6 @@ class BaseExperimentConfig:
             1, total_train_epochs=self.total_train_epochs, total_train_steps=self.total_train_steps
         )
         self.tokenizer_path = expand_path("tokenizer_path", self.tokenizer_path)
-        if self.valid_dataset is None:
-            require(
-                not self.evaluator.ever_fires and not self.evaluator.eval_before_train,
-                "valid_dataset must be set when evaluator is",
-                None,
-            )
 
     def models(self) -> dict[str, TrainEngineConfig | FrozenModelConfig]:
         """Role -> its section, for every model of the run; the actor comes first."""

@@ -78,7 +78,7 @@ class StatsLoggerConfig:
 
 @config_section
 class PerfTracerConfig:
-    """Chrome traces of the phases of every process of the run."""
+    """A Chrome trace of the controller's phases, and of when each server computed."""
 
     enabled: bool = False
     """Record traces."""

@@ -174,10 +174,11 @@ class TrainEngineConfig:
     """One model to train, and how."""
 
     path: str
-    """Hugging Face folder or hub name of the model to start from."""
+    """The model to start from: a Hugging Face folder, or a hub name, `org/name` or
+    `org/name@revision`."""
     backend: str = "archon:d1"
-    """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` any causal LM of
-    transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA).
+    """Engine and parallel layout: `archon:d1` trains areal's own models, `fsdp:d1` most causal LMs
+    of transformers, `megatron:d1` Qwen and Llama models on megatron-core (extra `megatron`, CUDA).
     `archon:d4t2` runs on 8 ranks, worker processes of the controller."""
     init_from_scratch: bool = False
     """Random weights: only the model's config is read from `path`."""
@@ -310,14 +311,16 @@ class TrainEngineConfig:
                 require(
                     not value, f"{name} needs backend fsdp (backend is {self.backend!r})", value
                 )
-        self._check_several_ranks(ModelAllocation.from_str(self.backend).parallel)
+        self.check_layout(ModelAllocation.from_str(self.backend).parallel)
         require(
             self.use_lora or not self.target_modules,
             "target_modules needs use_lora: true",
             self.target_modules,
         )
 
-    def _check_several_ranks(self, layout: ParallelStrategy) -> None:
+    def check_layout(self, layout: ParallelStrategy) -> None:
+        """What these keys ask for can be computed by the ranks of `layout`; engines ask again, for
+        the layout they are given."""
         for section, num_replicas in {
             "archon": self.archon.num_replicas,
             "fsdp": self.fsdp.num_replicas,
@@ -337,12 +340,20 @@ class TrainEngineConfig:
         )
         if layout.world_size == 1:
             return
-        several = f"(backend {self.backend!r} has {layout.world_size} ranks)"
+        own = ModelAllocation.from_str(self.backend)
+        written = self.backend if own.parallel == layout else f"{own.backend}:{layout}"
+        several = f"(backend {written!r} has {layout.world_size} ranks)"
         require(not self.batch_invariant, f"batch_invariant needs one rank {several}", True)
         require(
             self.weight_update_mode in ("shm", "disk", "delta", "xccl"),
             f"weight_update_mode must be shm, disk, delta or xccl {several}",
             self.weight_update_mode,
+        )
+        require(
+            not self.archon.enable_compile or layout.tensor_parallel_size == 1,
+            f"archon.enable_compile cannot compile blocks that are cut by t: set it to false, or "
+            f"use d, c or p instead {several}",
+            True,
         )
         require(
             not self.use_lora or layout.tensor_parallel_size == layout.pipeline_parallel_size == 1,

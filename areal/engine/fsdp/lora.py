@@ -19,7 +19,13 @@ from peft import LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
-from areal.models.lora import FILE_PREFIX, draw_adapter, load_adapter, save_adapter
+from areal.models.lora import (
+    FILE_PREFIX,
+    base_model_keys,
+    draw_adapter,
+    load_adapter,
+    save_adapter,
+)
 from areal.models.parallelize import whole
 
 _ADAPTER = "default"  # peft's name for the only adapter; not part of names in files
@@ -94,7 +100,8 @@ class Adapters:
     ) -> None:
         """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
         save_adapter(tensors, folder)
-        self.config.base_model_name_or_path = base_model
+        for key, value in base_model_keys(base_model).items():
+            setattr(self.config, key, value)
         self.config.save_pretrained(str(folder))
 
     def load(self, folder: str | Path) -> None:

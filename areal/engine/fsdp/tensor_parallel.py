@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from areal.models.parallel_dims import ParallelDims
+from areal.models.parallel_dims import ParallelDims, check_heads
 
 
 def check_layout(hf: PreTrainedModel, dims: ParallelDims) -> None:
@@ -29,18 +29,7 @@ def check_layout(hf: PreTrainedModel, dims: ParallelDims) -> None:
     config = hf.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    for name, count in {"num_attention_heads": heads, "num_key_value_heads": kv_heads}.items():
-        if count % dims.tp:
-            raise ValueError(
-                f"t{dims.tp} cannot cut this model: {name} of its config.json must be a multiple "
-                f"of {dims.tp}, got {count}; choose another t"
-            )
-    heads, kv_heads = heads // dims.tp, kv_heads // dims.tp
-    if heads % dims.cp or (kv_heads % dims.cp and dims.cp % kv_heads):
-        raise ValueError(
-            f"c{dims.cp} cannot cut this model: context parallel ranks divide its {heads} query "
-            f"and {kv_heads} key-value heads (per rank of t{dims.tp}) among them; choose another c"
-        )
+    check_heads(heads, kv_heads, dims)
 
 
 def cut_over_tp(hf: PreTrainedModel, tp: DeviceMesh) -> None:

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal.api.alloc_mode import ParallelStrategy, check_equal_stages
+from areal.api.alloc_mode import ParallelStrategy
 from areal.engine.process_group import join_alone
-from areal.models.common.args import DecoderArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,44 +83,6 @@ def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
         ep=parallel_state.get_expert_model_parallel_group(),
         expert_tp=parallel_state.get_expert_tensor_parallel_group(),
     )
-
-
-def check_layout(args: DecoderArgs, strategy: ParallelStrategy, stages_per_rank: int) -> None:
-    """ValueError, before anything is built, when this model cannot be cut like that."""
-    tp, cp = strategy.tensor_parallel_size, strategy.context_parallel_size
-    check_equal_stages(strategy.pipeline_parallel_size, stages_per_rank, args.n_layers)
-    ep, expert_tp = strategy.expert_parallel_size, strategy.expert_tensor_parallel_size
-    counts = [
-        ("t", tp, "num_attention_heads", args.n_heads),
-        ("t", tp, "num_key_value_heads", args.n_kv_heads),
-        ("t", tp, "intermediate_size", args.hidden_dim),
-    ]
-    if args.moe is not None:
-        counts.append(("e", ep, "num_experts", args.moe.num_experts))
-        counts.append(("t", expert_tp, "moe_intermediate_size", args.moe.hidden_dim))
-    for letter, size, key, count in counts:
-        if count % size:
-            raise ValueError(
-                f"{letter}{size} cannot cut this model: {key} of its config.json must be a "
-                f"multiple of {size}, got {count}; choose another {letter}"
-            )
-    heads, kv_heads = args.n_heads // tp, args.n_kv_heads // tp
-    if heads % cp or (kv_heads % cp and cp % kv_heads):
-        raise ValueError(
-            f"c{cp} cannot cut this model: context parallel ranks divide its {heads} query and "
-            f"{kv_heads} key-value heads (per rank of t{tp}) among them; choose another c"
-        )
-    if args.moe is None and ep * expert_tp > 1:
-        raise ValueError(
-            f"the layout megatron:{strategy} spreads experts, and this model has none: remove e"
-        )
-    if args.moe is not None and ep == 1 and tp != expert_tp:
-        # megatron-core reduces the gradients of experts apart from the others' with e > 1 alone.
-        raise ValueError(
-            f"the layout megatron:{strategy} copies the experts over t{tp}, which megatron-core "
-            f"does not train: spread them with e{tp}, or cut them like the rest with "
-            f"(attn:{strategy}|ffn:d{strategy.data_parallel_size}t{tp})"
-        )
 
 
 def _check_same(strategy: ParallelStrategy, sizes: dict[str, int]) -> None:

@@ -40,28 +40,6 @@ from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import Attend
 from areal.models.common.rope import RotaryEmbedding, rotate
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-
-
-def check_family(args: DecoderArgs) -> None:
-    """ValueError for what the stage below would not compute as the checkpoint means it."""
-    if args.model_type not in FAMILIES:
-        raise ValueError(
-            f"backend megatron trains models of type {', '.join(FAMILIES)}, got "
-            f"{args.model_type!r}: use backend archon or fsdp"
-        )
-    refused = {
-        "attention_bias with a bias of o_proj": args.attention_out_bias,
-        "mlp_bias": args.mlp_bias,
-        "use_expert_bias": args.moe is not None and args.moe.expert_bias,
-    }
-    for key, found in refused.items():
-        if found:
-            raise ValueError(
-                f"backend megatron has no {key}, which this model's config.json asks for: use "
-                "backend archon"
-            )
-
 
 def build_stages(
     args: DecoderArgs,

@@ -50,6 +50,7 @@ from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequenc
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
+from areal.utils.hub import model_folder
 
 
 @dataclass(slots=True)
@@ -130,12 +131,13 @@ class NativeEngine:
         seed: int = 0,
         ranks: Ranks | None = None,
     ) -> NativeEngine:
-        """A Hugging Face folder. `dtype=None`: float32 on the CPU, bfloat16 elsewhere.
+        """A folder or hub name. `dtype=None`: float32 on the CPU, bfloat16 elsewhere.
 
         With `ranks` it holds a share of the model, and all ranks make the same calls (lockstep.py).
         """
         if dtype is None:
             dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        path = model_folder(path)
         model = build_model(path, device=device, dtype=dtype, ranks=ranks)
         load_hf(model, path)
         return cls(

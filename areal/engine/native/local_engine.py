@@ -23,6 +23,7 @@ from areal.engine.native.model_text import ModelText
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, check_supported
+from areal.utils.hub import model_folder
 from areal.utils.waits import waiting
 from areal.weight_sync.transports import open_sent
 
@@ -48,8 +49,8 @@ class NativeLocalEngine(InferenceEngine):
         batch_invariant: bool = False,
         seed: int = 0,
     ) -> None:
-        self._model_path = model_path
-        self._text = ModelText(model_path)
+        self._folder = model_folder(model_path)
+        self._text = ModelText(self._folder)
         self._options = {
             "device": device,
             "dtype": getattr(torch, dtype) if dtype else None,
@@ -64,7 +65,7 @@ class NativeLocalEngine(InferenceEngine):
 
     def initialize(self) -> None:
         if self._started is None:
-            engine = NativeEngine.from_pretrained(self._model_path, **self._options)
+            engine = NativeEngine.from_pretrained(self._folder, **self._options)
             self._started = EngineLoop(engine)
 
     def destroy(self) -> None:

@@ -29,9 +29,10 @@ from areal.api.scratch import ScratchFolder
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.lockstep import LeadingEngine, follow
 from areal.engine.native.model_text import ModelText
-from areal.models import get_model_spec
-from areal.models.common.tensor_parallel import Ranks, share_of
-from areal.models.hf_io import language_config, read_hf_config
+from areal.models import decoder_args
+from areal.models.common.args import share_of
+from areal.models.common.tensor_parallel import Ranks
+from areal.models.hf_io import read_hf_config
 from areal.utils import stacks
 from areal.utils.child_process import ChildProcess
 
@@ -66,9 +67,7 @@ def leading_engine(
 
 
 def check_can_share(num_ranks: int, model_path: str, device: str) -> None:
-    config = language_config(read_hf_config(model_path))
-    args_class = get_model_spec(config["model_type"]).model_args_class
-    share_of(args_class.from_hf_config(config), num_ranks)
+    share_of(decoder_args(read_hf_config(model_path)), num_ranks)
     first = torch.device(device)
     if first.type == "cuda" and (first.index or 0) + num_ranks > torch.cuda.device_count():
         raise ValueError(

@@ -22,6 +22,7 @@ import math
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -66,14 +67,16 @@ _STATUS_OF_ERROR = {
 }
 
 
-def create_app(loop: EngineLoop, token: str, *, model: str) -> FastAPI:
-    """`model` is the folder it was read from; /health and /v1/models call it that."""
+def create_app(
+    loop: EngineLoop, token: str, *, model: str, folder: str | Path | None = None
+) -> FastAPI:
+    """`model` is what /health and /v1/models call it; `folder` (by default that) has its files."""
     app = new_app(title="areal native server")
     app.add_middleware(_TokenGate, token=token)
     app.add_exception_handler(HTTPException, _answer_no_route)
     for kind, status in _STATUS_OF_ERROR.items():
         app.add_exception_handler(kind, _answer_error(status))
-    text = ModelText(model)
+    text = ModelText(folder or model)
     add_openai_routes(app, loop, text, model=model)
     app.state.weights = WeightInbox(loop)  # to be closed with the app
     add_weight_routes(app, app.state.weights)

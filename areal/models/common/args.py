@@ -9,7 +9,7 @@ that a model that builds is a model that agrees with transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -142,6 +142,27 @@ class DecoderArgs:
 
     def is_sparse(self, layer: int) -> bool:
         return self.moe is not None and layer in self.moe.layers
+
+
+def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
+    """Args of one of `num_ranks` shares. ValueError when the model cannot be cut so often."""
+    counts = {"num_key_value_heads": args.n_kv_heads, "intermediate_size": args.hidden_dim}
+    moe = args.moe
+    if moe is not None:
+        counts["moe_intermediate_size"] = moe.hidden_dim
+    for key, count in counts.items():
+        if count % num_ranks:
+            raise ValueError(
+                f"tensor parallelism over {num_ranks} ranks: {key} of the model's config.json "
+                f"must be a multiple of it, got {count}; choose another number of ranks"
+            )
+    return replace(
+        args,
+        n_heads=args.n_heads // num_ranks,
+        n_kv_heads=args.n_kv_heads // num_ranks,
+        hidden_dim=args.hidden_dim // num_ranks,
+        moe=None if moe is None else replace(moe, hidden_dim=moe.hidden_dim // num_ranks),
+    )
 
 
 def common_decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 def make_invariant(model: Decoder) -> None:
     """Give every linear layer of `model` the one kernel. Parameters and their names stay."""
-    if model.args.moe is not None:
-        raise ValueError(
-            "batch_invariant: there is no such kernel for experts; turn it off for this model"
-        )
     if not model.tok_embeddings.weight.is_cuda:
         raise ValueError("batch_invariant: its kernels need a CUDA device, the model is on the CPU")
     for parent in list(model.modules()):

@@ -19,7 +19,7 @@ Shapes: T tokens, V vocabulary, W a rank's share of it, the last one perhaps sma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,10 +27,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from areal.models.common.args import DecoderArgs, share_of
 from areal.models.common.moe import MoE
 
 if TYPE_CHECKING:
-    from areal.models.common.args import DecoderArgs
     from areal.models.common.decoder import Decoder
 
 # The dimension a parameter is cut along, by the end of its name. The others are whole everywhere.
@@ -138,27 +138,6 @@ def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> 
     shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
     model.share = Share(ranks, shapes, args.vocab_size)
     return model
-
-
-def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
-    """Args of one of `num_ranks` shares. ValueError when the model cannot be cut so often."""
-    counts = {"num_key_value_heads": args.n_kv_heads, "intermediate_size": args.hidden_dim}
-    moe = args.moe
-    if moe is not None:
-        counts["moe_intermediate_size"] = moe.hidden_dim
-    for key, count in counts.items():
-        if count % num_ranks:
-            raise ValueError(
-                f"tensor parallelism over {num_ranks} ranks: {key} of the model's config.json "
-                f"must be a multiple of it, got {count}; choose another number of ranks"
-            )
-    return replace(
-        args,
-        n_heads=args.n_heads // num_ranks,
-        n_kv_heads=args.n_kv_heads // num_ranks,
-        hidden_dim=args.hidden_dim // num_ranks,
-        moe=None if moe is None else replace(moe, hidden_dim=moe.hidden_dim // num_ranks),
-    )
 
 
 def cut_dim(name: str) -> int | None:

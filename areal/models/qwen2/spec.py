@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from areal.models.qwen2.args import Qwen2ModelArgs
-from areal.models.qwen2.model import Qwen2Model
-from areal.models.qwen2.state_dict_adapter import Qwen2StateDictAdapter
 from areal.models.spec import ModelSpec
 
 QWEN2_SPEC = ModelSpec(
     name="Qwen2",
-    model_class=Qwen2Model,
+    model_class="areal.models.qwen2.model.Qwen2Model",
     model_args_class=Qwen2ModelArgs,
-    state_dict_adapter_class=Qwen2StateDictAdapter,
+    state_dict_adapter_class="areal.models.qwen2.state_dict_adapter.Qwen2StateDictAdapter",
     supported_model_types=frozenset({"qwen2"}),
 )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from areal.models.qwen3.args import Qwen3ModelArgs
-from areal.models.qwen3.model import Qwen3Model
-from areal.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from areal.models.spec import ModelSpec
 
 QWEN3_SPEC = ModelSpec(
     name="Qwen3",
-    model_class=Qwen3Model,
+    model_class="areal.models.qwen3.model.Qwen3Model",
     model_args_class=Qwen3ModelArgs,
-    state_dict_adapter_class=Qwen3StateDictAdapter,
+    state_dict_adapter_class="areal.models.qwen3.state_dict_adapter.Qwen3StateDictAdapter",
     supported_model_types=frozenset({"qwen3", "qwen3_moe"}),
 )

@@ -115,7 +115,7 @@ def test_families_archon_does_not_need_to_know(tmp_path, family: str, changes: d
         (
             "lfm2",
             {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2},
-            "Lfm2ForCausalLM mixes tokens other than by attention",
+            "Lfm2ForCausalLM has layers of conv, which mix tokens other than by attention",
         ),
         ("cohere", {"logit_scale": 0.3}, "CohereForCausalLM makes other logits"),
         ("gpt_neo", {"num_layers": 2, "attention_types": [[["global"], 2]]}, "attention of its"),
