@@ -312,7 +312,8 @@ def test_a_port_for_agents_that_is_taken(project):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        refuse(project, project.grpo(f"rollout.agent.port={port}"), "rollout.agent.port", str(port))
+        overrides = ["workflow=broken_parts.ForwardingAgent", f"rollout.agent.port={port}"]
+        refuse(project, project.grpo(*overrides), "rollout.agent.port", str(port))
 
 
 def test_train_without_a_file(project):
