@@ -38,7 +38,6 @@ SMALL = (
     "gconfig.n_samples=4",
     "gconfig.max_new_tokens=6",
     "valid_dataset.dataset_kwargs={num_rows: 16}",
-    "recover.retries=0",  # the command is the controller itself
 )
 MAX_KEPT = 100  # samples in the report
 _ANONYMOUS = re.compile(r"^Anonymous:\s+(\d+) kB$", re.MULTILINE)
@@ -76,13 +75,18 @@ def watch(steps: int, every_s: float, folder: Path) -> Iterator[Sample]:
         raise RuntimeError(f"the run ended with exit code {run.returncode}: {last_lines}")
 
 
-def look(controller: int, database: Path) -> Sample | None:
-    """None before the first step, and while the run ends."""
+def look(command: int, database: Path) -> Sample | None:
+    """None before the first step, and while the run ends. `command` is the supervisor."""
     with suppress(OSError, StopIteration):
-        server = next(pid for pid in descendants(controller) if _is_server(pid))
+        server = next(pid for pid in descendants(command) if _is_server(pid))
         if step := _steps_done(database):
-            return Sample(step, _anonymous_mib(controller), _anonymous_mib(server))
+            return Sample(step, _anonymous_mib(_parent(server)), _anonymous_mib(server))
     return None
+
+
+def _parent(pid: int) -> int:
+    """The controller has started its server."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def _is_server(pid: int) -> bool:

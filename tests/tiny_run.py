@@ -6,8 +6,12 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+
+import pytest
 
 from areal.cli.demo import make_model, recipe_path
 from areal.cli.train import load_config
@@ -38,15 +42,27 @@ def grpo_config(root: Path, *more: str):
 
 
 def areal(*argv: str | Path, **popen) -> subprocess.Popen:
-    """The command line in a process of its own."""
+    """The command line in a process of its own. Nobody reads the pipes while a test waits: they
+    have room for thousands of steps, or the run would stand still."""
     return subprocess.Popen(
         [sys.executable, "-m", "areal.cli.main", *map(str, argv)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        pipesize=1 << 20,
         text=True,
         env={**os.environ, **popen.pop("env", {})},
         **popen,
     )
+
+
+def wait_until(run: subprocess.Popen, condition: Callable[[], bool], timeout_s: float) -> None:
+    """Until the run has come so far; fails with what it wrote when it ends before, or does not."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if run.poll() is not None or time.monotonic() > deadline:
+            run.terminate()
+            pytest.fail(run.communicate(timeout=60)[1])
+        time.sleep(0.1)
 
 
 def query(run_dir: Path, sql: str) -> list[tuple]:

@@ -8,13 +8,12 @@ import json
 import os
 import signal
 import sqlite3
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from processes import parent_of
-from tiny_run import areal, overrides, query
+from tiny_run import areal, overrides, query, wait_until
 
 from areal.api.engine_api import EngineLostError
 from areal.api.scheduler_api import Job
@@ -24,6 +23,7 @@ from areal.engine.server_control import ControlClient
 from areal.engine.server_host import HostedServer
 from areal.engine.server_process import ServerProcess
 from areal.rollout.ledger import Ledger
+from areal.utils.recover import newest_step
 from areal.utils.run_db import RunDatabase
 from areal.utils.stacks import descendants
 
@@ -71,15 +71,12 @@ def words_of(pid: int) -> list[bytes]:
 
 
 def wait_for_steps(run, folder: Path, count: int) -> None:
-    wait_until(run, folder, lambda stats: len(stats) >= count)
+    wait_until(run, lambda: len(read_stats(folder)) >= count, timeout_s=300)
 
 
-def wait_until(run, folder: Path, condition: Callable[[list[dict]], bool]) -> None:
-    """Until the statistics of the run's steps are such."""
-    deadline = time.monotonic() + 300
-    while not condition(read_stats(folder)):
-        assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
-        time.sleep(0.1)
+def wait_for_last(run, folder: Path, condition: Callable[[dict], bool]) -> None:
+    """Until the statistics of the newest step are such."""
+    wait_until(run, lambda: condition(read_stats(folder)[-1]), timeout_s=300)
 
 
 def read_stats(folder: Path) -> list[dict]:
@@ -140,7 +137,7 @@ def test_servers_and_rollout_workers_on_two_machines_are_replaced(tmp_path, clus
     os.kill(worker, signal.SIGKILL)
     wait_for_steps(run, folder, 5)
     os.kill(parent_of(second), signal.SIGKILL)  # takes its server with it
-    wait_until(run, folder, lambda stats: has_replaced(stats[-1], servers=2, workers=1))
+    wait_for_last(run, folder, lambda stats: has_replaced(stats, servers=2, workers=1))
     wait_for_steps(run, folder, len(read_stats(folder)) + 3)
     err = stop(run)
     assert f"(pid {first}) was ended by signal SIGKILL" in err
@@ -159,18 +156,33 @@ def has_replaced(stats: dict, *, servers: int, workers: int) -> bool:
     return replaced == (servers, workers)
 
 
+def has_idle_host(node) -> bool:
+    """Whether a worker of Ray there has started no program of its own: that of a training rank."""
+    (raylet,) = node.all_processes["raylet"]
+    below = {pid: words_of(pid)[0] for pid in descendants(raylet.process.pid)}
+    hosts = [pid for pid, name in below.items() if name.startswith(b"ray::_RayWorker")]
+    assert hosts, below
+    return any(not list(descendants(host)) for host in hosts)
+
+
 def test_a_run_goes_on_without_one_of_its_machines(tmp_path, cluster_of):
-    """One with a rollout worker, and perhaps a server; another one has room for both."""
+    """One with a rollout worker, and perhaps a server; another one has room for both. Where Ray has
+    put the trained model there, too, the run begins again from its recover point."""
     cluster = cluster_of(3, 3, 3)
     more = ["actor.weight_update_mode=disk", "trial_name=gone", f"total_train_steps={ENDLESS}"]
     more += ["rollout.max_head_offpolicyness=1", "rollout.workers=2"]
     run = launch(tmp_path, cluster.address, *more)
     folder = tmp_path / "arithmetic" / "gone"
-    wait_for_steps(run, folder, 2)
+    wait_until(run, lambda: newest_step(folder / "recover") is not None, timeout_s=300)
     command = ("-m", "areal.rollout.worker_process")
     node = next(node for node in cluster.worker_nodes if processes_on(node, *command))
+    had_the_model = has_idle_host(node)
     cluster.remove_node(node, allow_graceful=False)
-    wait_until(run, folder, lambda stats: stats[-1]["rollout/workers_replaced"] == 1)
+    if had_the_model:
+        events = "SELECT kind FROM events"
+        wait_until(run, lambda: ("resumed",) in query(folder, events), timeout_s=300)
+    else:
+        wait_for_last(run, folder, lambda stats: stats["rollout/workers_replaced"] == 1)
     wait_for_steps(run, folder, len(read_stats(folder)) + 3)
     stop(run)
     check_ledger(folder)

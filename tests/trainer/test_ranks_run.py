@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from tiny_run import areal, grpo_config, overrides, query
+from tiny_run import areal, grpo_config, overrides, query, wait_until
 from trainer.test_offline_runs import config_of, rows_of
 
 from areal.api.scheduler_api import SchedulingStrategy
@@ -145,11 +144,8 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_point_by_itself(roo
     }
     run = areal(*argv, env=env)
     run_dir = root / "arithmetic" / "killed"
-    deadline = time.monotonic() + 200
     # Not for a number of steps: a point is written while the steps after it go on.
-    while newest_step(run_dir / "recover") is None:
-        assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
-        time.sleep(0.1)
+    wait_until(run, lambda: newest_step(run_dir / "recover") is not None, timeout_s=200)
     workers = ranks_of(run.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)

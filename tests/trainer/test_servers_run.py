@@ -7,11 +7,10 @@ import json
 import os
 import signal
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
-from tiny_run import areal, overrides, query
+from tiny_run import areal, overrides, query, wait_until
 
 from areal.cli.demo import recipe_path
 from areal.rollout.ledger import Ledger
@@ -59,10 +58,7 @@ def test_a_run_outlives_one_of_its_servers(tmp_path, backend, mode, says):
     env = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
     run = areal("train", recipe_path("arithmetic_grpo.yaml"), *overrides(tmp_path, *more), env=env)
     folder = tmp_path / "arithmetic" / "two"
-    deadline = time.monotonic() + 200
-    while num_steps(folder) < 2:
-        assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
-        time.sleep(0.1)
+    wait_until(run, lambda: num_steps(folder) >= 2, timeout_s=200)
     servers = servers_of(run.pid)
     assert len(servers) == 2
     os.kill(servers[0], signal.SIGKILL)
