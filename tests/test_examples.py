@@ -150,12 +150,8 @@ def test_a_recipe_selects_the_loss_it_is_named_after(algorithm, loss):
 
 
 def model_overrides(config, tiny_folder: Path) -> list[str]:
-    """The tiny model in place of what `areal demo` makes. Names of a hub are left as they are."""
-    return [
-        f"{role}.path={tiny_folder}"
-        for role in ("actor", "teacher")
-        if role in config.models() and config.models()[role].path.startswith("runs/")
-    ]
+    """The tiny model in place of what `areal demo` makes, and of models on a hub."""
+    return [f"{role}.path={tiny_folder}" for role in config.models()]
 
 
 def small_overrides(config, tiny_folder: Path, root: Path) -> list[str]:

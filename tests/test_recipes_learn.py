@@ -1,8 +1,9 @@
 """What the documentation tells a reader to train, learns: the held-out reward rises.
 
-Each recipe of the how-to pages and of the quickstart is trained as it stands there, from the demo's
-warm start, for fewer steps. The recipes of the algorithms are in benchmark/algorithms.py, whose
-committed result shows their curves; that they rose is checked here too.
+Each recipe of the how-to pages and of the quickstart, and those that learn from several turns or
+from pairs, are trained as they stand there, from the demo's warm start, for fewer steps. The other
+recipes of the algorithms are in benchmark/algorithms.py, whose committed result shows their curves;
+that they rose is checked here too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +60,12 @@ def areal(*argv: str, cwd: Path) -> None:
         ("howto/reward.md", f"{GRPO} reward_fn=my_rewards.close_reward_fn", 60),
         ("howto/workflow.md", f"{GRPO} workflow=second_chance.SecondChance", 60),
         ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 60),
+        ("howto/algorithm.md", f"{GRPO} actor.eps_clip_higher=null", 60),
         ("howto/dataset.md", "tens.yaml", 120),
+        ("algorithms/ppo.md", "examples/multi_turn_math/arithmetic_ppo.yaml", 60),
+        ("algorithms/preference.md", "examples/alignment/arithmetic_rw.yaml", 60),
+        ("algorithms/preference.md", "examples/alignment/arithmetic_dpo.yaml", 40),
+        ("algorithms/preference.md", "examples/alignment/arithmetic_ipo.yaml", 40),
     ],
 )
 def test_the_recipe_learns(tmp_path, warm_start, page, command, steps):
@@ -69,23 +76,22 @@ def test_the_recipe_learns(tmp_path, warm_start, page, command, steps):
             file = tmp_path / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text, encoding="utf-8")
-    recipe = tmp_path / GRPO
-    recipe.parent.mkdir(parents=True, exist_ok=True)
-    recipe.write_text((ROOT / GRPO).read_text())
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     model = tmp_path / "runs" / "demo" / "arithmetic" / "sft" / "model"
     model.parent.mkdir(parents=True)
     model.symlink_to(warm_start)
     fewer = [f"total_train_steps={steps}", "evaluator.freq_steps=null", "trial_name=short"]
     areal(*line.split()[1:], *fewer, "evaluator.eval_before_train=true", cwd=tmp_path)
     (run,) = [file.parent for file in tmp_path.glob("runs/**/short/run.db")]
-    before, after = held_out(run)
+    figure = "eval/reward_accuracy" if "alignment" in command else "eval/reward"
+    before, after = held_out(run, figure)
     assert after >= before + 0.05, f"{command}: {before:.3f} -> {after:.3f}"
 
 
-def held_out(run: Path) -> tuple[float, float]:
+def held_out(run: Path, figure: str) -> tuple[float, float]:
     stats = [json.loads(row) for (row,) in query(run, "SELECT stats FROM steps ORDER BY step")]
-    rewards = [step["eval/reward"] for step in stats if "eval/reward" in step]
-    return rewards[0], rewards[-1]
+    found = [step[figure] for step in stats if figure in step]
+    return found[0], found[-1]
 
 
 def test_the_recipes_of_the_algorithms_rose():

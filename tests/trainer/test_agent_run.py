@@ -120,6 +120,7 @@ def test_workflows_that_cannot_be_built(tmp_path, changes, message, monkeypatch)
 def test_online_runs_have_no_workflow(tmp_path, monkeypatch):
     monkeypatch.setenv("AREAL_ADMIN_API_KEY", "x" * 16)
     config = grpo_config(tmp_path, *SMALL, "rollout.agent.mode=online")
+    tokenizer = load_hf_tokenizer(config.tokenizer_path)
     with pytest.raises(ValueError, match="clients run the episodes; got 'rlvr'"):
-        build_workflow(config, None, "rlvr", None, is_eval=False)
-    build_workflow(config, None, None, None, is_eval=False).close()
+        build_workflow(config, tokenizer, "rlvr", None, is_eval=False)
+    build_workflow(config, tokenizer, None, None, is_eval=False).close()

@@ -71,7 +71,7 @@ def test_a_killed_run_is_private_and_leaves_nothing_elsewhere(tmp_path):
         time.sleep(0.02)
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
     assert readable_by_others(run_dir) == []
-    assert list((run_dir / "tmp").glob("areal-reward.*"))
+    assert list((run_dir / "tmp").glob("areal-rewards*"))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     killed = {path.name for path in (run_dir / "tmp").iterdir()}
