@@ -59,7 +59,7 @@ def areal(*argv: str, cwd: Path) -> None:
         ("quickstart.md", f"{GRPO} reward_fn=my_rewards.exact_reward_fn", 60),
         ("howto/reward.md", f"{GRPO} reward_fn=my_rewards.close_reward_fn", 60),
         ("howto/workflow.md", f"{GRPO} workflow=second_chance.SecondChance", 60),
-        ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 60),
+        ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 50),
         ("howto/algorithm.md", f"{GRPO} actor.eps_clip_higher=null", 60),
         ("howto/dataset.md", "tens.yaml", 120),
         ("algorithms/ppo.md", "examples/multi_turn_math/arithmetic_ppo.yaml", 60),

@@ -33,8 +33,8 @@ stats_logger.tensorboard.path perf_tracer.enabled
 {frozen}.path {frozen}.backend {frozen}.dtype {frozen}.mb_spec.* {frozen}.scheduling_strategy.*
 teacher.rl_loss_weight teacher.distill_loss_weight
 critic.eps_clip critic.value_error critic.mask_no_eos_with_zero
-actor.beta actor.loss_type actor.policy_loss actor.policy_loss_kwargs actor.kl_ctl actor.kl_loss_coef
-actor.kl_target actor.recompute_logprob
+actor.beta actor.loss_type actor.policy_loss actor.policy_loss_kwargs actor.kl_ctl
+actor.kl_loss_coef actor.kl_target actor.recompute_logprob
 gconfig.n_samples gconfig.max_new_tokens gconfig.min_new_tokens gconfig.max_tokens gconfig.greedy
 gconfig.temperature gconfig.stop_token_ids gconfig.ignore_eos gconfig.stop gconfig.frequency_penalty
 gconfig.seed gconfig.lora_name gconfig.use_beam_search gconfig.drop_incomplete_group
