@@ -114,7 +114,7 @@ def test_each_machine_fetches_once(hub: LoopbackHub, tmp_path: Path) -> None:
         finish(train(hub, tmp_path, *options, RAY_ADDRESS=cluster.address), timeout_s=400)
     finally:
         cluster.shutdown()
-    caches = [file.parents[5].name for file in tmp_path.glob(f"*/hub/*/snapshots/*/{WEIGHTS}")]
+    caches = [file.parents[4].name for file in tmp_path.glob(f"*/hub/*/snapshots/*/{WEIGHTS}")]
     assert hub.fetched(WEIGHTS) == len(caches)
     assert sorted(caches) == ["one", "two"]
 
