@@ -71,12 +71,12 @@ def areal(*argv: str, cwd: Path) -> None:
 def test_the_recipe_learns(tmp_path, warm_start, page, command, steps):
     source = (DOCS / page).read_text(encoding="utf-8").replace("\\\n    ", "")
     (line,) = {line for line in source.splitlines() if line.startswith(f"areal train {command}")}
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for block in read_blocks(DOCS / page):
         if block.title is not None:
             file = tmp_path / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text, encoding="utf-8")
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     model = tmp_path / "runs" / "demo" / "arithmetic" / "sft" / "model"
     model.parent.mkdir(parents=True)
     model.symlink_to(warm_start)
