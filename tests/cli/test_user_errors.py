@@ -82,7 +82,9 @@ class Project:
         return ["train", SFT_RECIPE, root, "actor.path=./model", *small, *overrides]
 
     def files(self) -> list[str]:
-        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*"))
+        """All but the byte code that Python keeps of the modules it imports."""
+        found = (path.relative_to(self.folder) for path in self.folder.rglob("*"))
+        return sorted(str(path) for path in found if "__pycache__" not in path.parts)
 
 
 @pytest.fixture
