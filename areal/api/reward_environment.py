@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal.api.config.limits import ProcessLimits
+from areal.api.scratch import variable_set
 from areal.api.secret_text import is_secret
 
 RUN_FOLDER = "AREAL_RUN_FOLDER"  # where the database and the recover points of this run lie
@@ -70,12 +71,5 @@ def _block_devices() -> list[str]:
 @contextlib.contextmanager
 def hidden_from_rewards(folder: Path) -> Iterator[None]:
     """Confined processes that are started meanwhile, here or by a child, cannot read `folder`."""
-    before = os.environ.get(RUN_FOLDER)
-    os.environ[RUN_FOLDER] = str(folder.absolute())
-    try:
+    with variable_set(RUN_FOLDER, str(folder.absolute())):
         yield
-    finally:
-        if before is None:
-            del os.environ[RUN_FOLDER]
-        else:
-            os.environ[RUN_FOLDER] = before

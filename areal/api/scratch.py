@@ -55,18 +55,27 @@ def kept_in(root: Path) -> Iterator[None]:
     root.mkdir(mode=0o700, exist_ok=True)
     sweep(root)
     sweep(tempfile.gettempdir())
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(root.absolute())
+    try:
+        with variable_set(VARIABLE, str(root.absolute())):
+            yield
+    finally:
+        sweep(root)  # of children that were ended, not asked
+        with contextlib.suppress(OSError):  # not empty: one of them lives on
+            root.rmdir()
+
+
+@contextlib.contextmanager
+def variable_set(name: str, value: str) -> Iterator[None]:
+    """An environment variable, for this process and those it starts meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            del os.environ[name]
         else:
-            os.environ[VARIABLE] = before
-        sweep(root)  # of children that were ended, not asked
-        with contextlib.suppress(OSError):  # not empty: one of them lives on
-            root.rmdir()
+            os.environ[name] = before
 
 
 def sweep(root: str | Path) -> list[Path]:

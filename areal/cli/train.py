@@ -23,7 +23,7 @@ train_dataset: {path: rows.jsonl, prompt: question, answer: answer, batch_size: 
 reward_fn: gsm8k                # or the import path of a function of yours
 gconfig: {n_samples: 8, max_new_tokens: 512}
 actor:
-  path: path/to/model           # a folder in Hugging Face format
+  path: path/to/model           # a Hugging Face folder, or a hub name
   reward_norm: {mean_level: group, std_level: group}
   optimizer: {lr: 1.0e-6}
 """

@@ -18,7 +18,7 @@ from areal.engine.fit import check_models
 from areal.utils import logging
 from areal.utils.fs import atomic_write_text
 from areal.utils.hub import hub_name, model_folder, pin
-from areal.utils.model_files import read_hf_config
+from areal.utils.model_files import read_hf_config, read_json
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
@@ -69,4 +69,4 @@ def recorded_commits(paths: RunPaths) -> dict[str, str]:
     """Name -> commit, of the run that this one goes on with; empty for a new one."""
     if not paths.config.exists() or not paths.models.exists():
         return {}
-    return json.loads(paths.models.read_text(encoding="utf-8"))
+    return read_json(paths.models)

@@ -1,11 +1,11 @@
 """What can be found wrong with a run before a server starts.
 
-    check_rows(config, rows, tokenizer)   every run: the first rows can be trained on
-    run_trial(config, say)                `areal check --trial`: one group of episodes, all of it as
-                                          in the run but for the model, which is a stub
+    check_rows(config, rows, tokenizer)       every run: the first rows can be trained on
+    run_trial(config, rows, tokenizer, say)   `areal check --trial`: one group of episodes, all of
+                                              it as in the run but for the model, which is a stub
 
-The trial loads the data sets and the tokenizer, builds the workflow, its reward processes and its
-server for agents as a run does, and lets the stub answer. Its replies are random tokens, so a
+The trial builds the workflow, its reward processes and its server for agents as a run does, and
+lets the stub answer. Its replies are random tokens, so a
 reward of 0 is no bad sign; what raises here would raise in the run.
 """
 

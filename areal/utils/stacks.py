@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from areal.api.reward_watch import descendants
 from areal.utils.fs import open_private, private_folder
 
 VARIABLE = "AREAL_STACKS"  # areal/api/reward_worker.py reads it too
@@ -164,15 +165,6 @@ def _command(pid: int) -> str:
     except OSError:
         return ""
     return " ".join(command.replace(b"\0", b" ").decode(errors="replace").split())
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """The processes that `pid` and those it started have started (Linux)."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in children.read_text().split():
-                yield int(child)
-                yield from descendants(int(child))
 
 
 def _catches(pid: int, signum: int) -> bool:

@@ -1,6 +1,6 @@
 """Ends a run in which nothing moves any more, and says who waits for whom.
 
-    with watched(300, stacks=logs / "stacks.txt") as watchdog:
+    with watched(300, stacks_file=logs / "stacks.txt") as watchdog:
         watchdog.observe("server", engine.stats)      # a change of what it returns is a movement
         ...
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import parent_of
 
+from areal.api.reward_watch import descendants
 from areal.api.scheduler_api import Job, Worker
 from areal.cli.demo import make_model
 from areal.engine.native.remote_engine import launch_native_server
@@ -17,7 +18,6 @@ from areal.engine.server_control import ControlClient
 from areal.engine.server_host import HostedServer
 from areal.engine.server_process import ServerProcess
 from areal.infra.scheduler.local import LocalScheduler
-from areal.utils.stacks import descendants
 
 TOKEN = "a-token-nobody-guesses"
 WAIT_S = 120.0

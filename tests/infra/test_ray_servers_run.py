@@ -16,6 +16,7 @@ from processes import parent_of
 from tiny_run import areal, overrides, query, wait_until
 
 from areal.api.engine_api import EngineLostError
+from areal.api.reward_watch import descendants
 from areal.api.scheduler_api import Job
 from areal.cli.demo import make_model, recipe_path
 from areal.engine.native.remote_engine import launch_native_server
@@ -25,7 +26,6 @@ from areal.engine.server_process import ServerProcess
 from areal.rollout.ledger import Ledger
 from areal.utils.recover import newest_step
 from areal.utils.run_db import RunDatabase
-from areal.utils.stacks import descendants
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tiny_run import areal, overrides, query
 
+from areal.api.reward_watch import descendants
 from areal.cli.demo import recipe_path
-from areal.utils.stacks import descendants
 
 ASCII_TERMINAL = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
