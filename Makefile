@@ -2,7 +2,7 @@
 # make test       lint, documentation, architecture test and the whole CPU suite
 # make test-vllm  tests against a real vLLM server; needs areal env create vllm
 # make docs       build the documentation into site/, without a network
-# make lint       ruff and mdformat, without changing anything
+# make lint       ruff, basedpyright and mdformat, without changing anything
 # make format     let them change what they can
 #
 # Each target first sees to .venv; that costs nothing while pyproject.toml and constraints.txt are
@@ -35,6 +35,7 @@ docs: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 	$(BIN)/mdformat --check $(MARKDOWN)
 
 format: $(VENV)/.installed-dev

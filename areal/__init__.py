@@ -6,7 +6,17 @@ torch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal.infra.train_controller import TrainController
+    from areal.rollout.context import workflow_context
+    from areal.rollout.executor import WorkflowExecutor
+    from areal.rollout.staleness import StalenessManager
+    from areal.trainer.dpo_trainer import DPOTrainer
+    from areal.trainer.rl_trainer import PPOTrainer
+    from areal.trainer.rw_trainer import RWTrainer
+    from areal.trainer.sft_trainer import SFTTrainer
 
 __version__ = "0.1.0"
 
@@ -20,7 +30,7 @@ _HOMES = {
     "WorkflowExecutor": "areal.rollout.executor",
     "workflow_context": "areal.rollout.context",
 }
-__all__ = [  # noqa: F822
+__all__ = [
     "DPOTrainer",
     "PPOTrainer",
     "RWTrainer",

@@ -131,7 +131,7 @@ def check_turn_ids(turn_ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> None:
     newest_BS = torch.where(mask_BS, turn_ids_BS, -1).cummax(1).values
     wrong_BS = mask_BS & ((turn_ids_BS < 0) | (turn_ids_BS < newest_BS))
     if bool(wrong_BS.any()):
-        row, token = wrong_BS.nonzero()[0].tolist()
+        row, token = map(int, wrong_BS.nonzero()[0])
         raise ValueError(
             "turn_ids must be at least 0 on generated tokens and never fall along a row; row "
             f"{row} has {int(turn_ids_BS[row, token])} at token {token}, after turn "

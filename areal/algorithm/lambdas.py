@@ -62,7 +62,9 @@ def relative_position_lambda(context: LambdaContext, *, q: float) -> torch.Tenso
     return torch.pow(q, 1 / (context.num_steps_B - 1).clamp(min=1))
 
 
-def evaluate_lambda(fn: LambdaFunction, context: LambdaContext, /, **kwargs: Any) -> torch.Tensor:
+def evaluate_lambda(
+    fn: Callable[..., object], context: LambdaContext, /, **kwargs: Any
+) -> torch.Tensor:
     """The lambda of each trajectory `[B]`, or a ValueError that says what is wrong with `fn`."""
     expected = list(context.num_steps_B.shape)
     who = f"gae_lambda function {getattr(fn, '__qualname__', fn)}"  # any callable of the user

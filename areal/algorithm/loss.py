@@ -110,8 +110,8 @@ def own_loss(
     mean itself, as the losses above do; alone or with a dict of metrics `[T]`. Off the mask every
     input is 0, so that nothing a function computes there can overflow.
     """
-    found = fn(_zero_off_mask(inputs), **options)
-    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    found: tuple[Any, ...] | torch.Tensor = fn(_zero_off_mask(inputs), **options)
+    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, Metrics())
     num_tokens = len(inputs.mask_T)
     if not isinstance(loss, torch.Tensor) or list(loss.shape) not in ([num_tokens], []):
         kind = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -140,11 +140,12 @@ def _zero_off_mask(inputs: LossInputs) -> LossInputs:
     )
 
 
-def _checked_metrics(metrics: Any, num_tokens: int, name: str) -> Metrics:
+def _checked_metrics(metrics: object, num_tokens: int, name: str) -> Metrics:
     if not isinstance(metrics, dict):
         kind = type(metrics).__name__
         raise ValueError(f"{name} returned {kind} beside the loss, expected a dict of metrics")
-    for key, value_T in metrics.items():
+    given: dict[Any, Any] = {**metrics}
+    for key, value_T in given.items():
         if not isinstance(value_T, torch.Tensor) or list(value_T.shape) != [num_tokens]:
             kind = getattr(value_T, "shape", None)
             kind = type(value_T).__name__ if kind is None else list(kind)
@@ -152,7 +153,7 @@ def _checked_metrics(metrics: Any, num_tokens: int, name: str) -> Metrics:
                 f"{name} returned {kind} as the metric {key!r}, expected a number for each of the "
                 f"{num_tokens} tokens"
             )
-    return {str(key): value_T.detach() for key, value_T in metrics.items()}
+    return {str(key): value_T.detach() for key, value_T in given.items()}
 
 
 def _log_ratio(inputs: LossInputs) -> torch.Tensor:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -59,12 +60,13 @@ def normalize(
             raise ValueError(f"a normalisation level is 'batch', 'group' or null, got {level!r}")
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask.bool()
     x64 = x.double().masked_fill(~mask, 0.0)
-    batch, group = _Slices(None, process_group), _Slices(_group_of_row(group_sizes, x))
+    group_ids = _group_of_row(group_sizes, x)
+    batch, group = _Slices(None, process_group), _Slices(group_ids)
     if not bool(batch.total(mask.double()) > 0):
         return x
     if not bool(batch.total((~x64.isfinite()).double()) == 0):
         raise ValueError("a normaliser got a value that is not finite: look at the rewards")
-    episode = _Slices(_episode_of_row(group.ids, episode_ids))
+    episode = _Slices(_episode_of_row(group_ids, episode_ids))
     levels = {"batch": batch, "group": group}
     weight = mask.double()
     if x.ndim == 1:
@@ -98,7 +100,7 @@ def episode_means(x: torch.Tensor, episode_ids: torch.Tensor | None) -> torch.Te
     """The mean of each episode's rows, for `x` `[B]` of one group or with ids of the batch."""
     if episode_ids is None:
         return x.double()
-    episode = episode_ids.unique(return_inverse=True)[1]
+    episode = _numbered(episode_ids)
     totals = x.new_zeros(len(x), dtype=torch.float64).index_add(0, episode, x.double())
     counts = torch.bincount(episode)
     return totals[: len(counts)] / counts
@@ -132,7 +134,7 @@ class _Slices:
             return out[ids].view(-1, *[1] * (values.ndim - 1))
         if self._process_group is not None:
             op = dist.ReduceOp.SUM if reduce == "sum" else dist.ReduceOp.MAX
-            dist.all_reduce(out, op, group=self._process_group)
+            dist.all_reduce(out, op, group=self._process_group)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         return out[0]
 
 
@@ -200,4 +202,9 @@ def _episode_of_row(group_ids: torch.Tensor, episode_ids: torch.Tensor | None) -
             f"{list(episode_ids.shape)}"
         )
     pairs = torch.stack([group_ids, episode_ids.to(group_ids)], dim=1)
-    return pairs.unique(dim=0, return_inverse=True)[1]
+    return _numbered(pairs, dim=0)
+
+
+def _numbered(ids: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Each element, or slice of `dim`, as its place among those that differ, in order."""
+    return cast("torch.Tensor", ids.unique(return_inverse=True, dim=dim)[1])  # pyright: ignore[reportUnknownMemberType]  # untyped in torch

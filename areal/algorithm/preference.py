@@ -40,7 +40,8 @@ def dpo_loss(
     gain_B = _gains(logprobs_T, ref_logp_T, mask_T, cu_seqlens)
     chosen_P, rejected_P = _pairs(gain_B)
     loss_P = -F.logsigmoid(beta * (chosen_P - rejected_P))
-    tie_P = beta * ROUNDING * sum(_pairs(sequence_count(mask_T, cu_seqlens)))
+    num_chosen_P, num_rejected_P = _pairs(sequence_count(mask_T, cu_seqlens))
+    tie_P = beta * ROUNDING * (num_chosen_P + num_rejected_P)
     metrics = _metrics(loss_P, beta * chosen_P, beta * rejected_P, tie_P)
     return loss_P.mean().to(logprobs_T.dtype), metrics
 

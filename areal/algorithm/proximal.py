@@ -55,7 +55,7 @@ def approximation_errors(
     """Per token, 0 off the mask, for each guess: `<guess>/logp_error` |guess - log pi_prox| and
     `<guess>/ratio_error` |pi_guess / pi_prox - 1|, the relative error of the importance weight.
     """
-    errors = {}
+    errors: dict[str, torch.Tensor] = {}
     for name, guess in PROX_GUESSES.items():
         guess_T = guess(logp_T, behave_logp_T, versions_T, version)
         difference_T = (guess_T - prox_logp_T.detach()).masked_fill(~mask_T.bool(), 0.0)

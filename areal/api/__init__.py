@@ -41,7 +41,7 @@ _HOMES = {
     "WorkflowLike": "workflow_api",
     "GenerationHyperparameters": "config.generation",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]  # loaded lazily
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from areal.api.io_struct import ModelResponse
-from areal.api.json_text import loads_written
+from areal.api.json_text import Json, loads_written
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ class InteractionWithTokenLogpReward:
 
     def path(self) -> list[InteractionWithTokenLogpReward]:
         """The turns whose tokens this one continues, oldest first; ends with itself."""
-        path = [self]
+        path: list[InteractionWithTokenLogpReward] = [self]
         while path[-1].chat_template_type == "concat" and path[-1].parent is not None:
             path.append(path[-1].parent)
         return path[::-1]
@@ -257,6 +257,7 @@ def is_message_prefix(prefix: Sequence[Message], messages: Sequence[Message]) ->
 
 
 def _said(message: Message) -> tuple[Any, ...]:
+    calls: list[dict[str, Any]]
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return (
         message.get("role"),
@@ -266,15 +267,16 @@ def _said(message: Message) -> tuple[Any, ...]:
     )
 
 
-def _text(content: Any) -> str:
+def _text(content: Json) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         return json.dumps(content, sort_keys=True, default=repr)
-    texts = [isinstance(part, dict) and part.get("type") == "text" for part in content]
     return "".join(
-        str(part.get("text")) if is_text else json.dumps(part, sort_keys=True, default=repr)
-        for part, is_text in zip(content, texts, strict=True)
+        str(part.get("text"))
+        if isinstance(part, dict) and part.get("type") == "text"
+        else json.dumps(part, sort_keys=True, default=repr)
+        for part in content
     )
 
 

@@ -18,9 +18,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from pydantic_core import from_json
+
+# What `loads` returns, and `dumps` takes.
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
 
 _NUMBER_END = 10**308  # every integer below is finite as a double
 _MAX_SEARCHED = 1 << 20  # bytes of malformed JSON that are searched for the field at fault
@@ -64,7 +68,7 @@ def loads_object(
     data: bytes | str, where: str = "body", *, check_numbers: bool = True
 ) -> dict[str, Any]:
     """The JSON object in `data`, or JsonError."""
-    value = loads(data, where, check_numbers=check_numbers)
+    value: Json = loads(data, where, check_numbers=check_numbers)
     if not isinstance(value, dict):
         raise JsonError(where, f"expected a JSON object, got {type(value).__name__}")
     return value
@@ -112,7 +116,9 @@ def _may_hold_surrogate(data: bytes | str) -> bool:
     return b"\\u" in data or b"\xed" in data  # UTF-8's first byte of a surrogate
 
 
-def _path_of(value: Any, is_bad: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+def _path_of(
+    value: Json, is_bad: Callable[[Json], bool], path: tuple[str, ...] = ()
+) -> tuple[str, ...] | None:
     """Where the first bad scalar is: keys and indices, as they are written after each other."""
     if isinstance(value, dict):
         for key, item in value.items():
@@ -141,13 +147,13 @@ def _is_fine(items: list[Any]) -> bool:
     return kinds == {float} and math.isfinite(sum(items))
 
 
-def _is_infinite(value: Any) -> bool:
+def _is_infinite(value: Json) -> bool:
     if type(value) is int:
         return not -_NUMBER_END < value < _NUMBER_END
     return type(value) is float and not math.isfinite(value)
 
 
-def _has_surrogate(value: Any) -> bool:
+def _has_surrogate(value: Json) -> bool:
     return isinstance(value, str) and well_formed(value) is not value
 
 

@@ -22,7 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal.api.json_text import Json
 
 MAX_LOGPROB = 1e-3  # float rounding of a probability of 1
 MIN_SAMPLED_LOGPROB = -1000.0
@@ -89,7 +92,7 @@ def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) 
         raise ValueError("output_versions: weights only move forward, got a version that goes back")
 
 
-def _is_list_of(value: Any, kinds: set[type]) -> bool:
+def _is_list_of(value: Json, kinds: set[type]) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= kinds
 
 
@@ -101,7 +104,7 @@ def _has_finite_sum(values: Sequence[float]) -> bool:
         return False
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Json) -> str:
     if isinstance(value, int) and abs(value) >= _TOKEN_END:
         return "an integer beyond 64 bits"
     text = repr(value[:8] if isinstance(value, list | str) else value)

@@ -117,10 +117,11 @@ class AsyncRewardWrapper:
         self._mean_call_s: float | None = None
 
     async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
-        self._attach(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._attach(loop)
         self._next_id += 1
         payload = self._pickle_arguments(args, kwargs)
-        call = _Call(self._next_id, payload, self._loop.create_future())
+        call = _Call(self._next_id, payload, loop.create_future())
         self._waiting.append(call)
         self._schedule_pump()
         return await call.future
@@ -168,7 +169,14 @@ class AsyncRewardWrapper:
         self._shut_down()
         self._loop = loop
 
-    def _pickle_arguments(self, args: tuple, kwargs: dict[str, Any]) -> bytes:
+    @property
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        """Of the workers; there is one from the first call to `close`."""
+        if self._loop is None:
+            raise RuntimeError(f"the reward wrapper of {self.name} has no event loop")
+        return self._loop
+
+    def _pickle_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         try:
             return pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
@@ -181,7 +189,7 @@ class AsyncRewardWrapper:
         """Once per tick, so that calls made together travel together."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
-            self._loop.call_soon(self._run, self._pump)
+            self._own_loop.call_soon(self._run, self._pump)
 
     def _pump(self) -> None:
         self._pump_scheduled = False
@@ -208,12 +216,12 @@ class AsyncRewardWrapper:
     def _start_missing(self) -> None:
         if len(self._workers) >= min(self.max_workers, self._num_unfinished()):
             return
-        delay_s = self._restarts.delay_s(self._loop.time())
+        delay_s = self._restarts.delay_s(self._own_loop.time())
         if delay_s == 0:
             self._start_worker()
             self._schedule_pump()  # the next one in the next tick: a start costs milliseconds
         elif self._start_timer is None:
-            self._start_timer = self._loop.call_later(delay_s, self._run, self._on_start_timer)
+            self._start_timer = self._own_loop.call_later(delay_s, self._run, self._on_start_timer)
 
     def _on_start_timer(self) -> None:
         self._start_timer = None
@@ -223,7 +231,7 @@ class AsyncRewardWrapper:
         try:
             if self._folder is None:
                 self._folder = ScratchFolder("rewards")
-            worker = RewardProcess(self._loop.time(), self._limits, self._folder.path)
+            worker = RewardProcess(self._own_loop.time(), self._limits, self._folder.path)
         except OSError as error:  # no process or file descriptor left: go on with those there are
             self.max_workers = max(len(self._workers), 1)
             logger.warning("only %d reward workers: %s", len(self._workers), error)
@@ -233,13 +241,13 @@ class AsyncRewardWrapper:
             return
         worker.outgoing += frame(0, self._setup)
         self._workers.append(worker)
-        self._loop.add_reader(worker.channel, self._run, self._on_readable, worker)
-        self._loop.add_reader(worker.output, self._run, self._on_output, worker)
+        self._own_loop.add_reader(worker.channel, self._run, self._on_readable, worker)
+        self._own_loop.add_reader(worker.output, self._run, self._on_output, worker)
         self._arm(worker, START_TIMEOUT_S)
         self._arm_watch()
 
     def _on_failed_start(self, error: RewardError, kind: str) -> None:
-        now = self._loop.time()
+        now = self._own_loop.time()
         self.counts[kind] += 1
         self._restarts.on_death(now)
         is_hopeless = self._restarts.on_failed_start(now, from_outside=kind == "killed")
@@ -249,7 +257,7 @@ class AsyncRewardWrapper:
     def _queue_on(self, worker: RewardProcess, call: _Call) -> None:
         worker.in_flight.append(call)
         if len(worker.in_flight) == 1:
-            worker.busy_since = self._loop.time()
+            worker.busy_since = self._own_loop.time()
             if worker.timer is None:
                 self._arm(worker, self.timeout_seconds)
         worker.outgoing += frame(call.id, call.payload)
@@ -266,9 +274,9 @@ class AsyncRewardWrapper:
         if bool(worker.outgoing) != worker.watching_writes:
             worker.watching_writes = bool(worker.outgoing)
             if worker.watching_writes:
-                self._loop.add_writer(worker.channel, self._run, self._send, worker)
+                self._own_loop.add_writer(worker.channel, self._run, self._send, worker)
             else:
-                self._loop.remove_writer(worker.channel)
+                self._own_loop.remove_writer(worker.channel)
 
     def _on_readable(self, worker: RewardProcess) -> None:
         try:
@@ -287,15 +295,15 @@ class AsyncRewardWrapper:
         self._pump()
 
     def _on_output(self, worker: RewardProcess) -> None:
-        is_open = self._output.read(worker.output, self._loop.time())
+        is_open = self._output.read(worker.output, self._own_loop.time())
         if not is_open or self._output.is_dropping:
-            self._loop.remove_reader(worker.output)
+            self._own_loop.remove_reader(worker.output)
         if is_open and self._output.is_dropping:  # what is dropped must not keep the loop busy
-            self._loop.call_later(FLOOD_PAUSE_S, self._run, self._read_on, worker)
+            self._own_loop.call_later(FLOOD_PAUSE_S, self._run, self._read_on, worker)
 
     def _read_on(self, worker: RewardProcess) -> None:
         if worker in self._workers:
-            self._loop.add_reader(worker.output, self._run, self._on_output, worker)
+            self._own_loop.add_reader(worker.output, self._run, self._on_output, worker)
 
     def _on_message(self, worker: RewardProcess, message: dict[str, Any]) -> None:
         if not worker.ready and "fatal" in message:
@@ -304,8 +312,7 @@ class AsyncRewardWrapper:
             worker.ready = True
             self._restarts.on_ready()
             self._warn_of(message.get("unkept"))
-            worker.timer.cancel()
-            worker.timer = None
+            _disarm(worker)
         else:
             self._on_reply(worker, message)
 
@@ -318,15 +325,13 @@ class AsyncRewardWrapper:
         if not worker.in_flight or worker.in_flight[0].id != message.get("id"):
             raise BadReplyError(f"answered a call it was not asked: {message!r:.200}")
         value, seconds = message.get("value"), message.get("s")
-        has_value = isinstance(value, float) and isinstance(seconds, float) and seconds >= 0
-        if not has_value and "error" not in message and "unfit" not in message:
-            raise BadReplyError(f"sent a malformed reply: {message!r:.200}")
         call = worker.in_flight[0]
-        self._restarts.on_returned()
         if "unfit" in message:
             self._fail(call, RewardError(f"{self.name} {message['unfit']}"), "error")
         elif "error" in message:
             self._retry(call, RewardError(f"{self.name} raised {message['error']}"), "error")
+        elif not (isinstance(value, float) and isinstance(seconds, float) and seconds >= 0):
+            raise BadReplyError(f"sent a malformed reply: {message!r:.200}")
         elif not math.isfinite(value):
             found = f"{self.name} returned {value}; a reward must be finite"
             self._retry(call, RewardError(found), "error")
@@ -335,11 +340,12 @@ class AsyncRewardWrapper:
             self._mean_call_s = 0.8 * mean + 0.2 * seconds
             if not call.future.done():
                 call.future.set_result(value)
+        self._restarts.on_returned()
         worker.in_flight.popleft()
-        worker.busy_since = self._loop.time()  # the next one, if any, starts now
+        worker.busy_since = self._own_loop.time()  # the next one, if any, starts now
 
     def _arm(self, worker: RewardProcess, seconds: float) -> None:
-        worker.timer = self._loop.call_later(seconds, self._run, self._on_timer, worker)
+        worker.timer = self._own_loop.call_later(seconds, self._run, self._on_timer, worker)
 
     def _on_timer(self, worker: RewardProcess) -> None:
         """One timer per worker, set again for what is left: replies need not touch it."""
@@ -347,7 +353,7 @@ class AsyncRewardWrapper:
         if worker.ready and not worker.in_flight:
             return
         limit = self.timeout_seconds if worker.ready else START_TIMEOUT_S
-        left = worker.busy_since + limit - self._loop.time()
+        left = worker.busy_since + limit - self._own_loop.time()
         if left > 0:
             return self._arm(worker, left)
         doing = "did not return" if worker.ready else "was not loaded"
@@ -376,23 +382,22 @@ class AsyncRewardWrapper:
         self._waiting.extendleft(reversed(worker.in_flight))
         if culprit is not None:
             if kind != "timeout":
-                self._restarts.on_death(self._loop.time())
+                self._restarts.on_death(self._own_loop.time())
             self._retry(culprit, error, kind)
         elif not worker.ready and self._waiting:
             self._on_failed_start(error, kind)
         self._dismiss(worker)
 
     def _dismiss(self, worker: RewardProcess) -> None:
-        if worker.timer is not None:
-            worker.timer.cancel()
-        if not self._loop.is_closed():
-            self._loop.remove_reader(worker.channel)
-            self._loop.remove_reader(worker.output)
-            self._loop.remove_writer(worker.channel)
+        _disarm(worker)
+        if not self._own_loop.is_closed():
+            self._own_loop.remove_reader(worker.channel)
+            self._own_loop.remove_reader(worker.output)
+            self._own_loop.remove_writer(worker.channel)
         worker.channel.close()
         worker.kill()
-        self._output.read_last(worker.output, self._loop.time())
-        worker.process.stdout.close()
+        self._output.read_last(worker.output, self._own_loop.time())
+        worker.printed.close()
         self._killed.append(worker)
 
     def _reap(self) -> None:
@@ -408,13 +413,13 @@ class AsyncRewardWrapper:
     def _arm_watch(self) -> None:
         if self._limits is not None and self._watch_timer is None and sys.platform == "linux":
             delay_s = WATCH_S * max(1.0, len(self._workers) / WATCHED_AT_ONCE)
-            self._watch_timer = self._loop.call_later(delay_s, self._run, self._look)
+            self._watch_timer = self._own_loop.call_later(delay_s, self._run, self._look)
 
     def _look(self) -> None:
         """Measure what the workers use, in a thread; then `_judge` it here."""
         self._reap()
         workers, limits = list(self._workers), self._limits
-        if not workers and not self._killed:
+        if limits is None or (not workers and not self._killed):
             self._watch_timer = None
             return
 
@@ -422,16 +427,21 @@ class AsyncRewardWrapper:
             return [measure(one.process.pid, one.folder, limits) for one in workers]
 
         looked = asyncio.wrap_future(self._helping().submit(look), loop=self._loop)
-        looked.add_done_callback(lambda done: self._run(self._judge, workers, done))
+        looked.add_done_callback(lambda done: self._run(self._judge, workers, limits, done))
 
-    def _judge(self, workers: list[RewardProcess], looked: asyncio.Future) -> None:
+    def _judge(
+        self,
+        workers: list[RewardProcess],
+        limits: ProcessLimits,
+        looked: asyncio.Future[list[Usage | None]],
+    ) -> None:
         if self._loop is None:  # closed meanwhile
             return
         for worker, usage in zip(workers, looked.result(), strict=True):
             if usage is None or worker not in self._workers:
                 continue
             cpu_s = worker.cpu_of_call(usage.cpu_s)
-            if (broken := beyond(usage, self._limits, cpu_s)) is not None:
+            if (broken := beyond(usage, limits, cpu_s)) is not None:
                 error = RewardCrashError(f"the process of {self.name} {broken}; it was killed")
                 self._kill(worker, error, "crash")
         self._watch_timer = None
@@ -466,7 +476,7 @@ class AsyncRewardWrapper:
     def _fail_all(self, error: RewardError) -> None:
         while self._waiting:
             call = self._waiting.popleft()
-            if not call.future.done() and not self._loop.is_closed():
+            if not call.future.done() and not self._own_loop.is_closed():
                 call.future.set_exception(error)
 
     def _num_unfinished(self) -> int:
@@ -499,6 +509,12 @@ class _Call:
     future: asyncio.Future[float]
     failures: int = 0
     kills: int = 0  # by something outside
+
+
+def _disarm(worker: RewardProcess) -> None:
+    if worker.timer is not None:
+        worker.timer.cancel()
+        worker.timer = None
 
 
 def _how_it_ended(code: int | None) -> str:

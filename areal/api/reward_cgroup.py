@@ -78,7 +78,7 @@ def open_group(limits: ProcessLimits) -> Group | None:
         "memory.memsw.limit_in_bytes": memory,
         "pids.max": MAX_THREADS + limits.max_processes,
     }
-    group, written = Group([]), []
+    group, written = Group([]), list[str]()
     try:
         for place in _places():
             _remove_empty(place)
@@ -115,11 +115,11 @@ def _places() -> list[Path]:
 def _own_groups() -> dict[str, Path]:
     """{controller: folder of this process's group}; that of version 2 is under ""."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
-    paths = {}
+    paths: dict[str, str] = {}
     for line in lines:
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
-    groups = {}
+    groups: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, mount = line.partition(" - ")
         root, point = fields.split()[3:5]

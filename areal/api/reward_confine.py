@@ -153,7 +153,8 @@ def _all_but(hidden: list[str]) -> tuple[list[str], bool]:
     ways = {str(parent) for path in there for parent in Path(path).parents}
     if not ways:
         return ["/"], True
-    named, readable, is_complete = there | ways, [], True
+    named, is_complete = there | ways, True
+    readable: list[str] = []
     for folder in sorted(ways - there):
         if any(str(parent) in there for parent in Path(folder).parents):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from areal.api.config.limits import ProcessLimits
@@ -17,17 +17,19 @@ from areal.api.secret_text import is_secret
 
 RUN_FOLDER = "AREAL_RUN_FOLDER"  # where the database and the recover points of this run lie
 
-_NAMES = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "HOSTNAME", "TERM", "TZ", "LANG"}
-_NAMES |= {"LANGUAGE", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "JAVA_HOME"}
-_NAMES |= {"LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "NLTK_DATA", "TORCH_HOME"}
-_NAMES |= {"HF_HOME"}
-_NAMES |= {"HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"}
-_NAMES |= {"HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE", "TOKENIZERS_PARALLELISM"}
-_NAMES |= {"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "MPLBACKEND", "MPLCONFIGDIR"}
-_NAMES |= {"CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"}
-_NAMES |= {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
-_NAMES |= {"NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"}
-_NAMES |= {"AREAL_STACKS", "AREAL_DEBUG", "AREAL_LOG_LEVEL"}
+_NAMES = (
+    {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "HOSTNAME", "TERM", "TZ", "LANG"}
+    | {"LANGUAGE", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "JAVA_HOME"}
+    | {"LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "NLTK_DATA", "TORCH_HOME"}
+    | {"HF_HOME"}
+    | {"HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"}
+    | {"HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE", "TOKENIZERS_PARALLELISM"}
+    | {"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "MPLBACKEND", "MPLCONFIGDIR"}
+    | {"CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"}
+    | {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
+    | {"NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"}
+    | {"AREAL_STACKS", "AREAL_DEBUG", "AREAL_LOG_LEVEL"}
+)
 _PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_")
 
 
@@ -69,7 +71,7 @@ def _block_devices() -> list[str]:
 
 
 @contextlib.contextmanager
-def hidden_from_rewards(folder: Path) -> Iterator[None]:
+def hidden_from_rewards(folder: Path) -> Generator[None]:
     """Confined processes that are started meanwhile, here or by a child, cannot read `folder`."""
     with variable_set(RUN_FOLDER, str(folder.absolute())):
         yield

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from areal.api import reward_worker
 from areal.api.config.limits import ProcessLimits
@@ -49,9 +49,9 @@ class RewardProcess:
 
     def __init__(self, now: float, limits: ProcessLimits | None, place: Path) -> None:
         self.folder = tempfile.mkdtemp(dir=place)
-        self.process, self.channel = _spawn(limits, self.folder)
+        self.process, self.channel, self.printed = _spawn(limits, self.folder)
         self.group = _group_of(self.process.pid, limits)
-        self.output = self.process.stdout.fileno()  # what it prints
+        self.output = self.printed.fileno()  # what it prints
         self.busy_since = now  # loop time when it began what it does now
         self.ready = False  # the function is loaded
         self.in_flight: deque[Any] = deque()  # the first one is running
@@ -111,8 +111,10 @@ def _printable(value: Any) -> Any:
     return printable(value, MAX_TEXT_CHARS) if isinstance(value, str) else value
 
 
-def _spawn(limits: ProcessLimits | None, folder: str) -> tuple[subprocess.Popen, socket.socket]:
-    """A fresh interpreter that knows only `reward_worker`, and our end of its socket."""
+def _spawn(
+    limits: ProcessLimits | None, folder: str
+) -> tuple[subprocess.Popen[bytes], socket.socket, IO[bytes]]:
+    """A fresh interpreter that knows only `reward_worker`, our end of its socket, its output."""
     options = None if limits is None else {**asdict(limits), "hidden": hidden_paths(limits)}
     argv = [sys.executable, "-P", reward_worker.__file__]
     parent_end, child_end = socket.socketpair()
@@ -131,8 +133,9 @@ def _spawn(limits: ProcessLimits | None, folder: str) -> tuple[subprocess.Popen,
         except OSError:
             parent_end.close()
             raise
+    assert process.stdout is not None  # a pipe
     os.set_blocking(process.stdout.fileno(), False)
-    return process, parent_end
+    return process, parent_end, process.stdout
 
 
 def _group_of(pid: int, limits: ProcessLimits | None) -> Group | None:
@@ -169,7 +172,7 @@ def describe_function(reward_fn: Callable[..., float] | str) -> tuple[str, bytes
             "a reward worker imported a script that starts training when imported; put the "
             "script's last part under `if __name__ == '__main__':`"
         )
-    setup = {"sys_path": [entry or os.getcwd() for entry in sys.path], "main": None}
+    setup: dict[str, Any] = {"sys_path": [entry or os.getcwd() for entry in sys.path], "main": None}
     if isinstance(reward_fn, str):
         if "." not in reward_fn:
             raise ValueError(f"reward_fn: expected 'package.module.function', got {reward_fn!r}")
@@ -189,8 +192,8 @@ def describe_function(reward_fn: Callable[..., float] | str) -> tuple[str, bytes
 
 def main_module(name: str) -> tuple[str, str]:
     main = sys.modules["__main__"]
-    if getattr(main, "__spec__", None) is not None:
-        return "module", main.__spec__.name
-    if getattr(main, "__file__", None) is None:
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return "module", spec.name
+    if (file := getattr(main, "__file__", None)) is None:
         raise ValueError(f"reward_fn: {name} was typed into a session; move it to a file")
-    return "path", str(Path(main.__file__).absolute())
+    return "path", str(Path(file).absolute())

@@ -73,7 +73,7 @@ def beyond(usage: Usage, limits: ProcessLimits, cpu_s: float) -> str | None:
         (usage.disk / (1 << 20), "disk_mb", limits.disk_mb, "kept more in $TMPDIR"),
     ]
     for used, key, limit, text in found:
-        if used > limit:
+        if limit is not None and used > limit:
             return f"{text} than limits.{key}={limit:g} allows"
     if usage.threads > MAX_THREADS:
         return f"started more than {MAX_THREADS} threads"

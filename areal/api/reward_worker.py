@@ -33,7 +33,10 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, SupportsFloat, TextIO, TypeGuard, cast
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
 
 FRAME_HEADER = struct.Struct("<QQ")  # payload bytes, call id
 MAX_ERROR_CHARS = 4000
@@ -51,14 +54,17 @@ def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
     faulthandler.enable()  # a segfault leaves the Python stack on stderr
     stacks = _stacks_file()
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
-    requests = channel.makefile("rb", buffering=1 << 16)
+    requests = cast("BinaryIO", channel.makefile("rb", buffering=1 << 16))
     try:
         confinement = runpy.run_path(str(Path(__file__).with_name("reward_confine.py")))
-        unkept = confinement["confine"](limits, folder) if limits else []
-        function = _load(pickle.loads(_next_frame(requests)[1]))
+        unkept: list[str] = confinement["confine"](limits, folder) if limits else []
+        setup = _next_frame(requests)
+        if setup is None:  # the parent has gone
+            return
+        function = _load(pickle.loads(setup[1]))
     except BaseException as error:  # SystemExit at import is a failed load too
         _reply(channel, {"fatal": _describe(error, limits)})
         return
@@ -86,11 +92,11 @@ def _answer(
         return {"error": _describe(error, limits)}
 
 
-def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return function(*args, **kwargs)
     except TypeError as error:
-        if error.__traceback__.tb_next is not None:  # raised inside of it
+        if error.__traceback__ and error.__traceback__.tb_next:  # raised inside of it
             raise
         misfit = _misfit(function, args, kwargs)
         if misfit is None:
@@ -98,7 +104,9 @@ def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
         raise _UnfitError(misfit) from None
 
 
-def _misfit(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> str | None:
+def _misfit(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
     """Why the arguments are not those that the function takes; None when they are."""
     import inspect  # only now: it would double the time a worker takes to start
 
@@ -117,25 +125,32 @@ def _misfit(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     return None
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, types.CoroutineType):
         value.close()
         raise _UnfitError(f"is `async def`; a reward function is a plain function: def {EXPECTED}")
-    if isinstance(value, list | tuple) or getattr(value, "ndim", 0):
+    if _is_several(value):
         raise _UnfitError(
             f"returned {_shown(value)} ({type(value).__name__}); it is called once per answer and "
             f"must return one number, not a list as in TRL: def {EXPECTED}"
         )
-    is_number = isinstance(value, numbers.Real) or (
-        # numpy's bool, Decimal, a tensor of one number
-        hasattr(type(value), "__float__") and not isinstance(value, str | bytes | numbers.Complex)
-    )
-    if not is_number:
+    if not _is_number(value):
         raise TypeError(f"a reward must be a number, got {_shown(value)} ({type(value).__name__})")
     try:
         return float(value)
     except OverflowError:
         raise ValueError(f"a reward must be finite, got {_shown(value)}") from None
+
+
+def _is_several(value: object) -> bool:
+    return isinstance(value, list | tuple) or bool(getattr(value, "ndim", 0))
+
+
+def _is_number(value: object) -> TypeGuard[SupportsFloat]:
+    return isinstance(value, numbers.Real) or (
+        # numpy's bool, Decimal, a tensor of one number
+        hasattr(type(value), "__float__") and not isinstance(value, str | bytes | numbers.Complex)
+    )
 
 
 def _shown(value: Any, show: Callable[[Any], str] = repr) -> str:

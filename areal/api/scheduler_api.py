@@ -32,7 +32,7 @@ class SchedulingSpec:
     inference server."""
     mem: int | None = None
     """Gigabytes of memory that Ray sets aside. Default: none."""
-    env_vars: dict[str, str] = field(default_factory=dict)
+    env_vars: dict[str, str] = field(default_factory=dict[str, str])
     """Environment variables of the process, besides those of the controller."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ import secrets
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 VARIABLE = "AREAL_SCRATCH"
@@ -47,7 +47,7 @@ class ScratchFolder:
 
 
 @contextlib.contextmanager
-def kept_in(root: Path) -> Iterator[None]:
+def kept_in(root: Path) -> Generator[None]:
     """Scratch folders of this process and of those it starts meanwhile lie in `root`.
 
     What killed processes have left there, and in the system's temporary folder, goes first.
@@ -65,7 +65,7 @@ def kept_in(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def variable_set(name: str, value: str) -> Iterator[None]:
+def variable_set(name: str, value: str) -> Generator[None]:
     """An environment variable, for this process and those it starts meanwhile."""
     before = os.environ.get(name)
     os.environ[name] = value
@@ -80,7 +80,7 @@ def variable_set(name: str, value: str) -> Iterator[None]:
 
 def sweep(root: str | Path) -> list[Path]:
     """Remove the folders in `root` whose owners are gone and were this user's."""
-    removed = []
+    removed: list[Path] = []
     for folder in sorted(Path(root).glob("areal-*")):
         if _NAME.fullmatch(folder.name) and (lock := _lock(folder)) is not None:
             _remove(folder, lock)
@@ -173,7 +173,7 @@ def _remove_entry(top: int, name: str) -> list[str]:
         return []
     os.chmod(name, 0o700, dir_fd=top)
     folder = os.open(name, _OPEN_FOLDER, dir_fd=top)
-    moved = []
+    moved: list[str] = []
     try:
         for inner in os.listdir(folder):
             if not _unlink(inner, folder):

@@ -16,26 +16,35 @@ import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from areal.api.json_text import well_formed
+
+Tree: TypeAlias = "Mapping[Any, Tree] | list[Tree] | tuple[Tree, ...] | str | float | bool | None"
 
 HIDDEN = "<hidden>"
 _MIN_CHARS = 8  # shorter texts would hide ordinary words
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "credential", "credentials"}
-_SECRET_WORDS |= {"apikey", "token", "bearer", "creds", "jwt", "sshpass"}
+_SECRET_WORDS = (
+    {"secret", "password", "passwd", "passphrase", "sshpass"}
+    | {"credential", "credentials", "creds"}
+    | {"apikey", "token", "bearer", "jwt"}
+)
 _SECRET_ENDS = ("password", "passwd", "passphrase", "apikey", "authtoken")  # PGPASSWORD
-_KINDS_OF_KEY = {"api", "access", "admin", "private", "secret", "auth", "encryption", "signing"}
-_KINDS_OF_KEY |= {"openai", "anthropic", "wandb", "hf", "azure", "aws", "gcp", "github", "gitlab"}
-_KINDS_OF_KEY |= {"ssh", "deploy", "service", "master", "license", "webhook"}
+_KINDS_OF_KEY = (
+    {"api", "access", "admin", "private", "secret", "auth", "encryption", "signing"}
+    | {"openai", "anthropic", "wandb", "hf", "azure", "aws", "gcp", "github", "gitlab"}
+    | {"ssh", "deploy", "service", "master", "license", "webhook"}
+)
 _KINDS_OF_PASS = {"db", "user", "smtp", "mail", "ftp", "redis", "mysql", "postgres", "admin"}
 # Last words of environment variables.
 _SECRET_LAST = {"KEY", "PAT", "PASS", "PWD", "AUTH", "DSN", "WEBHOOK", "COOKIE", "CRED"}
 # `pad_token` and the like are words of a vocabulary.
-_KINDS_OF_TOKEN = {"pad", "eos", "bos", "unk", "stop", "sep", "cls", "mask", "end", "start", "per"}
-_KINDS_OF_TOKEN |= {"special", "image", "video", "audio", "think", "new", "begin", "ids", "id"}
-_KINDS_OF_TOKEN |= {"level", "type", "count"}
+_KINDS_OF_TOKEN = (
+    {"pad", "eos", "bos", "unk", "stop", "sep", "cls", "mask", "end", "start", "per"}
+    | {"special", "image", "video", "audio", "think", "new", "begin", "ids", "id"}
+    | {"level", "type", "count"}
+)
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]+:[^/@\s]+@")
 _IN_TEXT = (
     (re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}"), rf"\1{HIDDEN}"),
@@ -68,24 +77,24 @@ def hide_secrets(text: str) -> str:
     return text
 
 
-def without_secrets(tree: Any) -> Any:
+def without_secrets(tree: Tree) -> Any:
     """A config's dicts and lists with `HIDDEN` for secrets, whose values are remembered."""
     _remember_tree(tree)
     return _hidden(tree)
 
 
-def _remember_tree(tree: Any, name: str = "") -> None:
+def _remember_tree(tree: Tree, name: str = "") -> None:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             _remember_tree(value, str(key))
     elif isinstance(tree, list | tuple):
         for value in tree:
             _remember_tree(value, name)
-    elif is_secret(name, tree):
+    elif isinstance(tree, str) and is_secret(name, tree):
         remember_secret(tree)
 
 
-def _hidden(tree: Any, name: str = "") -> Any:
+def _hidden(tree: Tree, name: str = "") -> Any:
     if isinstance(tree, Mapping):
         return {key: _hidden(value, str(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -15,7 +15,7 @@ import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -71,16 +71,17 @@ def check_world(
 
     Returns what is known of each role's model; hubs are asked only with a deadline.
     """
+    from areal.api.config.inference import NativeServerConfig
     from areal.cli.model_folders import check_chat_template, check_models
     from areal.utils.server_envs import find_interpreter
     from areal.workflow import WORKFLOWS
 
     found = check_models(config, deadline_s=deadline_s)
     check_names(config)
-    if config.trainer == "ppo":
-        tokenizer = found["tokenizer"].folder
-        if config.rollout.engine != "native":
-            find_interpreter(config.rollout.engine, config.server.python)
+    if _is_ppo(config):
+        tokenizer, server = found["tokenizer"].folder, config.server
+        if not isinstance(server, NativeServerConfig):
+            find_interpreter(config.rollout.engine, server.python)
         if config.workflow in WORKFLOWS and tokenizer is not None:
             check_chat_template(config.tokenizer_path, tokenizer)
         _check_port(config.rollout.agent.port)
@@ -94,12 +95,18 @@ def check_names(config: BaseExperimentConfig) -> None:
     _check_rows(config.train_dataset)
     if config.valid_dataset is not None:
         _check_dataset("valid_dataset", config.valid_dataset)
-    if config.trainer == "ppo":
+    if _is_ppo(config):
         _check_import_paths(config)
         _check_images(config)
     _check_trackers(config)
     if config.scheduler.type == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
+
+
+def _is_ppo(config: BaseExperimentConfig) -> TypeGuard[PPOConfig]:
+    from areal.api.config.experiment import PPOConfig
+
+    return isinstance(config, PPOConfig)
 
 
 def _check_dataset(section: str, dataset: DatasetConfig) -> None:
@@ -176,8 +183,9 @@ def _check_import_paths(config: PPOConfig) -> None:
     if isinstance(actor.gae_lambda, str):
         call = lambda_call(actor.gae_lambda_kwargs)
         _check_name("actor.gae_lambda", actor.gae_lambda, LAMBDA_FUNCTIONS, call)
-    call = policy_loss_call(actor.policy_loss_kwargs)
-    _check_name("actor.policy_loss", actor.policy_loss, POLICY_LOSSES, call)
+    if actor.policy_loss is not None:
+        call = policy_loss_call(actor.policy_loss_kwargs)
+        _check_name("actor.policy_loss", actor.policy_loss, POLICY_LOSSES, call)
     for name in ("data_extract_prompt_fn", "get_input_ids_fn"):
         if config.workflow in WORKFLOWS and isinstance(config.workflow_kwargs.get(name), str):
             _check_name(f"workflow_kwargs.{name}", config.workflow_kwargs[name], ())
@@ -276,15 +284,19 @@ def check_fileroot(key: str, fileroot: str) -> None:
 
 
 def _summary(config: BaseExperimentConfig, found: Mapping[str, Found]) -> str:
+    from areal.trainer.identity import trainer_name
+    from areal.trainer.model_paths import actor_section
+
     run = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
-    data, actor = config.train_dataset, config.actor
-    parts = [f"{config.trainer} of {actor.path}{_state(found['actor'])} on {data.path}"]
-    if config.trainer == "ppo":
+    data, actor = config.train_dataset, actor_section(config)
+    trainer = trainer_name(config)
+    parts = [f"{trainer} of {actor.path}{_state(found['actor'])} on {data.path}"]
+    if _is_ppo(config):
         parts.append(f"{data.batch_size} prompts x {config.gconfig.n_samples} samples a step")
         parts.append(f"staleness at most {config.rollout.max_head_offpolicyness}")
         parts.append(f"{config.rollout.backend} + {actor.backend}")
     else:
-        things = "pairs" if config.trainer in ("rw", "dpo") else "rows"
+        things = "pairs" if trainer in ("rw", "dpo") else "rows"
         parts.append(f"{data.batch_size} {things} a step")
         parts.append(actor.backend)
     others = [
@@ -306,8 +318,7 @@ def _state(found: Found) -> str:
 def _processes(config: BaseExperimentConfig) -> str:
     """Who starts how many processes."""
     workers = {role: count for role, count in config.num_processes().items() if count}
-    serves = config.trainer == "ppo" and config.actor.weight_update_mode != "direct"
-    if serves:
+    if _is_ppo(config) and config.actor.weight_update_mode != "direct":
         workers["inference"] = config.rollout.num_servers * config.rollout.tensor_parallel
     each = "".join(f" + {count} {role}" for role, count in workers.items())
     total = 1 + sum(workers.values())

@@ -101,6 +101,7 @@ def _run(argv: list[str]) -> None:
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
+        assert process.stdout is not None  # a pipe
         for line in process.stdout:
             tail.append(line.rstrip())
             print(f"  {line.rstrip()}", flush=True)

@@ -13,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.api.config.experiment import PPOConfig
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine import fit
-from areal.trainer.model_paths import recorded_commits
+from areal.trainer.model_paths import model_paths, recorded_commits
 from areal.utils.hub import Found, hub_name, look_up
 from areal.utils.model_files import CONFIG_FILE, language_config, read_hf_config, weight_files
 from areal.utils.run_paths import RunPaths
 
 if TYPE_CHECKING:
-    from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+    from areal.api.config.experiment import BaseExperimentConfig
 
 MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -30,11 +31,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> dict[str, Found]:
     """Every role's model and the tokenizer, by role; hubs are asked until the deadline."""
     found = _look_up_all(config, deadline_s)
-    hf_configs = {}
+    paths, hf_configs = model_paths(config), {}
     for role, section in config.models().items():
         place = found[role]
         if place.folder is not None:
-            _check_folder(role, section.path, place.folder, needs_weights=_needs_weights(section))
+            _check_folder(role, paths[role], place.folder, needs_weights=_needs_weights(section))
             hf_configs[role] = _read_config(f"{role}.path", place.folder)
         elif place.config is not None:
             hf_configs[role] = place.config
@@ -43,9 +44,10 @@ def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> d
     if tokenizer is not None:
         _check_tokenizer(config.tokenizer_path, tokenizer)
         for role in config.models():
-            if found[role].folder is not None:
-                _check_same_tokens(f"{role}.path", found[role].folder, tokenizer)
-    if config.trainer == "ppo" and "actor" in hf_configs:
+            folder = found[role].folder
+            if folder is not None:
+                _check_same_tokens(f"{role}.path", folder, tokenizer)
+    if isinstance(config, PPOConfig) and "actor" in hf_configs:
         _check_context(config, hf_configs["actor"])
     return found
 
@@ -60,9 +62,10 @@ def _look_up_all(config: BaseExperimentConfig, deadline_s: float | None) -> dict
             path = str(name.at(commits[path]))
         return look_up(path, key=key, weights=weights, deadline_s=deadline_s)
 
+    models = config.models()
     wanted = {
-        role: (f"{role}.path", section.path, _needs_weights(section))
-        for role, section in config.models().items()
+        role: (f"{role}.path", path, _needs_weights(models[role]))
+        for role, path in model_paths(config).items()
     }
     wanted["tokenizer"] = ("tokenizer_path", config.tokenizer_path, False)
     with ThreadPoolExecutor(len(wanted), thread_name_prefix="hub") as pool:

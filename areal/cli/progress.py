@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -37,7 +38,7 @@ def run_with_progress(config: Any, console: Any, *, title: str, metric: str) -> 
     with logging.quiet(), Progress(*columns, console=console) as progress:
         bar = progress.add_task(title, total=None, value="")
 
-        def on_step(step: int, total: int, stats: dict[str, float]) -> None:
+        def on_step(step: int, total: int, stats: Mapping[str, float]) -> None:
             value = f"{metric.rpartition('/')[2]} {stats[metric]:.3f}"
             progress.update(bar, completed=step, total=total, value=value)
 

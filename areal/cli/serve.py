@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 if TYPE_CHECKING:
     from areal.engine.native.engine import NativeEngine
-    from areal.engine.native.lockstep import LeadingEngine
 
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 
@@ -141,7 +140,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine | LeadingEngine]:
+def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine]:
     import torch
 
     from areal.engine.native.engine import NativeEngine
@@ -159,7 +158,7 @@ def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine | L
     if args.tensor_parallel > 1:
         options |= {"model_path": str(folder), "threads": args.threads, "dtype": args.dtype}
         with leading_engine(args.tensor_parallel, on_end=_end_with, **options) as engine:
-            yield engine
+            yield cast("NativeEngine", engine)  # the calls of one, carried out on all ranks
         return
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype) if args.dtype else None

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from areal.utils.hub import cache_folder, cached_commit, downloading
 
@@ -76,9 +76,11 @@ def _read_folder(folder: Path, split: str) -> Sequence[Row]:
 
     try:
         if (folder / "dataset_dict.json").is_file():
-            return TableRows(datasets.load_from_disk(str(folder))[split])
+            return TableRows(
+                cast("datasets.DatasetDict", datasets.load_from_disk(str(folder)))[split]
+            )
         if (folder / "state.json").is_file():
-            return TableRows(datasets.load_from_disk(str(folder)))
+            return TableRows(cast("datasets.Dataset", datasets.load_from_disk(str(folder))))
         return TableRows(datasets.load_dataset(str(folder), split=split))
     except Exception as error:  # the package raises a dozen kinds for a folder it cannot read
         raise ValueError(
@@ -90,6 +92,7 @@ def _read_folder(folder: Path, split: str) -> Sequence[Row]:
 def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
     """A data set of a hub, by `org/name` or `org/name@revision`."""
     import datasets
+    import datasets.config
 
     name, _, revision = path.partition("@")
     prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
@@ -98,7 +101,7 @@ def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
             builder = datasets.load_dataset_builder(name, config, revision=revision or None)
             _check_commit(path, builder.hash, cached_commit(name, revision or None, "dataset"))
             builder.download_and_prepare()
-            table = builder.as_dataset(split=split)
+            table = cast("datasets.Dataset", builder.as_dataset(split=split))
     except ValueError as error:
         cause = _first_line(error)
         raise ValueError(f"dataset.path: {path!r}, split {split!r}: {cause}") from error
@@ -121,6 +124,7 @@ def _check_commit(path: str, prepared: str | None, expected: str | None) -> None
 
 def _read_parquet(file: Path) -> Sequence[Row]:
     import datasets
+    import datasets.table
     import pyarrow
     import pyarrow.parquet
 
@@ -139,7 +143,8 @@ class TableRows(Sequence):
     """
 
     def __init__(self, table: datasets.Dataset) -> None:
-        self._table = table.with_format("arrow")
+        # `datasets` knows no type for this format, whose rows are tables of pyarrow.
+        self._table: Any = table.with_format("arrow")
 
     @property
     def column_names(self) -> list[str]:

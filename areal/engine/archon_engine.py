@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.api.engine_api import InferenceEngine, TrainEngine
+from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
 from areal.engine.fit import check_archon
@@ -70,11 +71,7 @@ if TYPE_CHECKING:
     from areal.engine.pipeline import Pipeline
 
 
-class ArchonEngine(TrainEngine):
-    train_batch = base.train_batch
-    eval_batch = base.eval_batch
-    forward_batch = base.forward_batch
-
+class ArchonEngine(base.Backend):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config
@@ -132,7 +129,7 @@ class ArchonEngine(TrainEngine):
         self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
         self._hf_config = language_config(read_hf_config(self._folder))
         check_archon(self.config, decoder_args(self._hf_config), self._dims)
-        self._model = self._build_model() if self._mesh is None else self._build_shards()
+        self._model = self._build_model() if self._mesh is None else self._build_shards(self._mesh)
         self._fill_model(self._model)
         if self.config.batch_invariant:
             make_invariant(self._model)
@@ -170,17 +167,17 @@ class ArchonEngine(TrainEngine):
         self._add_adapters(model)
         return model
 
-    def _build_shards(self) -> Decoder:
+    def _build_shards(self, mesh: ParallelMesh) -> Decoder:
         model = build_model(
             self._hf_config, device="meta", dtype=torch.float32, is_critic=self.config.is_critic
         )
         if self._dims.pp > 1:
             from areal.engine.pipeline import Pipeline  # a second of imports others do not need
 
-            self._pipeline = Pipeline(model, self._mesh, self.config, self._dtype(), self.device)
+            self._pipeline = Pipeline(model, mesh, self.config, self._dtype(), self.device)
             return model
         self._add_adapters(model)
-        parallelize(model, self._mesh, self._dtype())
+        parallelize(model, mesh, self._dtype())
         return model.to_empty(device=self.device)
 
     def _add_adapters(self, model: Decoder) -> None:
@@ -251,8 +248,9 @@ class ArchonEngine(TrainEngine):
                     output.backward()
                     self.optimizer.collect_gradients()
                 outputs.append(output.detach())
-        if self._mesh is not None:
-            self.model.reshard()  # a pass without backward leaves the head whole, soon out of date
+        model = self.model
+        if isinstance(model, FSDPModule):
+            model.reshard()  # a pass without backward leaves the head whole, soon out of date
         return outputs
 
     def _token_outputs(self, mb: base.MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -279,11 +277,12 @@ class ArchonEngine(TrainEngine):
             checkpoint.save(meta.path, self.model, optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
-        if self._adapters is None:
+        adapters = self._adapters
+        if adapters is None:
             self._hand_over(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
         else:
-            adapters = self._adapters.tensors(is_receiver=self._is_first_rank)
-            self._hand_over(adapters, lambda tensors: self._save_adapters(tensors, meta))
+            trained = adapters.tensors(is_receiver=self._is_first_rank)
+            self._hand_over(trained, lambda tensors: self._save_adapters(adapters, tensors, meta))
 
     def capture(self) -> Callable[[str | Path], None]:
         return checkpoint.capture(self.model, self.optimizer, self._version, self._writers).write
@@ -293,8 +292,8 @@ class ArchonEngine(TrainEngine):
         save_hf(weights, config, meta.path)
         save_beside(meta, self._folder)
 
-    def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
-        self._adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
+    def _save_adapters(self, adapters: Adapters, tensors: Weights, meta: SaveLoadMeta) -> None:
+        adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
         save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -320,7 +319,7 @@ class ArchonEngine(TrainEngine):
             return self.model.named_hf_tensors()
         merge = None if self._adapters is None else self._adapters.merge
         link = None
-        if self._pipeline is not None:
+        if self._pipeline is not None and self._mesh is not None:
             group = self._mesh.get_group("pp")
             reaches_receiver = dist.get_global_rank(group, 0) == 0
             link = StageLink(self._pipeline.layout, group, reaches_receiver, self.device)

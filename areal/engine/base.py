@@ -1,10 +1,7 @@
 """What every training back end shares: micro-batches, the exact global mean, the three entries.
 
 A back end gives one primitive, `forward_backward_batch`, and an optimizer step. `train_batch`,
-`eval_batch` and `forward_batch` are written here once over it; an engine takes them as its methods:
-
-    class ArchonEngine(TrainEngine):
-        train_batch, eval_batch = base.train_batch, base.eval_batch
+`eval_batch` and `forward_batch` are written here once over it:
 
     padded batch [B, S] -> pack_sequences -> packed micro-batches [T] -> forward (and backward)
 
@@ -18,14 +15,16 @@ of the back end: who has fewer adds fillers, one token of weight 0 that no loss 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.engine_api import TrainEngine
 from areal.utils.data import pack, sequence_lengths, unpack
 from areal.utils.prefix_tree import PrefixTree
 from areal.utils.seqpack import Bins, pack_sequences
@@ -52,20 +51,25 @@ class MicroBatch:
     tree: PrefixTree | None = None  # of its sequences, where the back end shares their prefixes
 
 
-class Backend(Protocol):
-    """What the functions below need of an engine."""
+class Backend(TrainEngine):
+    """A training engine, less its primitive."""
 
     device: torch.device
     mb_spec: MicroBatchSpec
-    min_micro_batches: int  # with fewer, some of its ranks would have nothing to do
     dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
     shares_prefixes: bool  # computes once what sequences of a micro-batch begin with alike
 
     @property
+    def min_micro_batches(self) -> int:
+        """With fewer, some of its ranks would have nothing to do."""
+        return 1
+
+    @property
+    @abstractmethod
     def optimizer(self) -> Any:
         """RuntimeError when it was not made to train (`require_optimizer`)."""
-        ...
 
+    @abstractmethod
     def forward_backward_batch(
         self, mbs: list[MicroBatch], output_fn: OutputFn, forward_only: bool
     ) -> list[torch.Tensor]:
@@ -74,59 +78,56 @@ class Backend(Protocol):
         Outputs cover the whole micro-batch on every rank that shares its tokens. Gradients are
         summed (not averaged) over the ranks of `dp_group`.
         """
-        ...
 
+    @abstractmethod
     def optimizer_step(self) -> dict[str, float]: ...
 
+    def train_batch(
+        self,
+        input_: Mapping[str, Any],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        rows_per_unit: int = 1,
+    ) -> dict[str, float]:
+        """One optimizer step on the weighted mean of the loss over the rows of all ranks."""
+        _ = self.optimizer  # refuse before the work, not after it
+        mbs = _micro_batches(self, input_, rows_per_unit)
+        loss = _weighted_loss(self, mbs, loss_fn, loss_weight_fn, forward_only=False)
+        stats = {**self.optimizer_step(), "loss": loss.item()}
+        if self.shares_prefixes:
+            stats["tree_token_ratio"] = _tree_token_ratio(self, mbs)
+        return stats
 
-def train_batch(
-    backend: Backend,
-    input_: Mapping[str, Any],
-    loss_fn: LossFn,
-    loss_weight_fn: LossWeightFn,
-    *,
-    rows_per_unit: int = 1,
-) -> dict[str, float]:
-    """One optimizer step on the weighted mean of the loss over the rows of all ranks."""
-    _ = backend.optimizer  # refuse before the work, not after it
-    mbs = _micro_batches(backend, input_, rows_per_unit)
-    loss = _weighted_loss(backend, mbs, loss_fn, loss_weight_fn, forward_only=False)
-    stats = {**backend.optimizer_step(), "loss": loss.item()}
-    if backend.shares_prefixes:
-        stats["tree_token_ratio"] = _tree_token_ratio(backend, mbs)
-    return stats
+    def eval_batch(
+        self,
+        input_: Mapping[str, Any],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        rows_per_unit: int = 1,
+    ) -> torch.Tensor:
+        """The weighted mean of the loss over the rows of all ranks."""
+        mbs = _micro_batches(self, input_, rows_per_unit)
+        return _weighted_loss(self, mbs, loss_fn, loss_weight_fn, forward_only=True)
 
+    def forward_batch(self, input_: Mapping[str, Any]) -> torch.Tensor:
+        """Log-probabilities or values `[B, S]` of this rank's rows on their device, padding 0."""
+        mask = input_["attention_mask"]
+        mbs = _micro_batches(self, input_, 1)
+        out_BS = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
 
-def eval_batch(
-    backend: Backend,
-    input_: Mapping[str, Any],
-    loss_fn: LossFn,
-    loss_weight_fn: LossWeightFn,
-    *,
-    rows_per_unit: int = 1,
-) -> torch.Tensor:
-    """The weighted mean of the loss over the rows of all ranks."""
-    mbs = _micro_batches(backend, input_, rows_per_unit)
-    return _weighted_loss(backend, mbs, loss_fn, loss_weight_fn, forward_only=True)
+        def output_fn(index: int, output_T: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            progress()
+            return output_T
 
-
-def forward_batch(backend: Backend, input_: Mapping[str, Any]) -> torch.Tensor:
-    """Log-probabilities or values `[B, S]` of this rank's rows on their device, 0 on padding."""
-    mask = input_["attention_mask"]
-    mbs = _micro_batches(backend, input_, 1)
-    out_BS = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-
-    def output_fn(index: int, output_T: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        progress()
-        return output_T
-
-    packed = backend.forward_backward_batch(mbs, output_fn, True)
-    for mb, output_T in zip(mbs, packed, strict=True):
-        if not mb.rows:
-            continue
-        rows_BS = unpack(output_T, mb.data["cu_seqlens"], mask.shape[1])
-        out_BS[mb.rows] = rows_BS.to(mask.device)
-    return out_BS
+        packed = self.forward_backward_batch(mbs, output_fn, True)
+        for mb, output_T in zip(mbs, packed, strict=True):
+            if not mb.rows:
+                continue
+            rows_BS = unpack(output_T, mb.data["cu_seqlens"], mask.shape[1])
+            out_BS[mb.rows] = rows_BS.to(mask.device)
+        return out_BS
 
 
 def require_model(model: Part | None) -> Part:

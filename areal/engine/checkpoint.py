@@ -28,13 +28,13 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from areal.engine.process_group import on_all_ranks, on_first_rank
-from areal.engine.shard_storage import ShardReader, ShardWriter
+from areal.engine.shard_storage import ShardReader, ShardWriter, stored_tensors
+from areal.models.parallelize import local_part
 from areal.utils.fs import atomic_folder
 from areal.utils.manifest import check_files, describe, list_files, read_manifest, write_manifest
 
@@ -77,7 +77,7 @@ def capture(
     state = _state(model, optimizer, version)
     copies = {name: _host_copy(tensor) for name, tensor in state.items()}
     copied = None
-    if any(_local(tensor).is_cuda for tensor in state.values()):
+    if any(local_part(tensor).is_cuda for tensor in state.values()):
         copied = torch.cuda.Event()
         copied.record()
     return Snapshot(copies, ranks, copied)
@@ -128,7 +128,7 @@ def load(
     state = _state(model, optimizer, 0)
     _check_fit(path, state, ranks)
     try:
-        dcp.load(
+        state_dict_loader.load(
             state, storage_reader=ShardReader(path), process_group=ranks, no_dist=ranks is None
         )
     except CheckpointException as error:
@@ -148,14 +148,14 @@ def digests(path: str | Path) -> dict[str, str]:
     """
     path = Path(path)
     _verify(path, None)
-    stored = ShardReader(path).read_metadata().state_dict_metadata
+    stored = stored_tensors(ShardReader(path).read_metadata())
     found, part = {}, {}
     for place, (name, entry) in enumerate(sorted(stored.items()), start=1):
         part[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         # One call for many tensors, since each reads the list of all; not more than fit in memory.
         is_full = sum(tensor.nbytes for tensor in part.values()) >= _DIGEST_BYTES
         if is_full or place == len(stored):
-            dcp.load(part, storage_reader=ShardReader(path), no_dist=True)
+            state_dict_loader.load(part, storage_reader=ShardReader(path), no_dist=True)
             found |= {name: _digest(tensor) for name, tensor in part.items()}
             part = {}
     return found
@@ -163,7 +163,7 @@ def digests(path: str | Path) -> dict[str, str]:
 
 def _digest(tensor: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -184,7 +184,9 @@ def _write_shards(
     """What one rank cannot write fails on all of them."""
     try:
         writer = ShardWriter(scratch)
-        dcp.save(state, storage_writer=writer, process_group=ranks, no_dist=ranks is None)
+        state_dict_saver.save(
+            state, storage_writer=writer, process_group=ranks, no_dist=ranks is None
+        )
     except CheckpointException as error:  # no Exception in torch: nobody else would catch it
         cause = _cause(error)
         if isinstance(cause, OSError):
@@ -216,7 +218,7 @@ def _check_fit(
     # Pipeline stages ask for their own tensors, and for all of them together.
     shapes = on_all_ranks(ranks, lambda: {name: list(x.shape) for name, x in state.items()})
     own = {name: shape for part in shapes for name, shape in part.items()}
-    stored = ShardReader(path).read_metadata().state_dict_metadata
+    stored = stored_tensors(ShardReader(path).read_metadata())
     sizes = {name: list(entry.size) for name, entry in stored.items()}
     if not any(name.startswith(_MOMENTS) for name in state):
         sizes = {name: size for name, size in sizes.items() if not name.startswith(_MOMENTS)}
@@ -265,11 +267,7 @@ def _state(model: nn.Module, optimizer: Resumable | None, version: int) -> State
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Pinned when it comes from a GPU, so that the copy needs no one to wait for it."""
-    pinned = _local(tensor).is_cuda
+    pinned = local_part(tensor).is_cuda
     copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
-    _local(copy).copy_(_local(tensor), non_blocking=pinned)
+    local_part(copy).copy_(local_part(tensor), non_blocking=pinned)
     return copy
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -85,7 +85,7 @@ class CollectiveSender:
         try:
             if self._group is None:
                 self._group = self._open(meta)
-            self._broadcast(meta, named_tensors)
+            self._broadcast(self._group, meta, named_tensors)
         except BaseException:
             self.close()
             raise
@@ -121,8 +121,9 @@ class CollectiveSender:
         opening = in_thread(_THREAD, lambda: WeightGroup.open(place, device, listener=listener))
         return calls.while_answering(lambda: _result(opening, check=calls.check))
 
-    def _broadcast(self, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
-        group = self._group
+    def _broadcast(
+        self, group: WeightGroup, meta: WeightUpdateMeta, named_tensors: NamedTensors
+    ) -> None:
         calls = _Calls()
         for control in self._controls:
             calls.start(control, partial(self._routes.take, control, group.place.name, meta))

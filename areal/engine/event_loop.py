@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 _CLOSE_S = 10.0  # for an event loop that is alive, a matter of milliseconds
 
 
 def close_on_its_loop(
-    events: asyncio.AbstractEventLoop, close: Callable[[], Awaitable[None]]
+    events: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
     """Runs `close()` on `events`; waits for it, unless this is the loop's own thread."""
     if events.is_closed():

@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from areal.api.alloc_mode import ModelAllocation, ParallelStrategy, check_equal_stages
+from areal.api.config.experiment import PPOConfig
 from areal.api.config.roles import FrozenModelConfig
+from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.fsdp.families import check_family as check_transformers_family
 from areal.models import decoder_args
 from areal.models.common.args import DecoderArgs, share_of
@@ -27,25 +29,27 @@ from areal.utils.model_files import language_config
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
     from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
-    from areal.api.config.train_engine import TrainEngineConfig
 
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[str, Any]]) -> None:
     """Every role whose config.json is known (`hf_configs`, by role) fits its engine."""
-    for role, section in config.models().items():
+    models = config.models()
+    for role, section in models.items():
         if role not in hf_configs:
             continue
         engine = section
-        if isinstance(section, FrozenModelConfig):
-            engine = section.engine_config(config.actor)
+        if isinstance(engine, FrozenModelConfig):
+            actor = models["actor"]
+            assert isinstance(actor, TrainEngineConfig), "the actor is trained"
+            engine = engine.engine_config(actor)
         try:
             check_training(engine, hf_configs[role])
         except ValueError as error:
             where = f"{role}.backend: {section.backend!r} with {section.path!r}"
             raise ValueError(f"{where}: {error}") from None
-    if config.trainer == "ppo" and "actor" in hf_configs:
+    if isinstance(config, PPOConfig) and "actor" in hf_configs:
         try:
             check_generation(config.rollout, config.native, hf_configs["actor"])
         except ValueError as error:

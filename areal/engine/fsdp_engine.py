@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.api.engine_api import InferenceEngine, TrainEngine
+from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
 from areal.engine.fit import check_fsdp
@@ -47,17 +48,12 @@ if TYPE_CHECKING:
     from areal.engine.fsdp.lora import Adapters
 
 
-class FSDPEngine(TrainEngine):
-    train_batch = base.train_batch
-    eval_batch = base.eval_batch
-    forward_batch = base.forward_batch
-
+class FSDPEngine(base.Backend):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws what `config.path` does not hold: adapters, or every weight with
         `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
-        self.min_micro_batches = 1
         self.shares_prefixes = False
         self.device = torch.device(best_device())
         self.dp_group: dist.ProcessGroup | None = None
@@ -103,20 +99,20 @@ class FSDPEngine(TrainEngine):
             self._mesh = one_rank_mesh(self.device)
         self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
         check_fsdp(self.config, read_hf_config(self._folder), self._dims)
-        trains = self.config.optimizer is not None and ft_spec is not None
-        model = self._build_model(trains)
+        optimizer = self.config.optimizer
+        model = self._build_model(trains=optimizer is not None and ft_spec is not None)
         materialise(model, self.device, offload=offload)
         self._fill_model(model)
         check_model(model, self.device)
         self._model = model
         self._reshard()
         self._writers = side_group(self._ranks)
-        if trains:
+        if optimizer is not None and ft_spec is not None:
             self._optimizer = MasterOptimizer(
-                model.hf, self.config.optimizer, ft_spec.total_train_steps, self._ranks
+                model.hf, optimizer, ft_spec.total_train_steps, self._ranks
             )
 
-    def _build_model(self, trains: bool) -> PackedModel:
+    def _build_model(self, *, trains: bool) -> PackedModel:
         """On the meta device, cut for the mesh."""
         # Shards that are trained are their own masters, hence float32.
         trained_dtype = self._dtype() if self._mesh is None else torch.float32
@@ -127,7 +123,7 @@ class FSDPEngine(TrainEngine):
             is_critic=self.config.is_critic,
         )
         check_layout(model.hf, self._dims)
-        if self._dims.tp > 1:
+        if self._mesh is not None and self._dims.tp > 1:
             cut_over_tp(model.hf, self._mesh["tp"])
         if self.config.use_lora:
             self._adapters = self._add_adapters(model, trained_dtype)
@@ -155,7 +151,8 @@ class FSDPEngine(TrainEngine):
         if self.config.init_from_scratch:
             draw_weights(hf, self._seed)
         elif self.config.is_critic and not has_score_head(path):
-            hf.score.weight.detach().zero_()  # as Archon's: a new critic says 0 of every token
+            # As Archon's: a new critic says 0 of every token.
+            model.score_head.weight.detach().zero_()
             load_weights(hf, path, without=[SCORE_HEAD])
         else:
             load_weights(hf, path)
@@ -194,7 +191,8 @@ class FSDPEngine(TrainEngine):
 
         At a sequence's last token, log p and entropy are junk.
         """
-        cp = self._mesh.get_group("cp") if self._dims.cp > 1 else None
+        mesh = self._mesh if self._dims.cp > 1 else None
+        cp = None if mesh is None else mesh.get_group("cp")
         laid = lay_out(mb, multiple=self._dims.cp, cp=cp)
         outputs_t = self.model(
             laid.tokens_t,
@@ -220,11 +218,12 @@ class FSDPEngine(TrainEngine):
             checkpoint.save(meta.path, self.model.hf, optimizer, self._version, self._writers)
             return
         refuse_optimizer(meta)
-        if self._adapters is None:
+        adapters = self._adapters
+        if adapters is None:
             self._hand_over(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
         else:
-            adapters = self._adapters.tensors(is_receiver=self._is_first_rank)
-            self._hand_over(adapters, lambda tensors: self._save_adapters(tensors, meta))
+            trained = adapters.tensors(is_receiver=self._is_first_rank)
+            self._hand_over(trained, lambda tensors: self._save_adapters(adapters, tensors, meta))
 
     def capture(self) -> Callable[[str | Path], None]:
         model = self.model.hf
@@ -235,9 +234,8 @@ class FSDPEngine(TrainEngine):
         save_hf(weights, critic_config(config) if self.config.is_critic else config, meta.path)
         save_beside(meta, self._folder)
 
-    def _save_adapters(self, tensors: Weights, meta: SaveLoadMeta) -> None:
-        base_model = meta.base_model_path or self.config.path
-        self._adapters.save(tensors, meta.path, base_model)
+    def _save_adapters(self, adapters: Adapters, tensors: Weights, meta: SaveLoadMeta) -> None:
+        adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
         save_beside(meta, self._folder)
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -301,8 +299,9 @@ class FSDPEngine(TrainEngine):
 
     def _reshard(self) -> None:
         """A pass without backward leaves the head whole, soon out of date."""
-        if self._mesh is not None:
-            self.model.reshard()
+        model = self.model
+        if isinstance(model, FSDPModule):
+            model.reshard()
 
     def _dtype(self) -> torch.dtype:
         return base.compute_dtype(self.config, self.device)

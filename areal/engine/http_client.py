@@ -162,6 +162,7 @@ class HttpClient:
         draft = Draft(request, self._budget(request))
         cost = len(request.input_ids) + draft.budget
         caller = asyncio.current_task()
+        assert caller is not None, "a coroutine is run by a task"
         self._callers.add(caller)
         server = self._fleet.take(request.input_ids, cost)
         try:

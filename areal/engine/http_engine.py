@@ -203,11 +203,11 @@ class HttpEngine(InferenceEngine):
         """What brings the ordered weights to all servers, once nothing runs there."""
         if meta.type in ("shm", "disk") and named_tensors is None and not meta.use_lora:
             return self._loading_of_folder(meta)
-        by_group = self._collective is not None
-        if meta.type == "xccl" and by_group and named_tensors is not None and not meta.use_lora:
-            return partial(self._broadcast, meta, named_tensors)
+        collective = self._collective
+        if meta.type == "xccl" and collective and named_tensors is not None and not meta.use_lora:
+            return partial(self._broadcast, collective, meta, named_tensors)
         ways, modes = "from a folder", "shm or disk"
-        if by_group:
+        if collective:
             ways, modes = "from a folder or a process group", "shm, disk or xccl"
         raise ValueError(
             f"a {self._protocol.kind} takes whole models {ways}, got type {meta.type!r}"
@@ -228,14 +228,17 @@ class HttpEngine(InferenceEngine):
         return load
 
     def _broadcast(
-        self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]]
+        self,
+        collective: CollectiveSender,
+        meta: WeightUpdateMeta,
+        named_tensors: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         self._weights = None
         self._seats.forbid_restarts(
             f"the weights of version {meta.version} came through a process group, and nothing "
             "holds them for another server; set actor.weight_update_mode to shm or disk for that"
         )
-        self._collective.send(tuple(self._controls), meta, named_tensors)
+        collective.send(tuple(self._controls), meta, named_tensors)
 
     def _interrupt_all(self) -> None:
         """When this returns no request runs and none is let in. On an error all go on as before."""

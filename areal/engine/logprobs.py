@@ -98,12 +98,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_T[chunk],
                 ctx.head,
             )
-            if needs_hidden:
+            if grad_hidden_TD is not None:
                 torch.mm(grad_CW, weight_WD, out=grad_hidden_TD[chunk])
-            if needs_weight:
+            if grad_weight_WD is not None:
                 _add_product(grad_weight_WD, grad_CW.T, hidden_TD[chunk])
             del grad_CW  # before the next chunk makes its own
-        if needs_weight:
+        if grad_weight_WD is not None:
             grad_weight_WD = grad_weight_WD.to(weight_WD.dtype)
         return grad_hidden_TD, grad_weight_WD, None, None
 
@@ -123,8 +123,11 @@ def _chunk_forward(
         log_total_C, label_C, mean_logit_C = stats
     else:
         logits_CW = _logits(hidden_CD, weight_WD, head, head.batch_invariant)
-        row = _whole_rows if head.part is None else _rows_in_parts
-        log_total_C, label_C, mean_logit_C = row(logits_CW, labels_C, head.part)
+        log_total_C, label_C, mean_logit_C = (
+            _whole_rows(logits_CW, labels_C)
+            if head.part is None
+            else _rows_in_parts(logits_CW, labels_C, head.part)
+        )
     if head.batch_invariant:
         logprobs_C = row_logprobs(logits_CW, labels_C)
     else:
@@ -149,7 +152,8 @@ def _logit_gradient(
         return logit_gradient(raw_CW, labels_C, log_total_C, grad_C, *options)
     logits_CW = _logits(hidden_CD, weight_WD, head, False)
     scale_C1 = grad_C[:, None] / head.temperature
-    slope_CW = None if head.softcap is None else _softcap_slope(logits_CW, head)
+    cap = head.softcap
+    slope_CW = None if cap is None else _softcap_slope(logits_CW, head.temperature / cap)
     # d logp(label) / d logits = onehot(label) - softmax
     grad_CW = (logits_CW - log_total_C[:, None]).exp_().mul_(-scale_C1)
     label_C, is_here_C = _own_labels(labels_C, grad_CW.shape[1], head.part)
@@ -188,7 +192,7 @@ def _can_add_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _whole_rows(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, part: None
+    logits_CV: torch.Tensor, labels_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each row: logsumexp, the label's logit, and the mean of the logits under softmax."""
     log_total_C = logits_CV.logsumexp(dim=1)
@@ -231,9 +235,9 @@ def _logits(
     return logits_CW if head.temperature == 1.0 else logits_CW / head.temperature
 
 
-def _softcap_slope(logits_CW: torch.Tensor, head: _Head) -> torch.Tensor:
-    """d softcap(x) / dx, from the capped logits over the temperature."""
-    tanh_CW = logits_CW * (head.temperature / head.softcap)
+def _softcap_slope(logits_CW: torch.Tensor, scale: float) -> torch.Tensor:
+    """d softcap(x) / dx, from the capped logits over the temperature; `scale` makes them a tanh."""
+    tanh_CW = logits_CW * scale
     return 1.0 - tanh_CW * tanh_CW
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.api.engine_api import InferenceEngine, TrainEngine
+from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine import base, checkpoint
 from areal.engine.fit import check_megatron
@@ -47,11 +47,7 @@ from areal.utils.device import best_device
 from areal.utils.hub import model_folder
 
 
-class MegatronEngine(TrainEngine):
-    train_batch = base.train_batch
-    eval_batch = base.eval_batch
-    forward_batch = base.forward_batch
-
+class MegatronEngine(base.Backend):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config
@@ -102,8 +98,8 @@ class MegatronEngine(TrainEngine):
 
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
-        trains = self.config.optimizer is not None and ft_spec is not None
-        if trains:
+        optimizer = self.config.optimizer
+        if optimizer is not None and ft_spec is not None:
             self._require_cuda()
         if self._layout is None:
             self.create_process_group(self._strategy)
@@ -113,10 +109,8 @@ class MegatronEngine(TrainEngine):
         mark_parts(stages)
         self._fill(stages)
         self._stages = stages
-        if trains:
-            self._optimizer = ShardedOptimizer(
-                stages, self.config.optimizer, ft_spec.total_train_steps
-            )
+        if optimizer is not None and ft_spec is not None:
+            self._optimizer = ShardedOptimizer(stages, optimizer, ft_spec.total_train_steps)
 
     def _build_stages(self) -> list[Stage]:
         config = self.config

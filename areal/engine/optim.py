@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from areal.api.config.optimizer import OptimizerConfig
+from areal.models.parallelize import local_part
 from areal.utils import logging
 
 logger = logging.getLogger("Optimizer")
@@ -143,7 +144,8 @@ class MasterOptimizer:
             if isinstance(weight, DTensor):
                 # Anew in each step: FSDP may move a shard to a padded place when it first runs.
                 self._masters[name].data = weight.to_local()
-                self._masters[name].grad = None if weight.grad is None else weight.grad.to_local()
+                grad = weight.grad
+                self._masters[name].grad = None if grad is None else local_part(grad)
 
     def _gradient_norm(self) -> torch.Tensor:
         """Over the whole model, each element once however many ranks hold it."""
@@ -163,7 +165,8 @@ class MasterOptimizer:
 
     def _clip(self, norm: torch.Tensor) -> None:
         factor = (self._config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([m.grad for m in self._masters.values() if m.grad is not None], factor)
+        grads = [m.grad for m in self._masters.values() if m.grad is not None]
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]  # no public one
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -190,7 +193,7 @@ class MasterOptimizer:
             state = self._optimizer.state[master]
             for key, tensor in moments.items():
                 moved = moments[key] = tensor.to(device, copy=True)
-                state[key] = moved.to_local() if isinstance(moved, DTensor) else moved
+                state[key] = local_part(moved)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The float32 weights by name; loading into these tensors is followed by `write_back`."""
@@ -228,7 +231,7 @@ class MasterOptimizer:
             moments[name] = dict(state)
             if isinstance(weight, DTensor):
                 whole = {key: torch.zeros_like(weight) for key, x in state.items() if x.ndim}
-                state.update({key: dtensor.to_local() for key, dtensor in whole.items()})
+                state.update({key: local_part(dtensor) for key, dtensor in whole.items()})
                 moments[name] |= whole
         return moments
 
@@ -237,13 +240,13 @@ def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each second tensor into the first, rounding it; few kernels for many tensors."""
     if pairs:
         targets, sources = map(list, zip(*pairs, strict=True))
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]  # likewise
 
 
 def _master_of(weight: nn.Parameter) -> nn.Parameter:
     if isinstance(weight, DTensor):
         assert weight.dtype == torch.float32, "shards are float32; FSDP rounds what it gathers"
-        return nn.Parameter(weight.detach().to_local())
+        return nn.Parameter(local_part(weight.detach()))
     if weight.dtype == torch.float32:
         return weight
     return nn.Parameter(weight.detach().float())

@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     get_schedule_class,
 )
+from torch.distributed.tensor import DTensor
 
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine import base
@@ -59,6 +60,7 @@ class Stage(nn.Module):
         self.numbers: Iterator[int] = iter(())
 
     def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        assert self.compute is not None, "it is called while a step runs"
         return self.compute(self.part, x, next(self.numbers))
 
 
@@ -89,18 +91,18 @@ class Pipeline:
         parallelize(part, self._mesh, self._dtype, keep_gathered=True)
         part.to_empty(device=self._device)
         # Without weights of its own: the root of FSDP, which holds on until the heads are done.
-        return fully_shard(Stage(part), mesh=self._mesh.in_replicas("fsdp"))
+        stage = Stage(part)
+        fully_shard(stage, mesh=self._mesh.in_replicas("fsdp"))
+        return stage
 
     def _find_tied_head(self, model: Decoder) -> TiedHead | None:
         if not model.args.tie_word_embeddings or model.args.is_critic:
             return None
         first, last = (self._stages.get(i) for i in (0, self.layout.num_stages - 1))
-        return TiedHead(
-            None if first is None else first.part.tok_embeddings.weight,
-            None if last is None else last.part.output.weight,
-            self.layout,
-            self._group,
-        )
+        embedding = None if first is None else first.part.embedding_weight
+        copy = None if last is None else last.part.output_weight
+        assert isinstance(embedding, DTensor | None) and isinstance(copy, DTensor | None)
+        return TiedHead(embedding, copy, self.layout, self._group)
 
     @property
     def parts(self) -> list[Decoder]:
@@ -202,11 +204,11 @@ class Pipeline:
 
         def compute(part: Decoder, x: torch.Tensor | None, mb: int) -> torch.Tensor:
             tokens = laid[mb]
-            x = tokens.tokens_t if part.tok_embeddings is not None else x
-            x = part(x, tokens.positions_t, tokens.attend)
+            given = tokens.tokens_t if part.tok_embeddings is not None else x
+            hidden = part(given, tokens.positions_t, tokens.attend)
             if part.norm is None:
-                return x
-            output = output_fn(mb, *outputs_of(part, x, tokens, self._config, self._mesh))
+                return hidden
+            output = output_fn(mb, *outputs_of(part, hidden, tokens, self._config, self._mesh))
             outputs[mb] = output.detach()
             # Not a view: schedules detach in place what a stage returns.
             return torch.stack([output])

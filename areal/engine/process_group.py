@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,8 @@ def join_alone(device: torch.device) -> None:
     It stays as long as the process: other engines in it use it too.
     """
     if not dist.is_initialized():
-        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there
+        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
 
 
 def _backend(device: torch.device) -> str:
@@ -109,4 +110,5 @@ def side_group(ranks: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """
     if ranks is None:
         return None
-    return dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")
+    group = dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")
+    return cast(dist.ProcessGroup, group)  # of which this rank is a member

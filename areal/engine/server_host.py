@@ -45,10 +45,16 @@ class ServerHost:
         return address
 
     def wait(self, timeout_s: float) -> int | None:
-        return self._child.wait(timeout_s)
+        return self._started.wait(timeout_s)
 
     def describe_end(self) -> str:
-        return self._child.describe_end()
+        return self._started.describe_end()
+
+    @property
+    def _started(self) -> ChildProcess:
+        if self._child is None:
+            raise RuntimeError("no server was started here: call start first")
+        return self._child
 
     def stop(self) -> None:
         if self._child is not None:

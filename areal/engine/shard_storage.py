@@ -16,27 +16,28 @@ import math
 import os
 import re
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from areal.utils.manifest import DamagedError
@@ -66,8 +67,9 @@ class ShardWriter(StorageWriter):
         results = []
         with (self._folder / plan.storage_data).open("wb") as file:
             for item in plan.items:
-                assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
-                tensor = planner.resolve_data(item).detach().cpu().contiguous()
+                data = planner.resolve_data(item)
+                assert isinstance(data, torch.Tensor), f"{item.index.fqn} is no tensor"
+                tensor = data.detach().cpu().contiguous()
                 place = Place(plan.storage_data, file.tell(), tuple(tensor.shape), tensor.dtype)
                 file.write(_raw(tensor))
                 results.append(WriteResult(item.index, tensor.nbytes, place))
@@ -77,7 +79,7 @@ class ShardWriter(StorageWriter):
         """On the first rank, with what all of them wrote."""
         tensors = {
             name: {"dtype": _name(entry.properties.dtype), "size": list(entry.size), "chunks": []}
-            for name, entry in metadata.state_dict_metadata.items()
+            for name, entry in stored_tensors(metadata).items()
         }
         for result in (result for of_rank in results for result in of_rank):
             place: Place = result.storage_data
@@ -138,7 +140,7 @@ class ShardReader(StorageReader):
                     planner.commit_tensor(item, target)
         return _done(None)
 
-    def _read(self, file: BinaryIO, place: Place) -> torch.Tensor:
+    def _read(self, file: BufferedReader, place: Place) -> torch.Tensor:
         chunk = torch.empty(place.sizes, dtype=place.dtype)
         file.seek(place.at)
         if file.readinto(_raw(chunk)) != chunk.nbytes:
@@ -158,6 +160,14 @@ class ShardReader(StorageReader):
         return True
 
 
+def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """By name; there is nothing else."""
+    entries = metadata.state_dict_metadata.items()
+    tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    assert len(tensors) == len(entries), "a checkpoint holds tensors alone"
+    return tensors
+
+
 def _part(chunk: torch.Tensor, item: ReadItem) -> torch.Tensor:
     """What of a stored chunk this rank wants: its layout may be another than the writer's."""
     for axis, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -170,7 +180,7 @@ def _parse(text: bytes, folder: Path) -> Metadata:
     index = json.loads(text)
     if index["format"] != _FORMAT:
         raise ValueError(f"format {index['format']!r}, expected {_FORMAT}")
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, Place] = {}
     file_sizes: dict[str, int] = {}
     for name, entry in index["tensors"].items():
@@ -181,7 +191,8 @@ def _parse(text: bytes, folder: Path) -> Metadata:
             ends = [offset + length for offset, length in zip(offsets, sizes, strict=True)]
             if any(end > whole for end, whole in zip(ends, size, strict=True)):
                 raise ValueError(f"a chunk of {name} lies outside of it")
-            place = Place(chunk["file"], *_ints([chunk["at"]]), sizes, dtype)
+            (at,) = _ints([chunk["at"]])
+            place = Place(chunk["file"], at, sizes, dtype)
             _check_file(place, folder, file_sizes)
             places[MetadataIndex(name, offsets)] = place
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
@@ -222,9 +233,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _raw(tensor: torch.Tensor) -> Any:
+def _raw(tensor: torch.Tensor) -> memoryview:
     """Its bytes, in place."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _done(result: Any) -> Future:

@@ -83,7 +83,7 @@ def head_outputs(
     if config.is_critic:
         return (model.values(hidden_TD),)
     weight, part = model.output_weight, None
-    if isinstance(weight, DTensor):
+    if mesh is not None and isinstance(weight, DTensor):
         weight = weight.to_local()
         part = VocabPart(len(weight) * mesh["tp"].get_local_rank(), mesh.get_group("tp"))
     return next_token_logprobs(

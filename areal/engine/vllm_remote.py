@@ -59,10 +59,10 @@ class VLLMProtocol(ServerProtocol):
     def generation(self, request: ModelRequest) -> HttpRequest:
         refuse_images(request, self.kind)
         gconfig = request.gconfig
-        if len(gconfig.stop or ()) > _MAX_STOPS:
+        stop = gconfig.stop or []
+        if len(stop) > _MAX_STOPS:
             raise ValueError(
-                f"gconfig.stop: a {self.kind} takes at most {_MAX_STOPS} texts, got "
-                f"{len(gconfig.stop)}"
+                f"gconfig.stop: a {self.kind} takes at most {_MAX_STOPS} texts, got {len(stop)}"
             )
         payload: dict[str, Any] = {
             "model": gconfig.lora_name or MODEL_NAME,
@@ -78,7 +78,7 @@ class VLLMProtocol(ServerProtocol):
             "repetition_penalty": 1.0,
             "min_p": 0.0,
             "stop_token_ids": gconfig.stop_token_ids,
-            "stop": gconfig.stop or [],
+            "stop": stop,
             "include_stop_str_in_output": True,
             "ignore_eos": gconfig.ignore_eos,
             "skip_special_tokens": gconfig.skip_special_tokens,

@@ -57,13 +57,14 @@ class WeightReceiver:
         self.reload_weights(weights_iterator=iter(weights.items()))
 
     def _areal_receive(self, group: str, version: int) -> dict[str, torch.Tensor]:
-        here = "none" if self._areal_group is None else self._areal_group.place.name
-        if here != group:
+        joined = self._areal_group
+        if joined is None or joined.place.name != group:
+            here = "none" if joined is None else joined.place.name
             raise GroupError(
                 f"the weights come through the group {group}, this worker is in {here}"
             )
         try:
-            return dict(self._areal_group.receive(version))
+            return dict(joined.receive(version))
         except BaseException:  # what was under way would meet the next version
             self._areal_leave()
             raise

@@ -76,7 +76,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         tensor = obj.detach().cpu().contiguous()
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(raw), tensor.dtype, tuple(tensor.shape))
+        return _tensor, (pickle.PickleBuffer(raw.data), tensor.dtype, tuple(tensor.shape))
 
 
 def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

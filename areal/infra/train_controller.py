@@ -210,7 +210,8 @@ class TrainController:
     def _fail(self, futures: Sequence[Future]) -> NoReturn:
         """Raise the error that came first."""
         _, pending = wait(futures, timeout=_LAST_WORDS_S)
-        errors = [future.exception() for future in futures if future.done() and future.exception()]
+        ended = [future.exception() for future in futures if future.done()]
+        errors = [error for error in ended if error is not None]
         first = min(errors, key=_failure_time)
         for error in errors:
             if error is not first:
@@ -220,8 +221,9 @@ class TrainController:
         if pending or not is_of_engine:
             self._end_processes()
         if is_of_engine:
-            first.__cause__.add_note(str(first))  # which rank, and where in it
-            raise first.__cause__ from None
+            cause = first.__cause__ or first
+            cause.add_note(str(first))  # which rank, and where in it
+            raise cause from None
         raise first
 
     def _end_processes(self) -> None:

@@ -46,7 +46,7 @@ _EXPENSIVE_OPS = {
 
 def checkpoint_blocks(model: Decoder, mode: str, *, selective_option: str, compiled: bool) -> None:
     """Change what the blocks of `model` keep, in place. Parameters and their names stay."""
-    for number, block in enumerate(model.layers.values()):
+    for number, block in enumerate(model.blocks):
         if mode == "full" or (
             mode == "selective" and selective_option != "op" and number % int(selective_option) == 0
         ):

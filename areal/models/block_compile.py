@@ -26,7 +26,7 @@ def compile_blocks(model: Decoder, memory_budget: float | None = None) -> None:
     memory_budget: the share of the memory kept for the backward pass, 1 being what costs no matrix
     product twice; None is 1.
     """
-    for block in model.layers.values():
+    for block in model.blocks:
         block.before = _half(block, "before", memory_budget)
         if not isinstance(block.feed_forward, MoE):  # how many rows an expert gets is data
             block.after = _half(block, "after", memory_budget)

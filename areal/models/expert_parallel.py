@@ -39,6 +39,10 @@ _MODEL_DIM = {"w1": 2, "w2": 1, "w3": 2}
 class SpreadExperts(Experts):
     """In the place of `Experts`: the rows and counts of all experts go in. All ranks of ep call."""
 
+    w1: DTensor
+    w2: DTensor
+    w3: DTensor
+
     def __init__(self, args: DecoderArgs, mesh: DeviceMesh) -> None:
         """`mesh` has the axes ep and etp."""
         super().__init__(args)
@@ -48,7 +52,7 @@ class SpreadExperts(Experts):
             setattr(self, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, places)))
 
     def weights(self) -> tuple[torch.Tensor, ...]:
-        return tuple(weight.to_local() for weight in super().weights())
+        return self.w1.to_local(), self.w2.to_local(), self.w3.to_local()
 
     def forward(self, x_SD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         sent_RL = counts_E.view(self._group.size(), -1)
@@ -66,6 +70,7 @@ class SpreadExperts(Experts):
 
     def shard_placement(self, weight: nn.Parameter, num_shards: int) -> Shard:
         """Where FSDP cuts one of the weights: whole experts if they divide evenly."""
+        assert isinstance(weight, DTensor), "the weights are DTensors from the beginning"
         if weight.to_local().shape[0] % num_shards == 0:
             return Shard(0)
         name = next(name for name, own in self.named_parameters() if own is weight)

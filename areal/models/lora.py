@@ -80,7 +80,9 @@ class Adapters:
         self._hf_names = chosen
         for name in chosen:
             parent, _, leaf = name.rpartition(".")
-            layer = LoraLinear(model.get_submodule(name), rank=rank, alpha=alpha)
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear), f"{name} was chosen among the linear layers"
+            layer = LoraLinear(linear, rank=rank, alpha=alpha)
             setattr(model.get_submodule(parent), leaf, layer)
             self._layers[name] = layer
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -64,7 +65,7 @@ def parallelize(
 
 
 def _spread_experts(model: Decoder, mesh: ParallelMesh) -> None:
-    for block in model.layers.values():
+    for block in model.blocks:
         if isinstance(block.feed_forward, MoE):
             with torch.device("meta"):
                 block.feed_forward.experts = SpreadExperts(model.args, mesh["ep", "etp"])
@@ -76,7 +77,7 @@ def _cuts_experts(mesh: ParallelMesh) -> bool:
 
 def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
     sequence = SequenceParallel(sequence_dim=0, use_local_output=True)
-    plan = {}
+    plan: dict[str, ParallelStyle] = {}
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
     if model.norm is not None:
@@ -86,7 +87,7 @@ def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
     if model.score is not None:
         plan["score"] = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, tp, plan)
-    for block in model.layers.values():
+    for block in model.blocks:
         parallelize_module(block, tp, _block_plan(block, sequence, cuts_experts))
         # Gathered once for the matrices that read it, and still a DTensor: so their partial
         # gradients are added up before they are scattered.
@@ -98,10 +99,10 @@ def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
 
 def _block_plan(
     block: DecoderBlock, sequence: SequenceParallel, cuts_experts: bool
-) -> dict[str, object]:
-    gather = {"input_layouts": (Shard(0),), "desired_input_layouts": (Replicate(),)}
+) -> dict[str, ParallelStyle]:
+    gather = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
     heads = SequenceParallel(sequence_dim=1, use_local_output=True)
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
@@ -111,7 +112,7 @@ def _block_plan(
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
     if not isinstance(block.feed_forward, MoE):
         plan |= {
-            "feed_forward": PrepareModuleInput(**gather),
+            "feed_forward": gather,
             "feed_forward.w1": ColwiseParallel(),
             "feed_forward.w3": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=Shard(0)),
@@ -126,7 +127,7 @@ def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, keep_gathered
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     weights_mesh = mesh.in_replicas("fsdp")
     options = {"mp_policy": policy, "reshard_after_forward": not keep_gathered}
-    for block in model.layers.values():
+    for block in model.blocks:
         if isinstance(block.feed_forward, MoE):
             _shard_moe(block.feed_forward, mesh, **options)
         fully_shard(block, mesh=weights_mesh, **options)
@@ -139,19 +140,19 @@ def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, keep_gathered
 
 
 def _shard_moe(moe: MoE, mesh: ParallelMesh, **options: Any) -> None:
-    experts = moe.experts
+    experts, spread = moe.experts, None
     if isinstance(experts, SpreadExperts):
         num_shards = mesh["efsdp"].size()
-        fully_shard(
+        spread = fully_shard(
             experts,
             mesh=mesh.in_replicas("efsdp"),
             shard_placement_fn=lambda weight: experts.shard_placement(weight, num_shards),
             **options,
         )
     # What is left: the router, and experts that are not spread.
-    fully_shard(moe, mesh=mesh.in_replicas("fsdp_tp"), **options)
-    if isinstance(experts, SpreadExperts):
-        moe.set_modules_to_forward_prefetch([experts])
+    sharded = fully_shard(moe, mesh=mesh.in_replicas("fsdp_tp"), **options)
+    if spread is not None:
+        sharded.set_modules_to_forward_prefetch([spread])
 
 
 def gather_tokens(hidden_TD: DTensor, *, partial_grad: bool) -> torch.Tensor:
@@ -168,6 +169,11 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor itself in `dtype`, or gathered from all ranks, which all call."""
     tensor = tensor.detach().to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or the part of it that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

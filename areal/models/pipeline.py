@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from areal.models.common.decoder import Decoder
 from areal.models.stage_layout import StageLayout
@@ -48,8 +49,8 @@ class TiedHead:
 
     def __init__(
         self,
-        embedding: nn.Parameter | None,
-        copy: nn.Parameter | None,
+        embedding: DTensor | None,
+        copy: DTensor | None,
         layout: StageLayout,
         group: dist.ProcessGroup,
     ) -> None:
@@ -60,10 +61,9 @@ class TiedHead:
     @torch.no_grad()
     def collect_gradient(self) -> None:
         """Add the copy's gradient to the embedding's, once per step."""
-        embedding = None if self._embedding is None else self._embedding.grad.to_local()
-        copy = None if self._copy is None else self._copy.grad.to_local()
+        embedding, copy = _own_gradient(self._embedding), _own_gradient(self._copy)
         arrived = self._pass_on(copy, embedding, source=self._user, target=self._owner)
-        if embedding is not None:
+        if embedding is not None and arrived is not None:
             embedding += arrived
         if self._copy is not None:
             self._copy.grad = None
@@ -74,7 +74,7 @@ class TiedHead:
         embedding = None if self._embedding is None else self._embedding.to_local()
         copy = None if self._copy is None else self._copy.to_local()
         arrived = self._pass_on(embedding, copy, source=self._owner, target=self._user)
-        if copy is not None:
+        if copy is not None and arrived is not None:
             copy.copy_(arrived)
 
     def _pass_on(
@@ -89,3 +89,10 @@ class TiedHead:
         arrived = torch.empty_like(like, memory_format=torch.contiguous_format)
         dist.recv(arrived, group=self._group, group_src=source)
         return arrived
+
+
+def _own_gradient(weight: DTensor | None) -> torch.Tensor | None:
+    if weight is None:
+        return None
+    assert isinstance(weight.grad, DTensor), "it is called after the backward pass"
+    return weight.grad.to_local()

@@ -20,7 +20,7 @@ class ModelSpec:
 
     name: str
     model_class: type[Decoder] | str
-    model_args_class: type[DecoderArgs]  # has `from_hf_config(dict)`
+    model_args_class: type[DecoderArgs]
     state_dict_adapter_class: type[StateDictAdapter] | str
     supported_model_types: frozenset[str]  # values of `model_type` in config.json
 

@@ -94,12 +94,14 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
         tool_parser=session.options.config.tool_call_parser,
         in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
     )
+    template_type = session.options.config.chat_template_type
+    assert template_type is not None  # by default the config chooses it
     interaction = InteractionWithTokenLogpReward(
         response,
         messages=call.messages,
         output_message_list=[reply["choices"][0]["message"]],
         parent=parent,
-        chat_template_type=session.options.config.chat_template_type,
+        chat_template_type=template_type,
         tools=call.tools,
         created=created,
     )

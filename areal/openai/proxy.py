@@ -65,6 +65,8 @@ class AgentProxy:
     await proxy.stop()
     """
 
+    _server: _Server  # while it is served
+
     def __init__(self, *, port: int = 0, admin_key: str | None = None) -> None:
         """With an `admin_key` clients may start the sessions that are `offer`ed."""
         self._port = port
@@ -72,9 +74,7 @@ class AgentProxy:
         self._sessions: dict[str, Session] = {}
         self._offered: deque[Session] = deque()
         self._starting = asyncio.Lock()
-        self._listener: socket.socket | None = None
-        self._server: _Server | None = None
-        self._serving: asyncio.Task | None = None
+        self._serving: asyncio.Task[None] | None = None
 
     @property
     def base_url(self) -> str:
@@ -304,7 +304,7 @@ def _callers_fault(param: str):
         raise WireError(400, str(error), param) from None
 
 
-def _answer(wire_error: Callable[[Exception], WireError]):
+def _answer(wire_error: Callable[[Any], WireError]):
     async def answer(request: Request, error: Exception) -> Response:
         return _error(request, wire_error(error))
 

@@ -141,7 +141,7 @@ class _ProxyOfLoop:
         if self._closed:
             raise RuntimeError("the workflow of this agent is closed")
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:
+        if self._proxy is None or self._loop is not loop:
             self._proxy, self._loop = AgentProxy(**self._options), loop
         await self._proxy.start()
         return self._proxy
@@ -150,7 +150,7 @@ class _ProxyOfLoop:
         """Any thread may call it, more than once, also when the loop is gone."""
         self._closed = True
         loop, proxy, self._loop = self._loop, self._proxy, None
-        if loop is None or not loop.is_running():
+        if loop is None or proxy is None or not loop.is_running():
             return
         if _is_current(loop):
             loop.create_task(proxy.stop(), name="agent-proxy-stop")
@@ -165,8 +165,10 @@ class _ProxyOfLoop:
 def _result(session: Session) -> Interactions:
     exported = session.export()
     outcome_id = list(session.cache)[-1]
+    reward = session.cache[outcome_id].reward
+    assert reward is not None  # discounting gave every completion one
     stats_tracker.get(workflow_context.stat_scope()).scalar(
-        reward=session.cache[outcome_id].reward, num_turns=len(session.cache)
+        reward=reward, num_turns=len(session.cache)
     )
     if workflow_context.is_eval:
         # Nobody trains on it, and the mean over episodes must not count the long ones twice.

@@ -40,10 +40,9 @@ def gsm8k_reward_fn(
     if is_number:
         given = last_expression(completions) if marked is None else _without_unit(marked)
         return float(given is not None and same_answer(gold, given))
-    given, in_prose = marked, False
-    if marked is None:
-        given, in_prose = completions.strip(), _is_sentence(completions)
-    return float(same_answer(gold, given, in_prose=in_prose))
+    if marked is not None:
+        return float(same_answer(gold, marked))
+    return float(same_answer(gold, completions.strip(), in_prose=_is_sentence(completions)))
 
 
 @lru_cache(maxsize=1024)  # the samples of a prompt are judged one after the other

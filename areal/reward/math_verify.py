@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from areal.reward.answer_text import bare_text, marked_answer
 from areal.reward.arithmetic import (
@@ -29,7 +29,7 @@ from areal.reward.arithmetic import (
 )
 
 if TYPE_CHECKING:
-    from sympy import Basic
+    from sympy import Basic, Rational
 
 PARSE_TIMEOUT_S = 5
 COMPARE_TIMEOUT_S = 5
@@ -130,9 +130,9 @@ def _equal(gold: list[Any], given: list[Any], has_percent: bool) -> bool:
         )
     if _is_too_large(given[0]):
         return False
-    numbers = [_number(expression) for expression in (gold[0], given[0])]
-    if None not in numbers:
-        same = same_number(*numbers)
+    gold_number, given_number = _number(gold[0]), _number(given[0])
+    if gold_number is not None and given_number is not None:
+        same = same_number(gold_number, given_number)
         if same or not has_percent:
             return same
     return verify(
@@ -153,7 +153,7 @@ def _number(expression: Basic | str) -> Fraction | None:
     found = N(expression, _NUMERIC_DIGITS)
     if not isinstance(found, Float) or not found.is_finite:
         return None
-    exact = Rational(found)
+    exact = cast(Rational, Rational(found))
     return Fraction(int(exact.p), int(exact.q))
 
 
@@ -175,7 +175,8 @@ def _bits(expression: Basic) -> float:
         case "Mul" | "Add":
             return sum(args)
     if getattr(expression, "is_Rational", False):
-        return float(max(int(expression.p).bit_length(), int(expression.q).bit_length()))
+        number = cast("Rational", expression)
+        return float(max(int(number.p).bit_length(), int(number.q).bit_length()))
     return max(args, default=1.0)
 
 

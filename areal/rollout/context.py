@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ workflow_context = WorkflowContext()
 
 
 @contextmanager
-def episode(*, task_id: int, sample: int, is_eval: bool, run_seed: int) -> Iterator[Episode]:
+def episode(*, task_id: int, sample: int, is_eval: bool, run_seed: int) -> Generator[Episode]:
     """Makes the calling coroutine, and tasks it starts from here, part of this episode."""
     current = Episode(task_id=task_id, sample=sample, is_eval=is_eval, run_seed=run_seed)
     token = _current.set(current)

@@ -14,7 +14,7 @@ from areal.utils import logging
 
 if TYPE_CHECKING:
     from areal.rollout.failures import FailureMeter
-    from areal.rollout.grouping import GroupRunner
+    from areal.rollout.grouping import Groups
     from areal.rollout.submitted import SubmittedTasks, Task
 
 logger = logging.getLogger("RolloutExecutor")
@@ -22,7 +22,7 @@ logger = logging.getLogger("RolloutExecutor")
 
 def run_rows(
     tasks: SubmittedTasks,
-    groups: GroupRunner,
+    groups: Groups,
     rows: Sequence[dict[str, Any]],
     failures: FailureMeter,
     *,

@@ -57,12 +57,13 @@ if TYPE_CHECKING:
 
     from areal.api.engine_api import InferenceEngine
     from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
+    from areal.rollout.grouping import Groups
     from areal.rollout.ledger import Ledger
     from areal.rollout.source import PromptSource
     from areal.rollout.staleness import StalenessManager
     from areal.rollout.submitted import Task
     from areal.rollout.task_runner import TaskRunner
-    from areal.rollout.workers import PlacedGroups, RolloutWorkers
+    from areal.rollout.workers import RolloutWorkers
 
     Trajectory = dict[str, torch.Tensor]
 
@@ -103,7 +104,7 @@ class WorkflowExecutor:
         *,
         run_seed: int,
         limits: FailureLimits,
-        on_trajectory: Callable[[int, Trajectory, int, bool], None] | None = None,
+        on_trajectory: Callable[[int, Trajectory, int, bool], object] | None = None,
         workers: RolloutWorkers | None = None,
     ) -> None:
         """`on_trajectory(task_id, trajectory, version, is_eval)` sees every trajectory made.
@@ -230,8 +231,11 @@ class WorkflowExecutor:
         No gate and no ledger: whoever trains on the result minds its `versions` himself. A workflow
         given by its class is built for this row and closed after it; give an object to share it.
         """
-        if isinstance(should_accept_fn, str):
-            should_accept_fn = import_path.load(should_accept_fn, key="should_accept_fn")
+        should_accept: Callable[[Trajectory], bool] | None = (
+            import_path.load(should_accept_fn, key="should_accept_fn")
+            if isinstance(should_accept_fn, str)
+            else should_accept_fn
+        )
         built, close = build_workflow(workflow, workflow_kwargs)
         groups = self._group_runner(
             built,
@@ -245,7 +249,7 @@ class WorkflowExecutor:
             groups,
             data,
             task_id=task_id,
-            should_accept=should_accept_fn,
+            should_accept=should_accept,
             on_end=close,
         )
 
@@ -331,11 +335,10 @@ class WorkflowExecutor:
         self._drop_stale()
         while (results := self._pool.take(self._version)) is not None:
             self._dropped += [result.task_id for result in results if result.trajectory is None]
-            kept = [result for result in results if result.trajectory is not None]
+            kept = {r.task_id: r.trajectory for r in results if r.trajectory is not None}
             if kept:
                 dropped, self._dropped = self._dropped, []
-                ids = [result.task_id for result in kept]
-                return Batch(self._version, ids, [r.trajectory for r in kept], dropped)
+                return Batch(self._version, list(kept), list(kept.values()), dropped)
             # A dynamic batch without a single group: nothing to train on, so sample further.
             self._pool.give_back(results)
             self._runner.call(self._admit)
@@ -414,7 +417,9 @@ class WorkflowExecutor:
     def _check_versions(self, trajectory: Trajectory | None) -> None:
         """Again, whatever the engine did: its copies in workers do not know what was sent."""
         newest = self._engine.newest_version
-        span = None if trajectory is None or newest is None else version_span(trajectory)
+        if trajectory is None or newest is None:
+            return
+        span = version_span(trajectory)
         if span is not None and span[1] > newest:
             raise RuntimeError(
                 f"a token names version {span[1]} of the weights, the newest that was sent is "
@@ -468,7 +473,7 @@ class WorkflowExecutor:
 
     def _group_runner(
         self, workflow: RolloutWorkflow | WorkflowRecipe, failures: FailureMeter, **options: Any
-    ) -> GroupRunner | PlacedGroups:
+    ) -> Groups:
         options |= {"run_seed": self._run_seed, "limits": self._limits}
         if isinstance(workflow, WorkflowRecipe):
             assert self._workers is not None, "a recipe needs workers"

@@ -16,7 +16,7 @@ import asyncio
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.engine_api import EngineLostError
 from areal.api.reward_api import RewardError
@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from areal.rollout.failures import FailureLimits
 
 MAX_RETRY_DELAY_S = 5.0
+
+
+class Groups(Protocol):
+    """The groups of one prompt stream, run here (`GroupRunner`) or in workers (`PlacedGroups`)."""
+
+    @property
+    def is_eval(self) -> bool: ...
+    async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,7 @@ class GroupRunner:
 def copy_row(value: Any) -> Any:
     """A deep copy. Plain text and numbers in dicts and lists, which most rows are, are walked here:
     `copy.deepcopy` takes ten times as long, and every episode of every step needs a copy."""
-    kind = type(value)
+    kind = type(value)  # pyright: ignore[reportUnknownVariableType]  # of Any it is unknown
     if kind is str or kind is int or kind is float or kind is bool or value is None:
         return value
     if kind is dict:

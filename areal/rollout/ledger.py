@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal.api.secret_text import hide_secrets
 from areal.rollout.books import balance
@@ -68,7 +68,8 @@ class Ledger:
     def settle(self, outcomes: Sequence[Outcome], version: int) -> None:
         """Running groups that ended, in one transaction. Only finished ones keep a trajectory."""
         now = time.time()
-        rows, blobs = [], []
+        rows: list[tuple[Any, ...]] = []
+        blobs: list[tuple[int, bytes]] = []
         for outcome in outcomes:
             reward = None if outcome.trajectory is None else mean_reward(outcome.trajectory)
             closed = None if outcome.state == "finished" else version
@@ -79,6 +80,7 @@ class Ledger:
                 (outcome.state, why, *span, reward, now, closed, closed_at, outcome.task_id)
             )
             if outcome.state == "finished":
+                assert outcome.trajectory is not None
                 blobs.append((outcome.task_id, encode(outcome.trajectory)))
         with self._db.transaction() as connection:
             _write(
@@ -213,7 +215,9 @@ WHERE state = 'trained' AND step > :step
 """
 
 
-def _write(connection: sqlite3.Connection, sql: str, rows: list[tuple], expected: str) -> None:
+def _write(
+    connection: sqlite3.Connection, sql: str, rows: Sequence[tuple[Any, ...]], expected: str
+) -> None:
     """One statement for many rows; every row must hit, or the transaction is undone."""
     if not rows:
         return

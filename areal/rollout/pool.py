@@ -136,4 +136,5 @@ class GroupPool:
             "accepted": gate.accepted,
             "stale": self.num_stale,
             "rejected": self.rejections.total(),
-        } | {f"rejected/{why}": count for why, count in self.rejections.items()}
+            **{f"rejected/{why}": count for why, count in self.rejections.items()},
+        }

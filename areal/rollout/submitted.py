@@ -30,7 +30,7 @@ from areal.utils.waits import waiting
 if TYPE_CHECKING:
     import torch
 
-    from areal.rollout.grouping import GroupRunner
+    from areal.rollout.grouping import Groups
     from areal.rollout.task_runner import TaskRunner
 
     Trajectory = dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ class Task:
     """One row and, once it has ended, what became of it."""
 
     task_id: int
-    groups: GroupRunner
+    groups: Groups
     data: dict[str, Any]
     should_accept: Callable[[Trajectory], bool] | None
     on_end: Callable[[], None] | None
@@ -69,7 +69,7 @@ class SubmittedTasks:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()  # guards all below
         self._queue: deque[Task] = deque()
-        self._running: dict[int, asyncio.Task] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
         self._ended: dict[int, Task] = {}
         self._unclaimed: set[int] = set()  # ids of all three
         self._num_submitted = 0
@@ -80,7 +80,7 @@ class SubmittedTasks:
 
     def submit(
         self,
-        groups: GroupRunner,
+        groups: Groups,
         data: dict[str, Any],
         *,
         task_id: int | None = None,
@@ -115,9 +115,9 @@ class SubmittedTasks:
                 )
             self._wait_until(lambda: len(self._ended) >= count or self._num_failed > 0, timeout_s)
             in_order = sorted(self._ended.values(), key=lambda task: task.place)
-            failed = next((task for task in in_order if task.error is not None), None)
-            if failed is not None:
-                raise self._failure(self._claim(failed))
+            for task in in_order:
+                if task.error is not None:
+                    raise self._failure(self._claim(task), task.error)
             return [self._claim(task) for task in in_order[:count]]
 
     def wait_for_task(self, task_id: int, timeout_s: float | None = None) -> Task:
@@ -128,7 +128,7 @@ class SubmittedTasks:
             self._wait_until(lambda: task_id in self._ended, timeout_s)
             task = self._claim(self._ended[task_id])
         if task.error is not None:
-            raise self._failure(task)
+            raise self._failure(task, task.error)
         return task
 
     def next_ended(self) -> Task:
@@ -192,9 +192,9 @@ class SubmittedTasks:
         self._num_failed -= task.error is not None
         return task
 
-    def _failure(self, task: Task) -> TaskFailedError:
-        error = TaskFailedError(f"task {task.task_id} failed: {describe(task.error)}")
-        error.__cause__ = task.error
+    def _failure(self, task: Task, cause: Exception) -> TaskFailedError:
+        error = TaskFailedError(f"task {task.task_id} failed: {describe(cause)}")
+        error.__cause__ = cause
         return error
 
     # Loop thread.

@@ -14,11 +14,13 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from areal.utils import logging
 
 logger = logging.getLogger("TaskRunner")
+
+T = TypeVar("T")
 
 
 class TaskRunner:
@@ -29,7 +31,7 @@ class TaskRunner:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=f"{name}-loop", daemon=True)
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._closing = False
 
@@ -44,14 +46,14 @@ class TaskRunner:
         """Run `function` in the loop soon, in the order of calls. Any thread."""
         self._loop.call_soon_threadsafe(self._guarded, function)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task:
+    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start a task this runner owns. Loop thread only; its exception is a `failure`."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
         return task
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine whose result, or exception, the caller collects. Any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -120,10 +122,11 @@ class TaskRunner:
         except Exception as error:
             self._fail(error)
 
-    def _task_done(self, task: asyncio.Task) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._fail(task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is not None:

@@ -9,7 +9,7 @@ run database from elsewhere is safe to read).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import safetensors.numpy
 import safetensors.torch
@@ -59,15 +59,15 @@ def check_trajectory_format(
             check_turn_ids(data["turn_ids"], data["loss_mask"])
         except ValueError as error:
             problems.append(str(error))
-    if problems and logger is None:
-        raise ValueError("; ".join(problems))
     for problem in problems:
+        if logger is None:
+            raise ValueError("; ".join(problems))
         logger.warning("%s", problem)
     return True
 
 
 def _check_keys(data: Any, expected_keys: Collection[str]) -> None:
-    if not isinstance(data, dict) or not data:
+    if not _is_dict(data) or not data:
         raise TypeError(
             "a workflow must return a non-empty dict of tensors, a dict of interactions, or None; "
             f"got {data!r:.200}"
@@ -83,14 +83,14 @@ def _check_keys(data: Any, expected_keys: Collection[str]) -> None:
         raise ValueError(f"trajectory['input_ids'] must be [B, S], got {tuple(shape)}")
 
 
-def _check_multi_modal(value: Any, rows: int) -> None:
-    is_list = isinstance(value, list) and len(value) == rows
-    if not is_list or not all(isinstance(row, dict) for row in value):
+def _check_multi_modal(value: Any, num_rows: int) -> None:
+    rows = cast(list[Any], value) if isinstance(value, list) else None
+    if rows is None or len(rows) != num_rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(
-            f"trajectory[{MULTI_MODAL_KEY!r}] must be a list of {rows} dicts (one per row, {{}} "
-            f"without images), got {value!r:.100}"
+            f"trajectory[{MULTI_MODAL_KEY!r}] must be a list of {num_rows} dicts (one per row, "
+            f"{{}} without images), got {value!r:.100}"
         )
-    for row in value:
+    for row in rows:
         for key, tensor in row.items():
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(
@@ -99,13 +99,17 @@ def _check_multi_modal(value: Any, rows: int) -> None:
                 )
 
 
-def is_interactions(result: Any) -> bool:
+def is_interactions(result: Any) -> TypeGuard[dict[str, InteractionWithTokenLogpReward]]:
     """Whether an agent's workflow returned this: {completion id: interaction}."""
     return (
-        isinstance(result, dict)
+        _is_dict(result)
         and len(result) > 0
         and all(isinstance(value, InteractionWithTokenLogpReward) for value in result.values())
     )
+
+
+def _is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
 
 
 def as_tensors(result: Any) -> dict[str, Any] | None:
@@ -115,7 +119,7 @@ def as_tensors(result: Any) -> dict[str, Any] | None:
     """
     if is_interactions(result):
         return concat_padded_tensors([item.to_tensor_dict() for item in result.values()])
-    if result is not None and not isinstance(result, dict):
+    if result is not None and not _is_dict(result):
         check_trajectory_format(result)  # raises
     return result
 
@@ -123,7 +127,7 @@ def as_tensors(result: Any) -> dict[str, Any] | None:
 def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
     """The episodes of a group that gave a trajectory, each row with `episode_ids`: its place among
     the samples of the prompt. Whatever rows an episode exports, it stays one episode."""
-    members = []
+    members: list[dict[str, Any]] = []
     for index, member in enumerate(results):
         if member is not None:
             _check_keys(member, ())
@@ -144,7 +148,7 @@ def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
                 f"{sorted(member)}"
             )
     rows = [len(member["rewards"]) for member in members]
-    normalized = normalize(
+    rewards = normalize(
         torch.cat([member["rewards"].float() for member in members]),
         group_sizes=[sum(rows)],
         mean_level="group",
@@ -152,10 +156,10 @@ def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         std_unbiased=False,
         eps=_EPS,
         episode_ids=torch.repeat_interleave(torch.arange(len(members)), torch.tensor(rows)),
-    ).split(rows)
+    )
     return [
-        {**member, "rewards": rewards, "original_rewards": member["rewards"]}
-        for member, rewards in zip(members, normalized, strict=True)
+        {**member, "rewards": normalized, "original_rewards": member["rewards"]}
+        for member, normalized in zip(members, torch.split(rewards, rows), strict=True)
     ]
 
 

@@ -58,12 +58,13 @@ def spawn_here(index: int, logs: Path | None) -> tuple[ChildProcess, socket.sock
 class WorkerHost:
     """Lives in a worker of a scheduler, and has the rollout worker for a child."""
 
+    _child: ChildProcess  # of the last start
+
     def __init__(self, index: int, logs: Path | None) -> None:
         forget_rank()
         self._index = index
         self._logs = logs
         self._num_started = 0
-        self._child: ChildProcess | None = None
         self._channel: socket.socket | None = None
 
     def start(self) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class _Worker:
         self._engine = engine
         self._writer = writer
         self._streams: dict[int, GroupRunner | Exception] = {}
-        self._groups: set[asyncio.Task] = set()
+        self._groups: set[asyncio.Task[None]] = set()
         engine.initialize()
         self._send({"ready": True})
 

@@ -76,7 +76,7 @@ class _Call:
     """A group in a worker."""
 
     groups: PlacedGroups
-    answer: asyncio.Future
+    answer: asyncio.Future[dict[str, Any] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +153,9 @@ class RolloutWorkers:
         stream = self._streams.setdefault(pickle.dumps((main, spec)), len(self._streams))
         return PlacedGroups(self, stream, options["is_eval"], on_attempt_failed)
 
-    async def run(self, groups: PlacedGroups, task_id: int, data: dict[str, Any]) -> Any:
+    async def run(
+        self, groups: PlacedGroups, task_id: int, data: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """One group, in whichever worker has least to do."""
         for attempt in range(self._max_retries + 1):
             async with asyncio.timeout(self._setup_timeout_s):
@@ -173,7 +175,9 @@ class RolloutWorkers:
         for worker in list(self._alive):
             worker.process.terminate(grace_s=2.0)
 
-    async def _call(self, worker: _Worker, groups: PlacedGroups, task_id: int, data: Any) -> Any:
+    async def _call(
+        self, worker: _Worker, groups: PlacedGroups, task_id: int, data: dict[str, Any]
+    ) -> dict[str, Any] | None:
         if groups.stream not in worker.opened:
             worker.opened.add(groups.stream)
             opening = next(key for key, n in self._streams.items() if n == groups.stream)

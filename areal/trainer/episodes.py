@@ -120,13 +120,15 @@ def _agent_episodes(
         except TypeError as error:
             raise ValueError(f"workflow_kwargs do not fit {agent.__name__}: {error}") from error
     options = config.rollout.agent
+    gconfig = config.eval_gconfig if is_eval else config.gconfig
+    assert gconfig is not None  # by default the config derives it
     return agent_workflow(
         agent,
         kwargs,
         # A fixed port is for clients outside, and one server can have it.
         config=dataclasses.replace(options, port=0) if is_eval else options,
         tokenizer=tokenizer,
-        gconfig=config.eval_gconfig if is_eval else config.gconfig,
+        gconfig=gconfig,
     )
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal.api.config.dataset import DatasetConfig
-from areal.api.config.experiment import BaseExperimentConfig
+from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
 from areal.dataset import get_custom_dataset
 from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.episodes import refuse_images
+from areal.trainer.identity import trainer_name
 from areal.trainer.model_paths import pin_models
 from areal.trainer.preflight import check_rows, run_trial
 from areal.trainer.rl_trainer import PPOTrainer
@@ -38,7 +39,7 @@ def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = 
         train, valid = load_datasets(config)
         refuse_image_rows(config, train, valid)
         check_rows(config, train, load_hf_tokenizer(config.tokenizer_path))
-        with TRAINERS[config.trainer](config, train, valid) as trainer:
+        with TRAINERS[trainer_name(config)](config, train, valid) as trainer:
             trainer.train(on_step=on_step)
 
 
@@ -51,7 +52,7 @@ def try_experiment(config: BaseExperimentConfig, say: Callable[[str], None]) -> 
 
 def refuse_image_rows(config: BaseExperimentConfig, train: Rows, valid: Rows | None) -> None:
     """ValueError when rows have images that the workflow named in the config does not read."""
-    if config.trainer == "ppo":
+    if isinstance(config, PPOConfig):
         refuse_images(config, None, None, train, is_eval=False)
         refuse_images(config, None, None, valid or [], is_eval=True)
 
@@ -60,8 +61,9 @@ def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:
     """The rows to train on and, when the config has them, those to evaluate on."""
     with stage(f"tokenizer {config.tokenizer_path}"):
         tokenizer = load_hf_tokenizer(config.tokenizer_path)
-    sections = (config.train_dataset, config.valid_dataset)
-    train, valid = (section and _load_dataset(section, tokenizer) for section in sections)
+    train, valid = _load_dataset(config.train_dataset, tokenizer), None
+    if config.valid_dataset is not None:
+        valid = _load_dataset(config.valid_dataset, tokenizer)
     return train, valid
 
 

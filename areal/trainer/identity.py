@@ -27,9 +27,14 @@ _ALGORITHM_KEYS = (
 )
 
 
+def trainer_name(config: BaseExperimentConfig) -> str:
+    """`trainer`, which each kind of experiment declares with its own name as the one choice."""
+    return _values(config)["trainer"]
+
+
 def run_identity(config: BaseExperimentConfig, dataset_size: int) -> dict[str, Any]:
     """JSON values by the key they are written under."""
-    identity = {"trainer": config.trainer, "seed": config.seed}
+    identity: dict[str, Any] = {"trainer": trainer_name(config), "seed": config.seed}
     identity |= {f"train_dataset.{k}": v for k, v in _values(config.train_dataset).items()}
     identity["rows of train_dataset"] = dataset_size
     for role, section in _values(config).items():

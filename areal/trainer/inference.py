@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -37,6 +38,7 @@ from areal.weight_sync.transports import PublicationRoot
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
+    from areal.api.config.servers import SGLangConfig, VLLMConfig
     from areal.api.scheduler_api import Scheduler
     from areal.utils.run_paths import RunPaths
 
@@ -134,7 +136,7 @@ def _vllm_engine(
         token=token,
         scratch=paths.root / "server_scratch",
         dtype=_server_dtype(config),
-        max_model_len=_max_context(config),
+        max_model_len=_max_context(config, vllm),
         max_num_seqs=vllm.max_num_seqs,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         cpu_cache_gb=vllm.cpu_cache_gb,
@@ -143,7 +145,7 @@ def _vllm_engine(
         gpus=gpus,
         **_launch_options(config, paths),
     )
-    return _http_engine(VLLMProtocol(), launch, token, config, stack)
+    return _http_engine(VLLMProtocol(), launch, token, config, vllm, stack)
 
 
 def _sglang_engine(
@@ -156,7 +158,7 @@ def _sglang_engine(
         python=find_interpreter("sglang", sglang.python),
         token=token,
         dtype=_server_dtype(config),
-        context_length=_max_context(config),
+        context_length=_max_context(config, sglang),
         max_running_requests=sglang.max_running_requests,
         mem_fraction_static=sglang.mem_fraction_static,
         attention_backend=sglang.attention_backend,
@@ -165,7 +167,7 @@ def _sglang_engine(
         gpus=gpus,
         **_launch_options(config, paths),
     )
-    return _http_engine(SGLangProtocol(), launch, token, config, stack)
+    return _http_engine(SGLangProtocol(), launch, token, config, sglang, stack)
 
 
 _STOCK = {"vllm": _vllm_engine, "sglang": _sglang_engine}
@@ -176,6 +178,7 @@ def _http_engine(
     launch: Launch,
     token: str,
     config: PPOConfig,
+    server: VLLMConfig | SGLangConfig,
     stack: ExitStack,
 ) -> InferenceEngine:
     process = ServerProcess(launch)
@@ -185,7 +188,7 @@ def _http_engine(
         [process.address],
         token,
         model_path=model_folder(config.actor.path),
-        max_context=_max_context(config),
+        max_context=_max_context(config, server),
         vocab_size=_vocab_size(config),
         processes=[process],
         **_time_limits(config),
@@ -215,15 +218,15 @@ def _server_dtype(config: PPOConfig) -> str:
     return config.server.dtype or config.actor.dtype or default
 
 
-def _max_context(config: PPOConfig) -> int | None:
-    return config.server.max_context or _hf_config(config).get("max_position_embeddings")
+def _max_context(config: PPOConfig, server: VLLMConfig | SGLangConfig) -> int | None:
+    return server.max_context or _hf_config(config).get("max_position_embeddings")
 
 
 def _vocab_size(config: PPOConfig) -> int | None:
     return _hf_config(config).get("vocab_size")
 
 
-def _hf_config(config: PPOConfig) -> dict[str, Any]:
+def _hf_config(config: PPOConfig) -> Mapping[str, Any]:
     return language_config(read_hf_config(model_folder(config.actor.path, weights=False)))
 
 

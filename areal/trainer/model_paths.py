@@ -27,6 +27,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("Hub")
 
 
+def actor_section(config: BaseExperimentConfig) -> TrainEngineConfig:
+    """The one model that every kind of experiment has."""
+    actor = config.models()["actor"]
+    assert isinstance(actor, TrainEngineConfig)
+    return actor
+
+
+def model_paths(config: BaseExperimentConfig) -> dict[str, str]:
+    """Role -> folder or hub name of its model; by default the actor's."""
+    actor = actor_section(config)
+    return {role: section.path or actor.path for role, section in config.models().items()}
+
+
 def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
     """Once more changes nothing."""
     commits = recorded_commits(paths)
@@ -41,8 +54,9 @@ def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
             logger.info("%s: %s is at commit %s", key, path, pinned[path])
         return str(name.at(pinned[path]))
 
-    for role, section in config.models().items():
-        section.path = commit_of(section.path, f"{role}.path")
+    models = config.models()
+    for role, path in model_paths(config).items():
+        models[role].path = commit_of(path, f"{role}.path")
     config.tokenizer_path = commit_of(config.tokenizer_path, "tokenizer_path")
     if pinned != commits:
         atomic_write_text(paths.models, json.dumps(pinned, indent=1) + "\n")
@@ -54,15 +68,16 @@ def fetch_models(config: BaseExperimentConfig) -> None:
     With Ray, weights are fetched where ranks and servers are: by them.
     """
     model_folder(config.tokenizer_path, key="tokenizer_path", weights=False)
+    paths = model_paths(config)
     hf_configs = {
-        role: read_hf_config(model_folder(section.path, key=f"{role}.path", weights=False))
-        for role, section in config.models().items()
+        role: read_hf_config(model_folder(path, key=f"{role}.path", weights=False))
+        for role, path in paths.items()
     }
     check_models(config, hf_configs)
     if config.scheduler.type == "local":
         for role, section in config.models().items():
             drawn = isinstance(section, TrainEngineConfig) and section.init_from_scratch
-            model_folder(section.path, key=f"{role}.path", weights=not drawn)
+            model_folder(paths[role], key=f"{role}.path", weights=not drawn)
 
 
 def recorded_commits(paths: RunPaths) -> dict[str, str]:

@@ -43,8 +43,7 @@ def place_servers(
 ) -> list[Launch]:
     """`servers` are the arguments of `launch_native_server`, for each one."""
     if config.scheduler.type == "ray":
-        assert scheduler is not None, "with Ray the actor's ranks have opened it"
-        return _in_workers(config, servers, scheduler)
+        return _in_workers(config, servers, _opened(scheduler))
     size = config.rollout.tensor_parallel
     shares = [None if gpus is None else gpus[i * size :][:size] for i in range(len(servers))]
     return [
@@ -60,10 +59,11 @@ def place_rollout_workers(
     if config.scheduler.type == "local":
         return partial(spawn_here, logs=logs)
     job, timeout_s = config.rollout_worker_job(), config.rollout.setup_timeout
-    scheduler.create_workers(job)
+    ray = _opened(scheduler)
+    ray.create_workers(job)
     hosted = [
-        HostedWorker(scheduler, worker, index, logs, setup_timeout_s=timeout_s)
-        for index, worker in enumerate(scheduler.get_workers(job.role, timeout_s))
+        HostedWorker(ray, worker, index, logs, setup_timeout_s=timeout_s)
+        for index, worker in enumerate(ray.get_workers(job.role, timeout_s))
     ]
     return lambda index: hosted[index].spawn()
 
@@ -77,8 +77,10 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
     wanted = rollout.num_servers * rollout.tensor_parallel
     target = rollout.scheduling_strategy.target
     if target is not None:
-        in_controller = config.hosts()[target] == "controller"
-        return None if in_controller else scheduler.gpus_of(target) or None
+        if config.hosts()[target] == "controller":
+            return None
+        assert isinstance(scheduler, LocalScheduler), "the ranks of the target have opened it"
+        return scheduler.gpus_of(target) or None
     if isinstance(scheduler, LocalScheduler):
         free = scheduler.take_free_gpus(wanted)
     elif rollout.num_servers == 1:
@@ -98,7 +100,12 @@ def sender_address(config: PPOConfig, scheduler: Scheduler | None) -> str:
     """Where servers find the first rank of the actor, for weights that go through a group."""
     if config.scheduler.type == "local":
         return "127.0.0.1"
-    return scheduler.get_workers("actor", config.actor.setup_timeout)[0].ip
+    return _opened(scheduler).get_workers("actor", config.actor.setup_timeout)[0].ip
+
+
+def _opened(scheduler: Scheduler | None) -> Scheduler:
+    assert scheduler is not None, "with Ray the actor's ranks have opened it"
+    return scheduler
 
 
 def _in_workers(
@@ -130,7 +137,7 @@ def _fetch_model(config: PPOConfig, scheduler: Scheduler, workers: Sequence[Work
         try:
             scheduler.create_engine(worker.id, name, "model", path, timeout_s=limit_s)
         except EngineCreationError as error:
-            raise error.__cause__ from None
+            raise error.__cause__ or error from None
 
     with (
         stage(f"{path} where the servers are", limit_s=limit_s),

@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal.api.config.experiment import PPOConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.models.hf_io import language_config, read_hf_config
 from areal.rollout.failures import FailureLimits, describe
 from areal.rollout.grouping import GroupRunner
 from areal.trainer.episodes import build_filter, build_workflow
+from areal.trainer.identity import trainer_name
 from areal.utils import logging
 from areal.utils.hub import model_folder
 from areal.utils.tokenizer import chat_prompts_ids
@@ -32,7 +34,7 @@ from areal.workflow import WORKFLOWS
 if TYPE_CHECKING:
     import torch
 
-    from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+    from areal.api.config.experiment import BaseExperimentConfig
 
     Rows = Sequence[dict[str, Any]]
 
@@ -60,14 +62,14 @@ def check_rows(config: BaseExperimentConfig, rows: Rows, tokenizer: Any) -> None
                     f"data set {path!r}: row {number} has no {key!r}, found {', '.join(row)}; "
                     f"{_advice(key)}"
                 )
-    if "messages" in _row_keys(config):
+    if isinstance(config, PPOConfig) and "messages" in _row_keys(config):
         _check_prompts(config, [row["messages"] for row in checked], tokenizer)
 
 
 def _row_keys(config: BaseExperimentConfig) -> tuple[str, ...]:
     """What every row must have; a workflow of the user's own may want anything."""
-    if config.trainer != "ppo":
-        return _ROW_KEYS[config.train_dataset.type]
+    if not isinstance(config, PPOConfig):
+        return _ROW_KEYS[trainer_name(config)]
     takes_messages = (
         config.workflow in WORKFLOWS
         and config.rollout.agent.mode != "online"
@@ -112,7 +114,7 @@ def run_trial(
     check_rows(config, rows, tokenizer)
     data = config.train_dataset
     say(f"rows      {len(rows):,} of {data.path}, split {data.split}")
-    if config.trainer != "ppo" or config.rollout.agent.mode == "online":
+    if not isinstance(config, PPOConfig) or config.rollout.agent.mode == "online":
         return
     engine = StubEngine(tokenizer, seed=config.seed)
     began = time.perf_counter()

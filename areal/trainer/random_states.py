@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ class RandomStates:
     """Python's, numpy's and torch's, as JSON values."""
 
     def state_dict(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state()
+        # A dict only with legacy=False.
+        kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
         return {
             "python": random.getstate(),
             "numpy": [kind, keys.tolist(), *rest],

@@ -18,7 +18,7 @@ from pathlib import Path
 from areal.api.cli_args import PPOConfig, experiment_class, load_expr_config
 from areal.api.scratch import ScratchFolder
 from areal.rollout import books
-from areal.trainer.identity import run_identity
+from areal.trainer.identity import run_identity, trainer_name
 from areal.utils.recover import RecoverPoint, RecoverStore
 from areal.utils.run_db import Start, open_read_only, read_ledger_view, read_start, read_steps
 from areal.utils.run_paths import RunPaths
@@ -48,12 +48,13 @@ def read_recording(folder: str | Path, step: int) -> Recording:
         store = RecoverStore(paths.recover, lambda: ledger, identity=identity)
         points = {point.global_step: point for point in store.points()}
         batch = [data for _, data in books.trained(connection, step)]
-        if step - 1 not in points or None in batch:
+        kept = [data for data in batch if data is not None]
+        if step - 1 not in points or len(kept) < len(batch):
             stored = books.steps_with_trajectories(connection)
             whole = sorted(n for n in stored if n - 1 in points and n in statistics)
             raise ValueError(_why_not(step, whole, points, paths))
     before, after = points[step - 1], points.get(step)
-    return Recording(step, start, config, statistics[step], batch, before, after)
+    return Recording(step, start, config, statistics[step], kept, before, after)
 
 
 def _check_trained(step: int, recorded: list[int], paths: RunPaths) -> None:
@@ -77,7 +78,7 @@ def _load_config(start: Start, paths: RunPaths) -> PPOConfig:
         config, _ = load_expr_config([str(file)], experiment_class([str(file)]))
     if not isinstance(config, PPOConfig):
         raise ValueError(
-            f"{paths.root} is a run of trainer: {config.trainer}; only trainer: ppo records "
+            f"{paths.root} is a run of trainer: {trainer_name(config)}; only trainer: ppo records "
             "trajectories to train a step on again"
         )
     return config

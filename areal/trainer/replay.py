@@ -72,7 +72,8 @@ def replay(recording: Recording) -> Replay:
     start = recording.start
     with ScratchFolder("replay") as scratch, _threads(start.world["threads"]):
         config = _apart(recording.config, scratch)
-        with _Rehearsal(config, range(start.dataset_size)) as rehearsal:
+        rows = [{}] * start.dataset_size  # counted, never read
+        with _Rehearsal(config, rows) as rehearsal:
             replayed = rehearsal.train(recording)
             state = None
             if recording.point_after is not None:

@@ -35,7 +35,7 @@ from areal.api.io_struct import FinetuneSpec, StepInfo
 from areal.api.reward_environment import hidden_from_rewards
 from areal.api.secret_text import without_secrets
 from areal.trainer.identity import run_identity
-from areal.trainer.model_paths import fetch_models, pin_models
+from areal.trainer.model_paths import actor_section, fetch_models, pin_models
 from areal.trainer.random_states import RandomStates
 from areal.trainer.recovery import Recovery
 from areal.trainer.roles import Roles
@@ -82,7 +82,7 @@ class Run:
         self.paths = RunPaths.of(config)
         self.ft_spec = _finetune_spec(config, dataset_size)
         self._resumes = config.recover.mode == "on"
-        self._setup_timeout_s = config.actor.setup_timeout
+        self._setup_timeout_s = actor_section(config).setup_timeout
         self._committed_at = time.perf_counter()
         self._has_begun = False
         with ExitStack() as stack:
@@ -255,8 +255,9 @@ class Run:
         self._recovery.start(step.global_step, self.roles.capture(), state)
 
     def _settle(self, has_written: bool) -> None:
-        if has_written:
-            self.on_settled(self._recovery.oldest_step())
+        oldest = self._recovery.oldest_step() if has_written else None
+        if oldest is not None:
+            self.on_settled(oldest)
 
     def _states(self) -> dict[str, Stateful]:
         timers = {"evaluator": self._evaluation_timer, "recover": self._recover_timer}

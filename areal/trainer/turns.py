@@ -25,9 +25,10 @@ from areal.utils.perf_tracer import phase
 
 
 class Turns:
+    _server: InferenceEngine  # from `connect` on
+
     def __init__(self, models: Sequence[TrainEngine]) -> None:
         self._models = models
-        self._server: InferenceEngine | None = None
         self._turn: Literal["generation", "training"] = "generation"
         for model in models:
             model.offload()

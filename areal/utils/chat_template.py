@@ -148,7 +148,10 @@ class _Child:
             cwd="/",
             process_group=0,  # Ctrl-C is this process's
         )
-        os.set_blocking(self._process.stdin.fileno(), False)
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None  # both are pipes
+        self._stdin, self._stdout = stdin, stdout
+        os.set_blocking(stdin.fileno(), False)
         self._is_ready = False
         self._is_late = False
         self._known: dict[str, int] = {}  # templates by what they are called there
@@ -190,12 +193,12 @@ class _Child:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
 
     def _send(self, data: bytes, deadline: float) -> None:
-        pipe = self._process.stdin.fileno()
+        pipe = self._stdin.fileno()
         left = memoryview(SIZE.pack(len(data)) + data)
         while left:
             try:
@@ -210,7 +213,7 @@ class _Child:
         return self._read(size, deadline)
 
     def _read(self, size: int, deadline: float) -> bytes:
-        pipe, chunks = self._process.stdout.fileno(), []
+        pipe, chunks = self._stdout.fileno(), []
         while size:
             self._wait(pipe, select.POLLIN, deadline)
             chunk = os.read(pipe, min(size, 1 << 20))

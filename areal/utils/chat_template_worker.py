@@ -30,9 +30,9 @@ def main() -> None:
     _limit_resources()
     _write(replies, {})
     templates: dict[int, str] = {}
-    while (data := _read(requests)) is not None:
-        head, order = from_json(data), _read(requests)
-        template = templates.setdefault(head["template"], head.get("text"))
+    while (head := _read(requests)) is not None and (order := _read(requests)) is not None:
+        call = from_json(head)
+        template = templates.setdefault(call["template"], call.get("text"))
         max_chars = OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
         _write(replies, _answer(template, from_json(order), max_chars))
 
@@ -91,10 +91,13 @@ def _write(replies: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 def _read(requests: BinaryIO) -> bytes | None:
+    """None when the pipe is closed, be it in the middle of a frame."""
     head = requests.read(SIZE.size)
     if len(head) < SIZE.size:
         return None
-    return requests.read(SIZE.unpack(head)[0])
+    (size,) = SIZE.unpack(head)
+    data = requests.read(size)
+    return data if len(data) == size else None
 
 
 if __name__ == "__main__":

@@ -66,9 +66,11 @@ class ChildProcess:
         self._reaping = threading.Lock()
         self._log = _open_log(log_path)
         self._process = _SPAWNER.spawn(list(argv), {**os.environ, **(env or {})}, pass_fds)
+        stdout, stderr = self._process.stdout, self._process.stderr
+        assert stdout is not None and stderr is not None  # both are pipes
         self._readers = [
-            self._start_reader(self._process.stdout, self._keep_stdout, "stdout"),
-            self._start_reader(self._process.stderr, self._keep_stderr, "stderr"),
+            self._start_reader(stdout, self._keep_stdout, "stdout"),
+            self._start_reader(stderr, self._keep_stderr, "stderr"),
         ]
 
     @property

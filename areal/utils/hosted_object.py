@@ -82,7 +82,7 @@ class HostedObject:
                 self._worker.id, method, _NAME, *args, timeout_s=limit_s
             )
         except EngineCallError as error:
-            raise error.__cause__ from None
+            raise error.__cause__ or error from None
 
     def _make(self) -> None:
         try:
@@ -94,8 +94,9 @@ class HostedObject:
                 **self._arguments(self._worker),
             )
         except EngineCreationError as error:
-            error.__cause__.add_note(str(error))
-            raise error.__cause__ from None
+            cause = error.__cause__ or error
+            cause.add_note(str(error))
+            raise cause from None
         self._is_made = True
 
     def _renew_worker(self) -> None:

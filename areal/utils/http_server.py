@@ -16,10 +16,12 @@ A connection is a stranger until a request on it has shown a key. Limits (`Conne
 
 from __future__ import annotations
 
+import asyncio
 import resource
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -72,7 +74,7 @@ async def read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-def trust(scope: dict[str, Any]) -> None:
+def trust(scope: MutableMapping[str, Any]) -> None:
     """The request of this ASGI scope has shown a key that the server accepts."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:  # None: not served by `server_config`
@@ -94,7 +96,7 @@ def server_config(
     guard = _Guard(limits or ConnectionLimits())
     return uvicorn.Config(
         app,
-        http=partial(_Connection, guard),
+        http=cast(type[asyncio.Protocol], partial(_Connection, guard)),  # it is only called
         # Its warnings are about requests that are none: anybody could fill a disk with them.
         log_level="error",
         access_log=False,

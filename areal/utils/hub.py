@@ -216,9 +216,10 @@ def _ask(name: HubName, key: str) -> _Listing:
             name.repo, revision=name.revision, files_metadata=True, timeout=_ASK_S
         )
         sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
-    if not _COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
+    commit = info.sha or ""
+    if not _COMMIT.fullmatch(commit):  # it becomes the name of a folder
         raise RuntimeError(f"{key}: {_endpoint()} calls the commit of {name} {info.sha!r:.80}")
-    return _Listing(info.sha, sizes)
+    return _Listing(commit, sizes)
 
 
 def _fetch(name: HubName, key: str, weights: bool) -> Path:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 from areal.api.secret_text import hide_secrets
 from areal.utils.fs import open_private, private_folder
@@ -133,7 +133,7 @@ class _LogFile(std_logging.FileHandler):
     run needs meets the same disk and stops with the cause."""
 
     def _open(self) -> TextIO:
-        return open_private(self.baseFilename, self.mode, encoding=self.encoding)
+        return cast(TextIO, open_private(self.baseFilename, self.mode, encoding=self.encoding))
 
     def handleError(self, record: std_logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):

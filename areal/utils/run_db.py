@@ -168,7 +168,9 @@ class RunDatabase:
             text = f"cannot {act} run database {self.path}: {error} ({_advice(error, self.path)})"
             raise RunDatabaseError(text) from error
 
-    def query(self, sql: str, parameters: tuple | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
+    def query(
+        self, sql: str, parameters: tuple[Any, ...] | Mapping[str, Any] = ()
+    ) -> list[sqlite3.Row]:
         with self._lock, self._clear_errors("read"):
             return self._connection.execute(sql, parameters).fetchall()
 

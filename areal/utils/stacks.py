@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 from areal.api.reward_watch import descendants
 from areal.utils.fs import open_private, private_folder
@@ -65,13 +65,15 @@ def listen() -> None:
     global _listening
     path = os.environ.get(VARIABLE)
     # The real standard error: what a caller put in its place may have no descriptor.
-    _listening = open(path, "a") if path else sys.__stderr__  # noqa: SIM115 (see above)
-    faulthandler.register(signal.SIGUSR1, file=_listening, all_threads=True)
+    file = open(path, "a") if path else sys.__stderr__ or sys.stderr  # noqa: SIM115 (see above)
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    _listening = file
 
 
 def _stop_listening() -> None:
     faulthandler.unregister(signal.SIGUSR1)
-    _listening.close()
+    if _listening is not None:
+        _listening.close()
 
 
 def collect(path: Path, pid: int, *, leave_out: Collection[int] = ()) -> None:
@@ -115,7 +117,7 @@ def is_stopped(pid: int) -> bool:
     return _status(pid).get("State", "")[:1] in ("T", "t")
 
 
-def _collect_one(file: TextIO, pid: int) -> None:
+def _collect_one(file: IO[str], pid: int) -> None:
     note = " (stopped)" if is_stopped(pid) else ""
     _write(file, f"\n== process {pid}{note}: {_command(pid)[:200]}\n")
     if not _catches(pid, signal.SIGUSR1):
@@ -154,7 +156,7 @@ def _cpu_ticks(pid: int) -> dict[int, int]:
     return ticks
 
 
-def _write(file: TextIO, text: str) -> None:
+def _write(file: IO[str], text: str) -> None:
     file.write(text)
     file.flush()
 

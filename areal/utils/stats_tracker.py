@@ -285,7 +285,7 @@ def export_all(reduce_group: Any = None, reset: bool = True) -> dict[str, float]
     return results
 
 
-def take_all() -> dict[str, dict[str, list]]:
+def take_all() -> dict[str, dict[str, list[Any]]]:
     """What every tracker of this process holds, as JSON values, for `add_all` of another one."""
     with _trackers_lock:
         trackers = dict(_trackers)
@@ -297,7 +297,7 @@ def take_all() -> dict[str, dict[str, list]]:
     }
 
 
-def add_all(taken: dict[str, dict[str, list]]) -> None:
+def add_all(taken: dict[str, dict[str, list[Any]]]) -> None:
     """As if what another process recorded had been recorded here."""
     for name, of_tracker in taken.items():
         tracker = get(name)

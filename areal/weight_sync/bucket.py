@@ -106,11 +106,13 @@ def _is_entry(entry: Any, data_bytes: int) -> bool:
     if not isinstance(entry, dict):
         return False
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(offsets) != 2:
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
+        return False
+    are_counts = all(type(number) is int and number >= 0 for number in [*shape, *offsets])
+    if not are_counts or len(offsets) != 2 or dtype not in DTYPES:
         return False
     begin, end = offsets
-    fits = begin <= end <= data_bytes and isinstance(dtype, str) and dtype in DTYPES
+    fits = begin <= end <= data_bytes
     return fits and math.prod(shape) * DTYPES[dtype].itemsize == end - begin
 
 
@@ -131,4 +133,4 @@ def _file_content(tensors: dict[str, torch.Tensor]) -> Iterable[bytes | memoryvi
     for tensor in tensors.values():
         if tensor.nbytes:
             flat = tensor.detach().contiguous().view(-1)
-            yield memoryview(flat.view(torch.uint8).numpy())
+            yield flat.view(torch.uint8).numpy().data

@@ -26,10 +26,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, fill_buckets
 from areal.weight_sync.device_checksum import device_checksum
@@ -61,6 +62,14 @@ class GroupPlace:
     timeout_s: float
 
 
+class _Backend(Protocol):
+    """What is used of ProcessGroupGloo and ProcessGroupNCCL; torch's stubs leave it out."""
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _UnderWay:
     work: dist.Work
@@ -71,12 +80,12 @@ class WeightGroup:
     """Use `open`."""
 
     def __init__(
-        self, place: GroupPlace, device: torch.device, headers: dist.Backend, buckets: dist.Backend
+        self, place: GroupPlace, device: torch.device, headers: _Backend, buckets: _Backend
     ) -> None:
         self.place = place
         self._device = device
-        self._headers = headers
-        self._buckets = buckets
+        self._headers: _Backend | None = headers  # None: closed
+        self._buckets: _Backend | None = buckets
         self._under_way: list[dist.Work] = []
 
     @classmethod
@@ -94,7 +103,7 @@ class WeightGroup:
         timeout = timedelta(seconds=place.timeout_s)
         memory = torch.device(device if place.backend == "nccl" else "cpu")
         try:
-            store = dist.TCPStore(
+            store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented here
                 place.host,
                 place.port,
                 place.world_size,
@@ -103,11 +112,11 @@ class WeightGroup:
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-            store = dist.PrefixStore(place.name, store)
-            headers = _gloo(dist.PrefixStore("headers", store), place)
+            store = PrefixStore(place.name, store)
+            headers = _gloo(PrefixStore("headers", store), place)
             buckets = headers
             if place.backend == "nccl":
-                buckets = _nccl(dist.PrefixStore("buckets", store), place, memory)
+                buckets = _nccl(PrefixStore("buckets", store), place, memory)
         except (RuntimeError, OSError) as err:  # OSError: no such host
             raise GroupError(f"the weight group of {place.host}:{place.port}: {err}") from err
         return cls(place, memory, headers, buckets)
@@ -164,7 +173,7 @@ class WeightGroup:
     def close(self) -> None:
         """Leaves the group; members that wait for this one hear of it, or reach their deadline."""
         backends = (self._headers, self._buckets)
-        if self._buckets is not self._headers:
+        if self._buckets is not None and self._buckets is not self._headers:
             self._buckets.abort()
         # Freeing a gloo group that still sends waits for it, with the interpreter's lock held.
         threading.Thread(
@@ -190,7 +199,9 @@ class WeightGroup:
         self._finish(self._broadcast(text, self._headers))
         return json.loads(text.numpy().tobytes())
 
-    def _broadcast(self, buffer: torch.Tensor, backend: dist.Backend) -> _UnderWay:
+    def _broadcast(self, buffer: torch.Tensor, backend: _Backend | None) -> _UnderWay:
+        if backend is None:
+            raise GroupError("the weight group is closed")
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
@@ -214,29 +225,31 @@ class WeightGroup:
             raise GroupError(f"the weight group broke: {err}") from err
 
 
-def _wait_for_all(works: list[dist.Work], backends: tuple[dist.Backend, ...]) -> None:
+def _wait_for_all(works: list[dist.Work], backends: tuple[_Backend | None, ...]) -> None:
     """Holds the backends until their works are done."""
     while not all(work.is_completed() for work in works):
         time.sleep(0.1)
 
 
-def _gloo(store: dist.Store, place: GroupPlace) -> dist.Backend:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Store, place: GroupPlace) -> _Backend:
+    gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks these options
+    options = gloo._Options()
     options._timeout = timedelta(seconds=place.timeout_s + 2)  # `_finish` is to notice first
     # By default gloo listens where the name of the machine leads, which others may reach.
     own_address = _address_towards(place.host, place.port)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-    return dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
+    options._devices = [gloo.create_device(hostname=own_address)]
+    return gloo(store, place.rank, place.world_size, options)
 
 
-def _nccl(store: dist.Store, place: GroupPlace, device: torch.device) -> dist.Backend:
-    options = dist.ProcessGroupNCCL.Options()
+def _nccl(store: Store, place: GroupPlace, device: torch.device) -> _Backend:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
     options._timeout = timedelta(seconds=10 * place.timeout_s)  # `_finish` is to notice first
     # By default a member that is lost ends this process too; here its loss is an error.
     before = os.environ.get(_NCCL_ERRORS)
     os.environ[_NCCL_ERRORS] = "0"
     try:
-        backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+        backend = nccl(store, place.rank, place.world_size, options)
     finally:
         if before is None:
             del os.environ[_NCCL_ERRORS]

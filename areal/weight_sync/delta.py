@@ -98,6 +98,8 @@ class Mirror:
     def __init__(self) -> None:
         name = f"mirror-{secrets.token_hex(4)}"
         self._root = PublicationRoot("shm", run_name=name, disk_root=tempfile.gettempdir())
+        assert self._root.path is not None, "shm goes through a folder"
+        self._folder = self._root.path
         self._held: Publication | None = None
 
     def take(self, folder: str | Path, *, version: int, key: str = "") -> Publication:
@@ -105,17 +107,17 @@ class Mirror:
         sent = open_publication(folder, version=version, key=key)
         if sent.manifest.base_version is None:
             return self.keep(sent, version)
-        held = None if self._held is None else self._held.version
-        if held != sent.manifest.base_version:
+        held = self._held
+        if held is None or held.version != sent.manifest.base_version:
             raise WrongBaseError(
                 f"{folder} changes version {sent.manifest.base_version}, here is "
-                f"{'none' if held is None else held}: publish the whole weights"
+                f"{'none' if held is None else held.version}: publish the whole weights"
             )
-        return self.keep(_patched(self._held, sent), version)
+        return self.keep(_patched(held, sent), version)
 
     def keep(self, named_tensors: NamedTensors, version: int) -> Publication:
         """Holds these from now on, in place of what was held before."""
-        folder, before = self._root.path / f"weight_update_v{version}", self._held
+        folder, before = self._folder / f"weight_update_v{version}", self._held
         manifest = publish(named_tensors, folder, version, durable=False)
         self._held = Publication(folder, manifest)
         if before is not None and before.folder != folder:

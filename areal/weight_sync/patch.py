@@ -29,11 +29,11 @@ def make_patch(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     assert (old.dtype, old.shape) == (new.dtype, new.shape), "a patch changes neither"
     before, after = _words(old), _words(new)
     changed = before != after
-    bits = zlib.compress(np.packbits(changed), _LEVEL)
+    bits = zlib.compress(np.packbits(changed).data, _LEVEL)
     steps = _fold(after[changed] - before[changed])  # wraps around, and back when applied
     by_byte = steps.view(np.uint8).reshape(-1, steps.itemsize).T
-    head = _HEAD.pack(zlib.crc32(before), zlib.crc32(after), len(bits))
-    content = head + bits + zlib.compress(np.ascontiguousarray(by_byte), _LEVEL)
+    head = _HEAD.pack(zlib.crc32(before.data), zlib.crc32(after.data), len(bits))
+    content = head + bits + zlib.compress(np.ascontiguousarray(by_byte).data, _LEVEL)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
@@ -44,14 +44,14 @@ def apply_patch(patch: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     if len(content) < _HEAD.size:
         raise ValueError(f"a patch has at least {_HEAD.size} bytes, this one has {len(content)}")
     old_crc, new_crc, num_bits = _HEAD.unpack_from(content)
-    if zlib.crc32(before) != old_crc:
+    if zlib.crc32(before.data) != old_crc:
         raise ValueError("the patch was made for other values than these")
     bits = content[_HEAD.size : _HEAD.size + num_bits]
     try:
         after = _patched(before, zlib.decompress(bits), content[_HEAD.size + num_bits :])
     except (zlib.error, ValueError) as error:
         raise ValueError(f"the patch is damaged: {error}") from error
-    if zlib.crc32(after) != new_crc:
+    if zlib.crc32(after.data) != new_crc:
         raise ValueError("the patch is damaged: its result has another checksum")
     return torch.from_numpy(after.view(np.uint8)).view(old.dtype).view(old.shape)
 

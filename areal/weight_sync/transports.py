@@ -126,7 +126,7 @@ class PublicationRoot:
     def __init__(self, type: WeightTransport, *, run_name: str, disk_root: str | Path) -> None:
         if type not in _SENDERS:
             raise ValueError(f"unknown weight transport {type!r}, expected one of {list(_SENDERS)}")
-        self.type = type
+        self.type: WeightTransport = type
         self.path: Path | None = None
         self._key = secrets.token_hex(32)
         self._memory: ScratchFolder | None = None
@@ -150,7 +150,7 @@ class PublicationRoot:
         """Removes the folder. Calling it twice is fine."""
         if self._memory is not None:
             self._memory.close()
-        if self._lock is not None:
+        if self._lock is not None and self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None

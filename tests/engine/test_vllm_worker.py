@@ -134,8 +134,9 @@ def breaks_off_and_recovers(engine):
 
 def test_what_does_not_verify_is_not_loaded():
     worker = Worker(rank=0)
-    with pytest.raises(GroupError, match="through the group g, this worker is in none"):
-        worker.areal_take(group="g", version=1, with_lm_head=False)
+    for group in ("g", "none"):
+        with pytest.raises(GroupError, match=f"through the group {group}, this worker is in none"):
+            worker.areal_take(group=group, version=1, with_lm_head=False)
     with ThreadPoolExecutor(2) as pool:
         sender, worker._areal_group = open_groups(pool, 1)
         taking = pool.submit(worker.areal_take, group="g", version=1, with_lm_head=False)

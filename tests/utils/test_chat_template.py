@@ -26,6 +26,10 @@ from areal.utils.chat_template import (
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+def frame(data: bytes) -> bytes:
+    return chat_template.SIZE.pack(len(data)) + data
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return build_chat_tokenizer(tmp_path_factory.mktemp("model folder"))
@@ -231,3 +235,10 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("sent", [b"", frame(b'{"template": 0}'), frame(b'{"template": 0}')[:-1]])
+def test_a_child_ends_in_silence_when_its_parent_was_killed_amid_a_call(sent):
+    command = [sys.executable, "-m", "areal.utils.chat_template_worker"]
+    ended = subprocess.run(command, input=sent, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")

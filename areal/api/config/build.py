@@ -13,7 +13,7 @@ from typing import Any
 from areal.api.config.errors import ConfigError
 from areal.api.config.schema import explain_unknown, field_types, item_class, section_class
 from areal.api.config.section import converted
-from areal.api.config.source import KeyPath, Source
+from areal.api.config.source import KeyPath, Node, Source
 
 MISSING = "???"  # OmegaConf's mark of a value that somebody must still give
 
@@ -37,11 +37,9 @@ def with_defaults(cls: type, tree: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(tree)
     for field in dataclasses.fields(cls):
         section = section_class(field_types(cls)[field.name])
-        given = filled.get(field.name)
-        if section is not None and (
-            isinstance(given, Mapping) or _is_default_section(field, given)
-        ):
-            filled[field.name] = with_defaults(section, given or {})
+        given = _section_keys(field, filled.get(field.name))
+        if section is not None and given is not None:
+            filled[field.name] = with_defaults(section, given)
         elif field.name not in filled:
             if field.default is not dataclasses.MISSING:
                 filled[field.name] = field.default
@@ -65,7 +63,7 @@ def build(cls: type, tree: Any, source: Source, key: KeyPath = ()) -> Any:
         raise source.error(at_fault, message) from None
 
 
-def _sections_built(value: Any, hint: Any, source: Source, key: KeyPath) -> Any:
+def _sections_built(value: Node, hint: Any, source: Source, key: KeyPath) -> Any:
     """`value` with every dict that stands for a section, or for one of a list, made into it."""
     inner, item = section_class(hint), item_class(hint)
     if inner is not None and isinstance(value, Mapping):
@@ -75,16 +73,19 @@ def _sections_built(value: Any, hint: Any, source: Source, key: KeyPath) -> Any:
     return value
 
 
-def _is_default_section(field: Any, given: Any) -> bool:
-    """A section left out or left empty (`saver:` with every key commented) keeps its defaults."""
-    return given is None and field.default is dataclasses.MISSING
+def _section_keys(field: dataclasses.Field[Any], given: Node) -> Mapping[str, Any] | None:
+    """None for what is no section. One left out or left empty (`saver:` with every key commented)
+    keeps its defaults."""
+    if isinstance(given, Mapping):
+        return given
+    return {} if given is None and field.default is dataclasses.MISSING else None
 
 
 def _is_missing(value: Any) -> bool:
     return isinstance(value, str) and value == MISSING
 
 
-def _unknown(cls: type, tree: Mapping[Any, Any], key: KeyPath) -> Iterator[tuple[type, KeyPath]]:
+def _unknown(cls: type, tree: Mapping[Any, Node], key: KeyPath) -> Iterator[tuple[type, KeyPath]]:
     hints = field_types(cls)
     for name, value in tree.items():
         child = (*key, str(name))
@@ -98,7 +99,7 @@ def _unknown(cls: type, tree: Mapping[Any, Any], key: KeyPath) -> Iterator[tuple
                     yield from _unknown(section, item, child)
 
 
-def _missing(cls: type, tree: Mapping[str, Any], key: KeyPath) -> Iterator[KeyPath]:
+def _missing(cls: type, tree: Mapping[str, Node], key: KeyPath) -> Iterator[KeyPath]:
     for field in dataclasses.fields(cls):
         section = section_class(field_types(cls)[field.name])
         required = (

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from areal.api.config.checks import expand_path, require, require_at_least
 from areal.api.config.section import config_section
 
+RowType = Literal["sft", "rl", "rw", "dpo"]
+
 
 @config_section
 class DatasetConfig:
@@ -16,7 +18,7 @@ class DatasetConfig:
     path: str
     """Name of a data set, a local file or folder, a hub name (`org/name`, `org/name@revision`), or
     an import path `package.module.loader`."""
-    type: Literal["sft", "rl", "rw", "dpo"] | None = None
+    type: RowType | None = None
     """Shape of a row: token ids, a prompt, or a chosen and a rejected answer (`rw`, `dpo`).
     Default: what the trainer needs."""
     split: str = "train"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.alloc_mode import ModelAllocation, ParallelStrategy
 from areal.api.config.schema import field_types, section_class
-from areal.api.config.source import KeyPath, Source
+from areal.api.config.source import KeyPath, Node, Source
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
@@ -373,7 +373,7 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def _leaves(cls: type, tree: Mapping[str, Any], key: KeyPath) -> Iterator[KeyPath]:
+def _leaves(cls: type, tree: Mapping[str, Node], key: KeyPath) -> Iterator[KeyPath]:
     """The keys the user wrote; lists and free-form sections are leaves."""
     for name, value in tree.items():
         section = section_class(field_types(cls)[name])
@@ -393,7 +393,9 @@ def _value(config: Any, key: KeyPath) -> Any:
 def _default(cls: type, key: KeyPath) -> Any:
     """What the key is when it is left out; MISSING for one that must be given."""
     for name in key[:-1]:
-        cls = section_class(field_types(cls)[name])
+        section = section_class(field_types(cls)[name])
+        assert section is not None  # every name but the last is that of one
+        cls = section
     field = next(field for field in dataclasses.fields(cls) if field.name == key[-1])
     if field.default_factory is dataclasses.MISSING or section_class(field_types(cls)[key[-1]]):
         return field.default

@@ -11,10 +11,9 @@ import re
 from dataclasses import field, fields, replace
 from typing import Any, Literal
 
-from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.checks import expand_path, require, require_at_least
 from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
-from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
+from areal.api.config.dataset import DatasetConfig, RowType, ValidDatasetConfig
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
 from areal.api.config.ppo import PPOActorConfig
@@ -123,22 +122,19 @@ class BaseExperimentConfig:
 
     def num_ranks(self) -> dict[str, int]:
         """Role -> ranks its model is laid out over."""
-        backends = {role: section.backend for role, section in self.models().items()}
-        return {
-            role: ModelAllocation.from_str(backend).parallel.world_size
-            for role, backend in backends.items()
-        }
+        models = self.models().items()
+        return {role: section.allocation.parallel.world_size for role, section in models}
 
-    def _check_placement(self) -> None:
+    def _check_placement(self, actor: TrainEngineConfig) -> None:
         """Each rank has what it needs, and colocated roles have as many as each other."""
         models, sizes = self.models(), self.num_ranks()
-        mode = models["actor"].weight_update_mode
+        mode = actor.weight_update_mode
         require(
             self.scheduler.type == "local" or mode in ("shm", "disk", "delta", "xccl"),
             "actor.weight_update_mode must be shm, disk, delta or xccl when scheduler.type is ray",
             mode,
         )
-        self._check_machines(mode)
+        self._check_machines()
         for role, section in models.items():
             require(
                 len(section.scheduling_spec) in (0, 1, sizes[role]),
@@ -167,23 +163,14 @@ class BaseExperimentConfig:
                 sizes[role],
             )
 
-    def _check_machines(self, weight_update_mode: str) -> None:
-        machines = self.cluster.n_nodes
-        if machines == 1:
-            return
+    def _check_machines(self) -> None:
         require(
-            self.scheduler.type == "ray",
-            f"scheduler.type must be ray when cluster.n_nodes is {machines}",
+            self.cluster.n_nodes == 1 or self.scheduler.type == "ray",
+            f"scheduler.type must be ray when cluster.n_nodes is {self.cluster.n_nodes}",
             self.scheduler.type,
         )
-        require(
-            self.trainer != "ppo" or weight_update_mode in ("disk", "delta", "xccl"),
-            "actor.weight_update_mode must be disk, delta or xccl when cluster.n_nodes is "
-            f"{machines}: memory is not shared between machines",
-            weight_update_mode,
-        )
 
-    def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: str) -> None:
+    def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: RowType) -> None:
         """The parts of the root that follow from the trainer and its model."""
         self.tokenizer_path = self.tokenizer_path or actor.path
         require(actor.optimizer is not None, "actor.optimizer must be set to train (lr: ...)", None)
@@ -225,7 +212,7 @@ class SFTConfig(BaseExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "sft")
-        self._check_placement()
+        self._check_placement(self.actor)
         if self.allocation_mode:
             check_allocation(self.allocation_mode, {"training": self.actor.backend})
 
@@ -283,7 +270,7 @@ class PPOConfig(BaseExperimentConfig):
         self._check_critic()
         self._check_teacher()
         self._check_stock_server()
-        self._check_placement()
+        self._check_placement(self.actor)
         check_turns(self)
         if self.allocation_mode:
             backends = {"inference": self.rollout.backend, "training": self.actor.backend}
@@ -373,6 +360,16 @@ class PPOConfig(BaseExperimentConfig):
             not self.native.batch_invariant or self.rollout.tensor_parallel == 1,
             f"native.batch_invariant must be false {several}",
             True,
+        )
+
+    def _check_machines(self) -> None:
+        super()._check_machines()
+        machines, mode = self.cluster.n_nodes, self.actor.weight_update_mode
+        require(
+            machines == 1 or mode in ("disk", "delta", "xccl"),
+            "actor.weight_update_mode must be disk, delta or xccl when cluster.n_nodes is "
+            f"{machines}: memory is not shared between machines",
+            mode,
         )
 
     def jobs(self) -> list[Job]:

@@ -7,8 +7,10 @@ from dataclasses import field
 from areal.api.config.checks import expand_path, require_above, require_at_least
 from areal.api.config.section import config_section
 
-KEYS = ["~/.ssh", "~/.gnupg", "~/.aws", "~/.azure", "~/.config/gcloud", "~/.kube", "~/.docker"]
-KEYS += ["~/.netrc", "~/.git-credentials", "~/.pypirc", "~/.npmrc", "~/.pgpass", "~/.my.cnf"]
+KEYS = [
+    *("~/.ssh", "~/.gnupg", "~/.aws", "~/.azure", "~/.config/gcloud", "~/.kube", "~/.docker"),
+    *("~/.netrc", "~/.git-credentials", "~/.pypirc", "~/.npmrc", "~/.pgpass", "~/.my.cnf"),
+]
 
 
 @config_section

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from areal.api.config.build import build, check_keys, with_defaults
 from areal.api.config.effects import idle_keys
@@ -48,12 +48,12 @@ _ALGORITHMS = {
     "rm": "; that is trainer: rw",
     "distill": "; that is trainer: ppo with a teacher",
 }
-_ALGORITHMS |= {
-    "drgrpo": _ALGORITHMS["dr_grpo"],
-    "reinforce_pp": _ALGORITHMS["reinforce"],
-    "reinforce++": _ALGORITHMS["reinforce"],
-    "distillation": _ALGORITHMS["distill"],
-    "reward_model": _ALGORITHMS["reward"],
+_OTHER_NAMES = {
+    "drgrpo": "dr_grpo",
+    "reinforce_pp": "reinforce",
+    "reinforce++": "reinforce",
+    "distillation": "distill",
+    "reward_model": "reward",
 }
 
 
@@ -110,7 +110,8 @@ def experiment_class(argv: list[str]) -> type[BaseExperimentConfig]:
     kind = source.tree.get("trainer", "ppo")
     if not isinstance(kind, str) or kind not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS)
-        hint = _ALGORITHMS.get(str(kind).lower().replace("-", "_"), "")
+        name = str(kind).lower().replace("-", "_")
+        hint = _ALGORITHMS.get(_OTHER_NAMES.get(name, name), "")
         raise source.error(("trainer",), f"trainer must be one of {known}, got {kind!r:.40}{hint}")
     return EXPERIMENTS[kind]
 
@@ -134,7 +135,8 @@ def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+        found = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+        return cast("dict[str, Any]", found)  # of a dict
     except OmegaConfBaseException as error:
         key = error.full_key or ""
         reason = str(error).strip().splitlines()[0]

@@ -180,7 +180,7 @@ class PPOActorConfig(TrainEngineConfig):
                 None,
             )
             require(
-                self.eps_clip_higher > 0,
+                (self.eps_clip_higher or 0) > 0,
                 "eps_clip_higher must be above 0 with use_cispo_loss: at 0 no token could ever "
                 "weigh more than 1",
                 self.eps_clip_higher,

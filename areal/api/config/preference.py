@@ -27,7 +27,7 @@ class RWConfig(BaseExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "rw")
-        self._check_placement()
+        self._check_placement(self.actor)
         if self.allocation_mode:
             check_allocation(self.allocation_mode, {"training": self.actor.backend})
 
@@ -61,6 +61,6 @@ class DPOConfig(BaseExperimentConfig):
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "dpo")
         self.ref.inherit(self.actor)
-        self._check_placement()
+        self._check_placement(self.actor)
         if self.allocation_mode:
             check_allocation(self.allocation_mode, {"training": self.actor.backend})

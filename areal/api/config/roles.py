@@ -55,18 +55,26 @@ class FrozenModelConfig:
         self.dtype = self.dtype or actor.dtype
         self.mb_spec = self.mb_spec or deepcopy(actor.mb_spec)
 
+    @property
+    def allocation(self) -> ModelAllocation:
+        """Engine and parallel layout that `backend` names."""
+        if self.backend is None:
+            raise RuntimeError("backend is not known yet: `inherit` takes it from the actor")
+        return ModelAllocation.from_str(self.backend)
+
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
-        engine = ModelAllocation.from_str(self.backend).backend
+        backend = self.backend or actor.backend
+        engine = ModelAllocation.from_str(backend).backend
         # Numbers of replicas and stages are parts of the actor's layout; this one may have another.
-        same_layout = self.backend == actor.backend
+        same_layout = backend == actor.backend
         replicas = {} if same_layout else {"num_replicas": 1}
         fsdp, archon = replace(actor.fsdp, **replicas), replace(actor.archon, **replicas)
         return TrainEngineConfig(
-            path=self.path,
-            backend=self.backend,
+            path=self.path or actor.path,
+            backend=backend,
             dtype=self.dtype,
-            mb_spec=self.mb_spec,
+            mb_spec=self.mb_spec or actor.mb_spec,
             temperature=actor.temperature,
             logprobs_chunk_size=actor.logprobs_chunk_size,
             fsdp=fsdp if engine == "fsdp" else FSDPEngineConfig(),
@@ -134,7 +142,7 @@ class PPOCriticConfig(TrainEngineConfig):
 
     def inherit(self, actor: TrainEngineConfig) -> None:
         """Fill what was left out."""
-        self.path = self.path or actor.path
+        self.path = self.path or actor.path  # pyright: ignore[reportIncompatibleVariableOverride]  # None until here
         self.optimizer = self.optimizer or deepcopy(actor.optimizer)
         self.dtype = self.dtype or actor.dtype
-        self.mb_spec = self.mb_spec or deepcopy(actor.mb_spec)
+        self.mb_spec = self.mb_spec or deepcopy(actor.mb_spec)  # pyright: ignore[reportIncompatibleVariableOverride]  # None until here

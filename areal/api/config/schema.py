@@ -61,7 +61,7 @@ def section_class(hint: Any) -> type | None:
     """The dataclass behind a field type, `Section` or `Section | None`; None for a plain value."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    return hint if dataclasses.is_dataclass(hint) else None
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
 def item_class(hint: Any) -> type | None:

@@ -39,7 +39,7 @@ def config_section(cls: type | None = None, **options: Any) -> Any:
         return functools.partial(config_section, **options)
     own = getattr(cls, "__post_init__", None)
 
-    def __post_init__(self: Any) -> None:
+    def __post_init__(self: object) -> None:
         # Once: by the most derived section, also when a plain dataclass of a user extends it.
         is_whole = _most_derived(type(self)) is made
         if is_whole:
@@ -51,7 +51,7 @@ def config_section(cls: type | None = None, **options: Any) -> Any:
 
     setattr(cls, _MARK, True)
     cls.__post_init__ = __post_init__
-    made = dataclasses.dataclass(**{"kw_only": True, **options})(cls)
+    made = typing.cast(type, dataclasses.dataclass(**{"kw_only": True, **options})(cls))
     return made
 
 
@@ -73,7 +73,7 @@ def _show(value: Any) -> str:
     return f"{value!r:.200}"
 
 
-def _convert_fields(config: Any) -> None:
+def _convert_fields(config: object) -> None:
     for name, kinds, converter in _plan(type(config)):
         value = getattr(config, name)
         if type(value) in kinds:
@@ -86,7 +86,7 @@ def _convert_fields(config: Any) -> None:
 @functools.cache
 def _plan(cls: type) -> list[tuple[str, frozenset[type], Callable[[Any], Any]]]:
     """Each field with the types that need no second look: a request in flight makes sections."""
-    plan = []
+    plan: list[tuple[str, frozenset[type], Callable[[Any], Any]]] = []
     for name, hint in field_types(cls).items():
         kinds = typing.get_args(hint) if _is_union(hint) else (hint,)
         # Of a number or a text only the number: "0.5" is one.
@@ -98,11 +98,13 @@ def _plan(cls: type) -> list[tuple[str, frozenset[type], Callable[[Any], Any]]]:
     return plan
 
 
-def _check_finite(config: Any) -> None:
+def _check_finite(config: object) -> None:
     """After a section's own checks, which may say more about what a number must be."""
     for name in _converters(type(config)):
         value = getattr(config, name)
-        items = (value,) if type(value) is float else value if type(value) is list else ()
+        items: list[Any] = (
+            [value] if type(value) is float else [*value] if type(value) is list else []
+        )
         for item in items:
             if isinstance(item, float) and not math.isfinite(item):
                 raise ValueError(f"{name} must be a finite number, got {item}")
@@ -145,7 +147,7 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
         return _one_of(args)
     if origin is Literal:
         return functools.partial(_choice, args)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return functools.partial(_instance, hint)
     if origin is list:
         return functools.partial(_list, _converter(args[0]))
@@ -162,7 +164,7 @@ def _one_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if value is None and is_optional:
             return None
-        expected = []
+        expected: list[str] = []
         for choice in choices:
             try:
                 return choice(value)
@@ -192,13 +194,14 @@ def _instance(cls: type, value: Any) -> Any:
 def _list(convert: Callable[[Any], Any], value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise _WrongValue("a list, like [1, 2]")
-    return [convert(item) for item in value]
+    items: list[Any] = [*value]
+    return [convert(item) for item in items]
 
 
 def _dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise _WrongValue("a section of keys")
-    return dict(value)
+    return {**value}
 
 
 def _scalar(kind: type, value: Any) -> Any:
@@ -231,13 +234,13 @@ def _to_float(value: Any) -> float:
 
 
 def _may_be_number(value: Any) -> bool:
-    return isinstance(value, (numbers.Real, str)) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, (numbers.Real, str))
 
 
 def _to_str(value: Any) -> str:
     # A whole number reads back as it was written; 1.10 or `yes` would not.
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return os.fspath(typing.cast("os.PathLike[str]", value))
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise TypeError
     return str(value)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import difflib
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from areal.api.config.errors import ConfigError
 
 KeyPath = tuple[str, ...]
+# What a key of the tree may hold.
+Node: TypeAlias = "Mapping[Any, Node] | list[Node] | str | float | bool | None"
 COMMAND_LINE = "command line"
 
 
@@ -82,13 +85,14 @@ def _read_file(source: Source) -> None:
 
     text = _read_text(source.path)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.SafeLoader(text).get_single_node()
         if root is None:
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{source.path}: expected `key: value` lines, found {text[:40]!r}")
         _note_lines(root, (), source)
-        source.tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        source.tree = cast("dict[str, Any]", tree)  # its root is a mapping
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _yaml_error(source.path, error) from None
     except RecursionError:
@@ -147,7 +151,7 @@ def _apply_override(source: Source, override: str) -> None:
             raise ConfigError(
                 f"{COMMAND_LINE}: {override}: {section} is {child!r:.200}, not a section with keys"
             )
-        parent = child
+        parent = cast("dict[str, Any]", child)
     if drop:
         parent.pop(key[-1], None)
     else:
@@ -164,6 +168,7 @@ def _parse_value(override: str, text: str) -> Any:
         return ""
     try:
         # A value after `key:` in a file and after `key=` here are read by the same parser.
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        return cast("dict[str, Any]", tree)["value"]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _yaml_error(f"{COMMAND_LINE}: {override}", error) from None

@@ -69,7 +69,7 @@ class RecoverConfig(TimerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.mode = {"off": "disabled", "auto": "on"}.get(self.mode, self.mode)
+        self.mode = "disabled" if self.mode == "off" else "on" if self.mode == "auto" else self.mode
         require_at_least(1, keep=self.keep)
         require_at_least(0, retries=self.retries)
         if self.mode == "on":

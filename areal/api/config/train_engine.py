@@ -235,7 +235,7 @@ class TrainEngineConfig:
     """Seconds a call to the ranks may take: a training step, a checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.path is not None:  # a critic takes the actor's
+        if self.path is not None:  # pyright: ignore[reportUnnecessaryComparison]  # a critic's may be
             require(bool(self.path), "path must name a model folder", self.path)
             self.path = expand_path("path", self.path)
         require_above(0, temperature=self.temperature)
@@ -244,7 +244,12 @@ class TrainEngineConfig:
         require_above(0, lora_alpha=self.lora_alpha)
         require_above(0, setup_timeout=self.setup_timeout, request_timeout=self.request_timeout)
         check_training_backend(self.backend)
-        self._check_engine_keys(ModelAllocation.from_str(self.backend).backend)
+        self._check_engine_keys(self.allocation.backend)
+
+    @property
+    def allocation(self) -> ModelAllocation:
+        """Engine and parallel layout that `backend` names."""
+        return ModelAllocation.from_str(self.backend)
 
     def _check_engine_keys(self, engine: str) -> None:
         """A key that the chosen engine would not look at is refused."""

@@ -24,11 +24,10 @@ def check_turns(config: PPOConfig) -> None:
     in_turns = f"when {_KEY} is {target!r}"
     _check_server(config, target, in_turns)
     for role in config.models_in_turns():
-        backend = models[role].backend
         require(
-            ModelAllocation.from_str(backend).backend != "megatron",
+            models[role].allocation.backend != "megatron",
             f"{role}.backend must be archon or fsdp {in_turns}: megatron does not leave a device",
-            backend,
+            models[role].backend,
         )
 
 

@@ -13,7 +13,7 @@ Shape legend: T packed tokens, N query heads, K key-value heads, H head dim.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,8 @@ def packed_attention(
             "attention does not compute: use another model"
         )
     q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_TNH = attend(module.layer_idx, q_TNH, k_TKH, v_TKH, window=sliding_window, scale=scaling)
+    layer = cast(int, module.layer_idx)
+    out_TNH = attend(layer, q_TNH, k_TKH, v_TKH, window=sliding_window, scale=scaling)
     return out_TNH[None], None
 
 

@@ -48,7 +48,7 @@ class Adapters:
         """
         self.config = LoraConfig(
             r=rank,
-            lora_alpha=alpha,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # any number does
             target_modules=list(target_modules) or "all-linear",
             modules_to_save=["score"] if is_critic else None,
             task_type=TaskType.SEQ_CLS if is_critic else TaskType.CAUSAL_LM,
@@ -75,15 +75,14 @@ class Adapters:
         """A start that changes nothing; equal on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         for layer in self._layers.values():
-            a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-            draw_adapter(a, b, generator)
+            draw_adapter(*_matrices(layer), generator)
 
     def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The whole weight of checkpoint name `name`, computed in float32, as `dtype`."""
         layer = self._layers.get(name.removesuffix(".weight"))
         if layer is None:
             return whole(weight, dtype)
-        a, b = (whole(m[_ADAPTER].weight, torch.float32) for m in (layer.lora_A, layer.lora_B))
+        a, b = (whole(matrix, torch.float32) for matrix in _matrices(layer))
         merged = whole(weight, torch.float32) + layer.scaling[_ADAPTER] * (b @ a)
         return merged.to(dtype)
 
@@ -114,3 +113,8 @@ class Adapters:
         for name, parameter in self._hf.named_parameters():
             if parameter.requires_grad:
                 yield FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter
+
+
+def _matrices(layer: LoraLayer) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    name = f"{_ADAPTER}.weight"
+    return layer.lora_A.get_parameter(name), layer.lora_B.get_parameter(name)

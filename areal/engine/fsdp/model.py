@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +67,12 @@ class PackedModel(nn.Module):
             "use_cache": False,
             "attend": attend,
         }
-        if labels_T is None and not self.is_critic:
+        if not self.is_critic and labels_T is None:
             return (self.hf(**inputs).logits[0].float(),)
         hidden_TD = self.hf.base_model(**inputs).last_hidden_state[0]
-        if self.is_critic:
-            return (self.hf.score(hidden_TD).float().squeeze(-1),)
-        weight, part = self.hf.get_output_embeddings().weight, None
+        if labels_T is None or self.is_critic:
+            return (self.score_head(hidden_TD).float().squeeze(-1),)
+        weight, part = self.head_weight, None
         if isinstance(weight, DTensor):
             tp, weight = weight.device_mesh, weight.to_local()
             part = VocabPart(len(weight) * tp.get_local_rank(), tp.get_group())
@@ -85,6 +86,17 @@ class PackedModel(nn.Module):
             chunk_size=chunk_size,
             part=part,
         )
+
+    @property
+    def score_head(self) -> nn.Linear:
+        """Of a critic."""
+        return cast(nn.Linear, self.hf.score)  # `_refuse_unfit` has looked
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The LM head [V, D], of a language model."""
+        head = cast(nn.Linear | TiedHead, self.hf.get_output_embeddings())
+        return head.weight
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks: what is sharded and recomputed as one."""
@@ -110,14 +122,14 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        return self._embedding[0].weight
+        return cast(torch.Tensor, self._embedding[0].weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         if not isinstance(weight, DTensor):
             return F.linear(hidden, weight)
         everywhere = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
-        return F.linear(everywhere, weight).full_tensor()
+        return cast(DTensor, F.linear(everywhere, weight)).full_tensor()
 
 
 def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> PackedModel:
@@ -171,11 +183,12 @@ def _refuse_unfit(hf: PreTrainedModel, is_critic: bool) -> None:
 def check_model(model: PackedModel, device: torch.device) -> None:
     """Packed sequences do not see each other and give what the model itself gives for each, or
     ValueError."""
-    vocab_size = model.hf.get_input_embeddings().num_embeddings
+    embedding = cast(nn.Embedding, model.hf.get_input_embeddings())
+    vocab_size = embedding.num_embeddings
     sequences = [torch.arange(1, n + 1, device=device) % vocab_size for n in (3, 4)]
     labels = torch.cat([sequence.roll(-1) for sequence in sequences])
     name = type(model.hf).__name__
-    with _poisoned(model.hf.get_input_embeddings(), num_tokens=3):
+    with _poisoned(embedding, num_tokens=3):
         if not model(*_pack(sequences), labels)[0][3:].isfinite().all():
             raise ValueError(
                 f"{name} mixes tokens other than by attention, so that packed sequences see each "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -64,14 +65,15 @@ def load_weights(hf: PreTrainedModel, path: str | Path, *, without: Sequence[str
 def _converted(
     hf: PreTrainedModel, path: str | Path, without: Sequence[str]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    model, info = type(hf).from_pretrained(
+    loaded: Any = type(hf).from_pretrained(
         path,
         config=hf.config,
         dtype=hf.dtype,
         local_files_only=True,
         use_safetensors=True,  # never a pickle beside them
-        output_loading_info=True,
+        output_loading_info=True,  # makes it a pair
     )
+    model, info = loaded
     absent = set(info["missing_keys"]) - set(without)
     _refuse([f"missing {name}" for name in sorted(absent)], hf, path)
     _refuse([str(fault) for fault in info["mismatched_keys"]], hf, path)

@@ -9,7 +9,9 @@ layout. From the fastest to the slowest: tensor, context, data, pipeline ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +62,7 @@ def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
             f"{dist.get_world_size()} processes were started: start as many, or change the "
             "backend string"
         )
-    sizes = {
+    sizes: dict[str, Any] = {
         "tensor_model_parallel_size": strategy.tensor_parallel_size,
         "pipeline_model_parallel_size": strategy.pipeline_parallel_size,
         "context_parallel_size": strategy.context_parallel_size,
@@ -74,18 +76,18 @@ def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
         if device.type == "cuda":
             # Its modules ask for these generators even where nothing is drawn.
             model_parallel_cuda_manual_seed(1)
-    return Layout(
-        strategy,
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        ep=parallel_state.get_expert_model_parallel_group(),
-        expert_tp=parallel_state.get_expert_tensor_parallel_group(),
-    )
+    groups: dict[str, Any] = {  # all are there: this rank is in one of each kind
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "expert_tp": parallel_state.get_expert_tensor_parallel_group(),
+    }
+    return Layout(strategy, **groups)
 
 
-def _check_same(strategy: ParallelStrategy, sizes: dict[str, int]) -> None:
+def _check_same(strategy: ParallelStrategy, sizes: Mapping[str, int]) -> None:
     found = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),

@@ -17,7 +17,7 @@ D model dim, N query heads, K key-value heads, H head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -143,7 +142,7 @@ class Norm(nn.RMSNorm):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps, device=device, dtype=config.params_dtype)
         # Each tensor rank sees some of the tokens: megatron-core sums such gradients over them.
-        self.weight.sequence_parallel = config.sequence_parallel
+        _mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 class Router(TopKRouter):
@@ -157,8 +156,8 @@ class Router(TopKRouter):
 class PackedTokens(PackedSeqParams):
     """What attention must know of a micro-batch; travels through megatron-core's layers."""
 
-    attend: Attend | None = None
-    rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin, [t, H / 2]
+    attend: Attend = field(kw_only=True)
+    rotation: tuple[torch.Tensor, torch.Tensor] = field(kw_only=True)  # cos and sin, [t, H / 2]
 
 
 class CoreAttention(nn.Module):
@@ -213,26 +212,28 @@ class Stage(GPTModel):
         self.rope = RotaryEmbedding(args.rope, args.head_dim)
         if args.is_critic and is_last:
             weight = self.output_layer.weight
+            assert weight is not None, "a critic has no head that is the embedding"
             del self.output_layer
             self.score = nn.Linear(
                 args.dim, 1, bias=False, device=weight.device, dtype=weight.dtype
             )
-            self.score.weight.sequence_parallel = transformer.sequence_parallel
+            _mark(self.score.weight, sequence_parallel=transformer.sequence_parallel)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the weights that two stages share; both load them from the same checkpoint."""
-        if self.pre_process:
-            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
-        if self.post_process and self.output_layer.weight is not None:
-            self.output_layer.weight.is_embedding_or_output_parameter = True
+        embedding = self.embedding.word_embeddings.weight if self.pre_process else None
+        head = self.output_layer.weight if self.post_process else None
+        for weight in (embedding, head):
+            if weight is not None:
+                _mark(weight, is_embedding_or_output_parameter=True)
         shared = self.share_embeddings_and_output_weights and (
             self.config.pipeline_model_parallel_size > 1
         )
-        if shared and self.pre_process:
-            self.embedding.word_embeddings.weight.shared_embedding = True
-        elif shared and self.post_process:
-            self.output_layer.weight.shared = True  # counted once in the norm of the gradient
-            self.output_layer.weight.shared_embedding = True
+        if shared and embedding is not None:
+            _mark(embedding, shared_embedding=True)
+        elif shared and head is not None:
+            # Counted once in the norm of the gradient.
+            _mark(head, shared=True, shared_embedding=True)
 
     def forward(
         self, mb: dict[str, Any], min_tokens: int = 0
@@ -265,6 +266,7 @@ class Stage(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        assert weight is not None, "the last stage has the head, or the embedding"
         rows = min(len(weight), self.args.vocab_size - len(weight) * tp.rank())
         return next_token_logprobs(
             self._gather_tokens(hidden_s1D.squeeze(1), partial_grad=True),
@@ -284,9 +286,16 @@ class Stage(GPTModel):
         )
 
 
-def _block_spec(transformer: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """megatron-core's layers with areal's modules in the open places."""
-    block = get_gpt_decoder_block_spec(
+def _mark(parameter: torch.Tensor, **marks: bool) -> None:
+    """What megatron-core reads off a parameter."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
+def _block_spec(transformer: TransformerConfig, vp_stage: int | None) -> Any:
+    """megatron-core's layers with areal's modules in the open places. It takes more kinds of specs
+    than it declares."""
+    block: Any = get_gpt_decoder_block_spec(
         transformer, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
     block.layer_norm = Norm

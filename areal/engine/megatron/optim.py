@@ -26,6 +26,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from areal.api.config.optimizer import OptimizerConfig
 from areal.engine.megatron.model import Stage
@@ -52,12 +53,17 @@ class ShardedOptimizer:
         )
         self.models = [DistributedDataParallel(transformer, ddp, stage) for stage in stages]
         theirs = _megatron_config(config, transformer.params_dtype)
-        self._optimizer = get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             theirs,
-            self.models,
+            [*self.models],
             config_overrides=get_standard_config_overrides(theirs),
             use_gloo_process_groups=False,
         )
+        assert isinstance(optimizer, ChainedOptimizer), "one for each kind of weights"
+        self._optimizer = optimizer
+        self._parts: list[Any] = (
+            optimizer.chained_optimizers
+        )  # which declare no more than the whole
         self._create_state()
         self.set_lr_step(0)
 
@@ -80,7 +86,7 @@ class ShardedOptimizer:
         grad_norm = float(self._optimizer.get_grad_norm())
         successful = math.isfinite(grad_norm)
         if successful:
-            for part in self._optimizer.chained_optimizers:
+            for part in self._parts:
                 clip_grad_by_total_norm_fp32(
                     part.get_parameters(), self._config.gradient_clipping, grad_norm
                 )
@@ -129,7 +135,7 @@ class ShardedOptimizer:
         """torch's optimizers inside, and what they update: named by rank, as all hold others, and
         by the stages of a rank, since as many tensors of the same shapes may be other layers'."""
         found = []
-        for number, part in enumerate(self._optimizer.chained_optimizers):
+        for number, part in enumerate(self._parts):
             if part.is_stub_optimizer:
                 continue  # no weight of its kind on this rank
             inner = part.optimizer

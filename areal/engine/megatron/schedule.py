@@ -8,7 +8,7 @@ repeated for nothing to fill the last round, and padded to the longest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from areal.engine.megatron.layout import Layout
 
 
 def run_micro_batches(
-    models: list[nn.Module],
+    models: Sequence[nn.Module],
     mbs: list[MicroBatch],
     output_fn: OutputFn,
     layout: Layout,
@@ -54,7 +54,7 @@ def run_micro_batches(
         outputs = schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(enumerate(filled)) for _ in models],
-            model=models,
+            model=list(models),
             num_microbatches=num_mbs,
             seq_length=longest,  # unless interleaved, stages tell the real one
             micro_batch_size=1,

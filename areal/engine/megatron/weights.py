@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,7 +135,7 @@ def stream(
             whole = _move(whole, shape, owner, stages[0])
         if is_receiver:
             piece = _piece_by_name(name, args, layout)
-            assert piece.hf_names == tuple(hf_names)
+            assert whole is not None and piece.hf_names == tuple(hf_names)
             yield from zip(piece.hf_names, piece.split(whole), strict=True)
 
 
@@ -169,6 +170,7 @@ def _move(
 ) -> torch.Tensor | None:
     """From its owner to rank 0."""
     if dist.get_rank() == owner:
+        assert whole is not None, "its owner has gathered it"
         dist.send(whole.contiguous(), dst=0)
         return None
     some = next(stage.parameters())
@@ -179,11 +181,12 @@ def _move(
 
 def _global_name(name: str, stage: Stage) -> str:
     if match := _LAYER.fullmatch(name):
-        layer, rest = int(match[1]), match[2]
+        layer: Any = stage.decoder.layers[int(match[1])]
+        rest = match[2]
         if expert := _EXPERT.fullmatch(rest):
-            number = stage.decoder.layers[layer].mlp.local_expert_indices[int(expert[1])]
+            number = layer.mlp.local_expert_indices[int(expert[1])]
             rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
-        name = f"decoder.layers.{stage.decoder.layers[layer].layer_number - 1}.{rest}"
+        name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
     return name
 
 
@@ -212,7 +215,7 @@ def _piece_by_name(name: str, args: DecoderArgs, layout: Layout) -> Piece:
 
 def _layer_piece(prefix: str, name: str, args: DecoderArgs) -> Piece:
     if match := _EXPERT.fullmatch(name):
-        mlp, width = f"{prefix}mlp.experts.{match[1]}.", args.moe.hidden_dim
+        mlp, width = f"{prefix}mlp.experts.{match[1]}.", args.expert_args.hidden_dim
         if match[2] == "linear_fc1.weight":
             return _gate_up(mlp, width, args, is_expert=True)
         return _plain(f"{mlp}down_proj.weight", (args.dim, width), 1, is_expert=True)

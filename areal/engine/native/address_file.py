@@ -92,7 +92,8 @@ class FollowedSeats:
             with waiting(f"the replacement of the server {address}"):
                 found = self._wait_for_owner(seat, address)
             if found != address:
-                self._replaced.pop(found, None)  # a port may come again
+                if found is not None:
+                    self._replaced.pop(found, None)  # a port may come again
                 self._replaced[address] = self.addresses[seat] = found
             return found
 

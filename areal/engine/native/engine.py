@@ -82,7 +82,7 @@ class NativeEngine:
         `seed` draws the seeds of requests that bring none. `batch_invariant`: tokens and
         log-probabilities of a request do not depend, bit for bit, on the requests beside it.
         """
-        args, weight = model.args, model.tok_embeddings.weight
+        args, weight = model.args, model.embedding_weight
         token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * weight.itemsize
         if num_pages is None:
             context_pages = -(-args.max_position_embeddings // page_size) + 1
@@ -193,7 +193,7 @@ class NativeEngine:
         """Launch what can run and record what has been drawn; returns the requests that ended."""
         launched = bool(self._by_rid) and not self._offloaded and self._launch()
         finished, self._drained = self._drained, []
-        ahead = self._runner.launches_ahead if launched else 0
+        ahead = self._present_runner.launches_ahead if launched else 0
         while len(self._under_way) > ahead:
             finished += self._record(self._under_way.popleft())
         if not self._by_rid:
@@ -272,6 +272,11 @@ class NativeEngine:
             "pages_total": self._pool.num_usable,
         }
 
+    @property
+    def _present_runner(self) -> Runner:
+        assert self._runner is not None, "nothing is launched while something is offloaded"
+        return self._runner
+
     def _check(self, request: GenRequest) -> None:
         ids, vocab_size = request.input_ids, self.model.args.vocab_size
         if request.rid in self._by_rid:
@@ -326,7 +331,7 @@ class NativeEngine:
         scheduler = self._scheduler
         # While prompts wait, one token at a time: their samples should join soon.
         busy = scheduler.waiting or scheduler.filling
-        num_steps = 1 if busy else self._runner.steps_per_launch
+        num_steps = 1 if busy else self._present_runner.steps_per_launch
         if self._under_way:
             num_lacking = int(scheduler.num_lacking(num_steps).sum())
             if not scheduler.prefixes.make_room(num_lacking):
@@ -347,7 +352,7 @@ class NativeEngine:
         if not decoding:
             return False
         num_steps = min(num_steps, int(remaining.max()))
-        drawn = self._runner.decode(slots, num_steps)
+        drawn = self._present_runner.decode(slots, num_steps)
         table.advance(slots, num_steps)
         self._under_way.append(_Launch(decoding, drawn, self.version))
         return True
@@ -358,7 +363,7 @@ class NativeEngine:
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
         if chunks:
-            hidden_CD = self._runner.prefill(chunks)
+            hidden_CD = self._present_runner.prefill(chunks)
             for item, hidden_D in zip(items, hidden_CD, strict=True):
                 if item.num_cached < item.num_tokens:
                     continue
@@ -372,7 +377,7 @@ class NativeEngine:
             hidden.append(hidden_D)
         if drawing:
             slots = np.fromiter((s.slot for s in drawing), np.int64, len(drawing))
-            drawn = self._runner.draw(slots, hidden)
+            drawn = self._present_runner.draw(slots, hidden)
             self._scheduler.slots.advance(slots, 1)
             for sequence in drawing:
                 self._scheduler.promote(sequence)
@@ -380,7 +385,7 @@ class NativeEngine:
         return bool(chunks or drawing)
 
     def _chunks(self) -> tuple[list[Prefix | Sequence], list[Chunk]]:
-        scheduler, budget = self._scheduler, self._runner.max_prefill_tokens
+        scheduler, budget = self._scheduler, self._present_runner.max_prefill_tokens
         refilling = (s for s in scheduler.filling if s.prefix is None)
         items, chunks = [], []
         for item in (*scheduler.prefixes.pending, *refilling):
@@ -391,7 +396,7 @@ class NativeEngine:
             chunks.append(Chunk(item.token_slice(start, end), start, item.pages))
             item.num_cached = end
             budget -= end - start
-        self._counts["tokens_prefilled"] += self._runner.max_prefill_tokens - budget
+        self._counts["tokens_prefilled"] += self._present_runner.max_prefill_tokens - budget
         return items, chunks
 
     def _attach(self) -> list[tuple[Sequence, torch.Tensor]]:
@@ -414,7 +419,7 @@ class NativeEngine:
             scheduler.prefixes.attach(prefix)
             sequence.prefix, sequence.num_cached = None, prefix.num_tokens
         if sources:
-            self._runner.copy_pages(sources, targets)
+            self._present_runner.copy_pages(sources, targets)
         return starting
 
     def _drain(self) -> None:

@@ -110,7 +110,7 @@ class _Exchange:
     waiting: dict[str, _Pending]
     num_wanted: int  # calls nobody has cancelled yet
     refused: set[str] = field(default_factory=set)  # rids of bad replies: more may come of them
-    task: asyncio.Task | None = None
+    task: asyncio.Task = field(init=False)  # that carries it
 
 
 class GenerateClient:
@@ -269,25 +269,28 @@ class GenerateClient:
 
     def _take_line(self, exchange: _Exchange, line: bytes) -> None:
         server = exchange.server
+        result: Reply | Refusal | Progress | None = None
+        fault: str | None = None
         try:
             result = decode_line(line)
-            rid, fault = result.rid, None
+            rid = result.rid
         except BadLineError as err:
-            result, rid, fault = None, err.rid, str(err)
+            rid, fault = err.rid, str(err)
         except ValueError as err:  # about nobody's request, or about all of them
             raise _bad_reply(server, str(err)) from err
         if rid in exchange.refused:
             return
         if rid not in exchange.waiting:
             raise _bad_reply(server, f"to {rid[:60]!r}, which nobody sent")
-        fault = fault or self._fault(exchange.waiting[rid], result)
+        if result is not None:
+            fault = self._fault(exchange.waiting[rid], result)
         if fault is not None:
             exchange.refused.add(rid)
             pending = _settled(exchange, rid)
             self._refuse([] if pending is None else [pending], server, _bad_reply(server, fault))
         elif isinstance(result, Progress):
             exchange.waiting[rid].add_progress(result)
-        elif (pending := _settled(exchange, rid)) is not None:
+        elif result is not None and (pending := _settled(exchange, rid)) is not None:
             self._answer(pending, server, result)
 
     def _answer(self, pending: _Pending, server: Server, result: Reply | Refusal) -> None:

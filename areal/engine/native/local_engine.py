@@ -20,6 +20,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.model_text import ModelText
+from areal.engine.native.receiver import Result
 from areal.engine.native.score_rows import padded_scores, token_lists
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply, check_supported
@@ -134,7 +135,7 @@ class NativeLocalEngine(InferenceEngine):
         events = asyncio.get_running_loop()
         future: asyncio.Future[Reply] = events.create_future()
 
-        def deliver(results: list[Reply | Refusal]) -> None:  # on the engine thread
+        def deliver(results: Sequence[Result]) -> None:  # on the engine thread
             events.call_soon_threadsafe(_settle, future, results[0])
 
         self._loop.submit([request], deliver)
@@ -145,12 +146,11 @@ class NativeLocalEngine(InferenceEngine):
             raise
 
 
-def _settle(future: asyncio.Future[Reply], result: Reply | Refusal) -> None:
+def _settle(future: asyncio.Future[Reply], result: Result) -> None:
     if future.done():
         return
     if isinstance(result, Reply):
         future.set_result(result)
-    elif result.kind == "request":
-        future.set_exception(ValueError(result.message))
-    else:
-        future.set_exception(EngineEndedError(result.message))
+    elif isinstance(result, Refusal):
+        kind = ValueError if result.kind == "request" else EngineEndedError
+        future.set_exception(kind(result.message))

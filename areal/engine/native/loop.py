@@ -33,7 +33,7 @@ from areal.utils import logging
 logger = logging.getLogger("NativeEngineLoop")
 
 T = TypeVar("T")
-Deliver = Callable[[list[Reply | Refusal | Progress]], None]
+Deliver = Callable[[Sequence[Reply | Refusal | Progress]], None]
 
 
 class EngineEndedError(RuntimeError):
@@ -189,7 +189,7 @@ class EngineLoop:
                 order.future.set_exception(err)
 
     def _admit(self, order: _Submission) -> None:
-        refusals: list[Reply | Refusal] = []
+        refusals: list[Refusal] = []
         for request in order.requests:
             if request.rid in self._waiters:
                 fault = f"rid: {request.rid} is already running; give each request its own"
@@ -271,7 +271,7 @@ def _result_of(finished: Finished, *, started: float, now: float) -> Reply | Ref
     return Reply(finished, latency=now - started, ttft=first - started)
 
 
-def _hand_over(deliver: Deliver, results: list[Reply | Refusal | Progress]) -> None:
+def _hand_over(deliver: Deliver, results: Sequence[Reply | Refusal | Progress]) -> None:
     try:
         deliver(results)
     except Exception:  # one receiver's fault must not end the engine for all others

@@ -43,7 +43,9 @@ class ReplyHead:
 
 class CompletionChoice:
     def __init__(self, head: ReplyHead, index: int) -> None:
+        assert isinstance(head.call, CompletionCall)
         self._head = head
+        self._call = head.call
         self._index = index
         self._text = TextStream(head.tokenizer, head.call.gconfig)
         self._num_letters = 0  # of all tokens so far, for the offsets of log-probabilities
@@ -53,7 +55,7 @@ class CompletionChoice:
 
     def go_on(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
         text = self._text.push(tokens)
-        return [self._chunk(text, tokens, logprobs)] if text or self._head.call.logprobs else []
+        return [self._chunk(text, tokens, logprobs)] if text or self._call.logprobs else []
 
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
         text = self._text.push(self._head.text_tokens(tokens)) + self._text.finish()
@@ -63,13 +65,13 @@ class CompletionChoice:
         self, text: str, tokens: list[int], logprobs: list[float], reason: str | None = None
     ) -> Chunk:
         head, details = self._head, None
-        if head.call.logprobs:
+        if self._call.logprobs:
             details = completion_logprobs(
                 head.tokenizer, tokens, logprobs, text_offset=self._num_letters
             )
             self._num_letters += sum(map(len, details["tokens"]))
         return completion_chunk(
-            head.call, head.completion_id, head.created, self._index, text,
+            self._call, head.completion_id, head.created, self._index, text,
             logprobs=details, finish_reason=reason,
         )  # fmt: skip
 
@@ -78,7 +80,9 @@ class ChatChoice:
     """With tools, text that may be a tool call waits until the output is complete."""
 
     def __init__(self, head: ReplyHead, index: int) -> None:
+        assert isinstance(head.call, ChatCall)
         self._head = head
+        self._call = head.call
         self._index = index
         self._stream = TextStream(head.tokenizer, head.call.gconfig)
         self._text = ""  # with tools: all of it
@@ -93,7 +97,7 @@ class ChatChoice:
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
         text = self._stream.push(self._head.text_tokens(tokens)) + self._stream.finish()
         calls: list[dict[str, Any]] = []
-        if self._head.call.tools:
+        if self._call.tools:
             content, calls = parse_tool_calls(
                 self._text + text, self._head.tool_parser, in_reasoning=self._head.in_reasoning
             )
@@ -106,7 +110,7 @@ class ChatChoice:
         return [*chunks, self._chunk({}, reason=word)]
 
     def _showable(self, text: str) -> str:
-        if not self._head.call.tools:
+        if not self._call.tools:
             return text
         self._text += text
         end = tool_calls_may_begin(
@@ -117,7 +121,7 @@ class ChatChoice:
 
     def _content(self, text: str, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
         details = None
-        if self._head.call.logprobs and tokens:
+        if self._call.logprobs and tokens:
             details = chat_logprobs(self._head.tokenizer, tokens, logprobs)
         if not text and details is None:
             return []
@@ -128,6 +132,6 @@ class ChatChoice:
     ) -> Chunk:
         head = self._head
         return chat_chunk(
-            head.call, head.completion_id, head.created, self._index, delta,
+            self._call, head.completion_id, head.created, self._index, delta,
             logprobs=logprobs, finish_reason=reason,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_choices import ChatChoice, Chunk, CompletionChoice, ReplyHead
 from areal.engine.native.receiver import Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
-from areal.engine.native.wire import Refusal
+from areal.engine.native.wire import Refusal, Reply
 from areal.utils.chat_template import warm_up
 from areal.utils.http_server import JsonReply, read_body
 from areal.utils.openai_wire import (
@@ -61,7 +61,7 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b
 def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str) -> None:
     """`model` is the folder; requests may name it in full or by its last part."""
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "areal"}
-    app.add_exception_handler(WireError, _answer_wire_error)
+    app.exception_handler(WireError)(_answer_wire_error)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -166,7 +166,8 @@ class _WholeReply(Response):
                 if fault := _fault(results):
                     await _error_response(fault)(scope, receive, send)
                     return
-                finished.update({result.rid: result.finished for result in results})
+                replies = (one for one in results if isinstance(one, Reply))
+                finished.update({reply.rid: reply.finished for reply in replies})
         ordered = [finished[request.rid] for request in self._requests]
         # In a thread: many long outputs are decoded, and others wait for this event loop.
         response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered)))
@@ -178,13 +179,12 @@ class _WholeReply(Response):
             Output(one.output_tokens, one.output_logprobs, one.stop_reason, self._text(one))
             for one in finished
         ]
-        write = chat_reply if isinstance(head.call, ChatCall) else completion_reply
-        options = {}
-        if write is chat_reply:
-            options = {"tool_parser": head.tool_parser, "in_reasoning": head.in_reasoning}
-        return write(
-            head.call, head.completion_id, head.created, outputs, self._prompt_tokens,
-            head.tokenizer, **options,
+        call, shared = head.call, (head.completion_id, head.created, outputs, self._prompt_tokens)
+        if not isinstance(call, ChatCall):
+            return completion_reply(call, *shared, head.tokenizer)
+        return chat_reply(
+            call, *shared, head.tokenizer,
+            tool_parser=head.tool_parser, in_reasoning=head.in_reasoning,
         )  # fmt: skip
 
     def _text(self, finished: Finished) -> str:
@@ -241,7 +241,7 @@ class _StreamedReply(Response):
             if isinstance(one, Progress):
                 self._num_tokens[one.rid] += len(one.tokens)
                 chunks += choice.go_on(one.tokens, one.logprobs)
-            else:
+            elif isinstance(one, Reply):  # `_fault` has told of refusals
                 finished = one.finished
                 self._num_tokens[one.rid] = len(finished.output_tokens)
                 tokens, logprobs = finished.output_tokens[start:], finished.output_logprobs[start:]

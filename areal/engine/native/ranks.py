@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -104,19 +104,23 @@ def _joined(
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
+    file = str(Path(place.folder) / "rendezvous")
+    store = dist.FileStore(file, place.num_ranks)  # pyright: ignore[reportPrivateImportUsage]  # documented there
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
-        store=dist.FileStore(str(Path(place.folder) / "rendezvous"), place.num_ranks),
+        store=store,
         rank=place.rank,
         world_size=place.num_ranks,
         timeout=_COMPUTE_TIMEOUT,
     )
     try:
-        orders = dist.new_group(backend="gloo", timeout=_ORDER_TIMEOUT)
+        world = dist.group.WORLD
+        assert world is not None, "it was just initialized"
+        orders = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_ORDER_TIMEOUT))
         engine = NativeEngine.from_pretrained(
             options.pop("model_path"),
             dtype=getattr(torch, dtype) if dtype else None,
-            ranks=Ranks.of(dist.group.WORLD),
+            ranks=Ranks.of(world),
             **options,
         )
         yield engine, orders

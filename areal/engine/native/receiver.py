@@ -62,7 +62,7 @@ class Receiver:
         self.unfinished.difference_update(ended)
         return results
 
-    def _deliver(self, results: list[Result]) -> None:  # on the engine thread
+    def _deliver(self, results: Sequence[Result]) -> None:  # on the engine thread
         self._events.call_soon_threadsafe(self._results.put_nowait, results)
 
     async def _watch(self) -> None:

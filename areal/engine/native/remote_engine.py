@@ -136,11 +136,12 @@ class NativeRemoteEngine(InferenceEngine):
     def leave(self, address: str) -> None:
         """Take a server out: no more requests for it; returns when it has finished those it has."""
         client = self._client
-        runs = client is not None and client.events.is_running()
-        if runs and runs_here(client.events):
+        if client is not None and not client.events.is_running():
+            client = None
+        if client is not None and runs_here(client.events):
             raise RuntimeError("leave blocks: call it from another thread than agenerate")
         self._members.leave(address)
-        if runs:
+        if client is not None:
             drained = asyncio.run_coroutine_threadsafe(client.drain(address), client.events)
             drained.result(self._request_timeout_s)
 

@@ -22,7 +22,7 @@ _SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 
 def cache_bytes(model: Decoder) -> int:
     """What the key-value cache may take when its size is not given: ranks agree on the least."""
-    device = model.tok_embeddings.weight.device
+    device = model.embedding_weight.device
     if device.type != "cuda":
         return _CPU_CACHE_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -42,7 +42,7 @@ def make_runner(
 
     Plain torch on the CPU is batch-invariant as it is.
     """
-    on_cuda = model.tok_embeddings.weight.device.type == "cuda"
+    on_cuda = model.embedding_weight.device.type == "cuda"
     if not on_cuda or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(

@@ -168,6 +168,7 @@ class Scheduler:
         if sequence.prefix is not None:
             self.prefixes.leave(sequence.prefix)
         self.pool.release(sequence.pages)
+        assert sequence.slot is not None, "a sequence that waits holds nothing"
         self.slots.clear(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.prefix = None, None
@@ -216,5 +217,6 @@ class Scheduler:
         return True
 
     def _extend(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None, "a sequence that waits does not grow"
         sequence.pages += self.pool.allocate(1)
         self.slots.set_pages(sequence.slot, sequence.pages)

@@ -56,7 +56,7 @@ def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]
 def _score_batch(
     model: Decoder, batch: list[Sequence[int]], batch_invariant: bool
 ) -> list[list[float]]:
-    device = model.tok_embeddings.weight.device
+    device = model.embedding_weight.device
     lengths = torch.tensor([0, *map(len, batch)])
     attention = InvariantPackedAttention if batch_invariant else PackedAttention
     attend = attention(lengths.cumsum(0).to(device), int(lengths.max()))

@@ -73,7 +73,7 @@ def create_app(
     """`model` is what /health and /v1/models call it; `folder` (by default that) has its files."""
     app = new_app(title="areal native server")
     app.add_middleware(_TokenGate, token=token)
-    app.add_exception_handler(HTTPException, _answer_no_route)
+    app.exception_handler(HTTPException)(_answer_no_route)
     for kind, status in _STATUS_OF_ERROR.items():
         app.add_exception_handler(kind, _answer_error(status))
     text = ModelText(folder or model)

@@ -51,7 +51,7 @@ class TorchRunner:
         page_size: int,
         max_prefill_tokens: int,
     ) -> None:
-        args, weight = model.args, model.tok_embeddings.weight
+        args, weight = model.args, model.embedding_weight
         if weight.device.type == "cpu":
             use_plain_blas()
         self.max_prefill_tokens = max_prefill_tokens

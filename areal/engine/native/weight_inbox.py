@@ -87,14 +87,15 @@ class WeightInbox:
             raise PublicationError(f"{order.path[:200]}: {err.strerror}") from err
 
     def _receive_broadcast(self, order: Order) -> list[tuple[str, torch.Tensor]]:
-        here = "none" if self._group is None else self._group.place.name
-        if here != order.group:
+        group = self._group
+        if group is None or group.place.name != order.group:
+            here = "none" if group is None else group.place.name
             raise WrongGroupError(
                 f"the weights come through the group {order.group}, this server is in {here}: "
                 "POST /init_weights_group first"
             )
         try:
-            return self._group.receive(order.version)
+            return group.receive(order.version)
         except BaseException:  # what was under way would meet the next version
             self._leave()
             raise

@@ -94,7 +94,8 @@ def _integer(content: dict[str, Any], name: str, low: int, high: int) -> int:
 
 def _timeout(content: dict[str, Any]) -> float:
     value = content.get("timeout_s")
-    if type(value) not in (int, float) or not 0 < value <= _MAX_TIMEOUT_S:
+    is_bool = isinstance(value, bool)
+    if is_bool or not isinstance(value, int | float) or not 0 < value <= _MAX_TIMEOUT_S:
         raise ValueError(
             f"timeout_s: expected seconds, above 0 and at most {_MAX_TIMEOUT_S}, got {value!r:.60}"
         )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pydantic_core import to_json
 
@@ -266,14 +266,15 @@ def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
     if reason not in _STOP_REASONS:
         raise ValueError(f"stop_reason: expected one of {_STOP_REASONS}, got {_show(reason)}")
     times = [_float(content.get(name), name) for name in ("latency", "ttft")]
-    return Reply(Finished(rid, *output, reason), *times)
+    return Reply(Finished(rid, *output, cast(StopReason, reason)), *times)
 
 
 def _decode_output(content: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
     """Tokens, log-probabilities and versions."""
-    tokens, logprobs, versions = (
+    output: list[Any] = [
         content.get(name) for name in ("output_tokens", "output_logprobs", "output_versions")
-    )
+    ]
+    tokens, logprobs, versions = output
     check_tokens(tokens)
     check_logprobs(logprobs)
     check_lengths(tokens, logprobs)

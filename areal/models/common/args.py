@@ -137,6 +137,17 @@ class DecoderArgs:
                 f"layer_types must name all {self.n_layers} layers, got {len(self.windows)}"
             )
 
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> DecoderArgs:
+        """From a parsed config.json; each family has its own."""
+        raise NotImplementedError(f"{cls.__name__} reads no config.json")
+
+    @property
+    def expert_args(self) -> MoEArgs:
+        """`moe`, of a model that has experts."""
+        assert self.moe is not None, f"this {self.model_type} has no experts"
+        return self.moe
+
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 

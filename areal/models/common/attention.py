@@ -29,6 +29,7 @@ class Attend(Protocol):
         q_TNH: torch.Tensor,
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
+        /,
         *,
         window: int | None = None,
         scale: float | None = None,
@@ -63,6 +64,6 @@ class Attention(nn.Module):
         q_TNH = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKH = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
         v_TKH = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         return rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR), v_TKH

@@ -103,7 +103,7 @@ def attend_part_backward(
         return _aten._flash_attention_backward(
             grad, q, k, v, out, lse, *bounds, 0.0, part.is_causal, *no_dropout, scale=scale
         )
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     for queries, keys in part.runs():
         grad_1NQH, q_1NQH, out_1NQH, k_1KMH, v_1KMH = _rows(
             grad[queries], q[queries], out[queries], k[keys], v[keys]

@@ -131,9 +131,11 @@ class _BySegments(torch.autograd.Function):
         for level in ctx.above:
             queries, keys = level.queries, level.keys
             rows = (queries, queries, keys, keys, queries)
-            part = [x.index_select(0, index) for x, index in zip(saved[:-1], rows, strict=True)]
+            grad, q, k, v, out = (
+                x.index_select(0, index) for x, index in zip(saved[:-1], rows, strict=True)
+            )
             lse_NQ = lse_NT.index_select(1, queries)
-            found = attend_part_backward(*part, lse_NQ, level.part, ctx.scale)
+            found = attend_part_backward(grad, q, k, v, out, lse_NQ, level.part, ctx.scale)
             for total, index, grad in zip(grads, (queries, keys, keys), found, strict=True):
                 total.index_add_(0, index, grad.float())
         return *(grad.to(q_TNH.dtype) for grad in grads), None, None, None
@@ -163,9 +165,9 @@ def _level(tree: PrefixTree, level: int, device: torch.device) -> _Level:
     chosen = np.flatnonzero((tree.levels_G == level) & (tree.subtree_ends_G > ends))
     below = [(ends[g], tree.subtree_ends_G[g]) for g in chosen]
     own = [(starts[g], ends[g]) for g in chosen]
-    rows = (
+    queries, keys = (
         torch.as_tensor(np.concatenate([np.arange(*run) for run in runs]), device=device)
         for runs in (below, own)
     )
-    counts = ([int(end - start) for start, end in runs] for runs in (below, own))
-    return _Level(*rows, Part.of(*counts, device, causal=False))
+    num_queries, num_keys = ([int(end - start) for start, end in runs] for runs in (below, own))
+    return _Level(queries, keys, Part.of(num_queries, num_keys, device, causal=False))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import inspect
 from contextlib import nullcontext
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -80,12 +81,10 @@ class PackedAttention:
         if self._shape is not None:
             return _attend_rows(q_TNH, k_TKH, v_TKH, self._shape, window, scale)
         rectangles, slot_T = self._rectangles
-        outputs = [
-            _attend_rows(
-                *(x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH)), shape, window, scale
-            )
-            for tokens, shape in rectangles
-        ]
+        outputs = []
+        for tokens, shape in rectangles:
+            q, k, v = (x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH))
+            outputs.append(_attend_rows(q, k, v, shape, window, scale))
         return torch.cat(outputs).index_select(0, slot_T)
 
     def _by_packed_kernel(
@@ -99,12 +98,14 @@ class PackedAttention:
         from torch.nn.attention.varlen import varlen_attn  # its import registers operators
 
         # Older releases share key-value heads without being told.
-        gqa = {"enable_gqa"} & inspect.signature(varlen_attn).parameters.keys()
+        takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        gqa: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
         bounds, longest = self._cu_seqlens, self._max_seqlen
-        return varlen_attn(
+        out_TNH = varlen_attn(
             q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=scale,
-            window_size=(-1 if window is None else window - 1, 0), **dict.fromkeys(gqa, True),
+            window_size=(-1 if window is None else window - 1, 0), **gqa,
         )  # fmt: skip
+        return cast(torch.Tensor, out_TNH)  # alone: no log-sum-exp was asked for
 
     @cached_property
     def _rectangles(self) -> tuple[list[tuple[torch.Tensor, tuple[int, int]]], torch.Tensor]:

@@ -12,8 +12,8 @@ Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -102,16 +102,19 @@ class Decoder(nn.Module):
         # How a whole tensor gets into a weight; parallelize() puts one here that cuts it.
         self.write: Callable[..., None] = write_whole
         self.adapter = self.adapter_class(args)
-        self.tok_embeddings = TokenEmbedding(args.vocab_size, args.dim, args.embedding_scale)
+        # Of pipeline stages (models/pipeline.py) the first alone embeds, the last one has the norm.
+        self.tok_embeddings: TokenEmbedding | None = TokenEmbedding(
+            args.vocab_size, args.dim, args.embedding_scale
+        )
         self.rope = RotaryEmbedding(args.rope, args.head_dim)
         self.window_rope = (
             None if args.window_rope is None else RotaryEmbedding(args.window_rope, args.head_dim)
         )
-        # Keyed by the layer's number: a pipeline stage (models/pipeline.py) has some of them.
+        # Keyed by the layer's number: a pipeline stage has some of them.
         self.layers = nn.ModuleDict(
             {str(i): self.block_class(args, i) for i in range(args.n_layers)}
         )
-        self.norm = self.block_class.norm_class(args.dim, args.norm_eps)
+        self.norm: nn.RMSNorm | None = self.block_class.norm_class(args.dim, args.norm_eps)
         has_own_head = not (args.tie_word_embeddings or args.is_critic)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if has_own_head else None
         # Last of the modules: a critic's trunk gets the initial weights of the language model's.
@@ -125,7 +128,7 @@ class Decoder(nn.Module):
         rotation = window_rotation = self.rope(positions_T, x_TD.dtype)
         if self.window_rope is not None:
             window_rotation = self.window_rope(positions_T, x_TD.dtype)
-        for block in self.layers.values():
+        for block in self.blocks:
             cos_TR, sin_TR = rotation if block.attention.window is None else window_rotation
             x_TD = block(x_TD, cos_TR, sin_TR, attend)
         return x_TD if self.norm is None else self.norm(x_TD)
@@ -142,14 +145,30 @@ class Decoder(nn.Module):
 
     def values(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """One float32 number per token, of a model built with `is_critic`."""
-        return self.score(hidden_TD).float().squeeze(-1)
+        return self.score_head(hidden_TD).float().squeeze(-1)
+
+    @property
+    def blocks(self) -> Iterable[DecoderBlock]:
+        """`layers` in order, without their numbers."""
+        return cast("Iterable[DecoderBlock]", self.layers.values())
+
+    @property
+    def score_head(self) -> nn.Linear:
+        assert self.score is not None, "built without is_critic, or another stage has it"
+        return self.score
+
+    @property
+    def embedding_weight(self) -> torch.Tensor:
+        """[V, D]"""
+        assert self.tok_embeddings is not None, "a pipeline stage but the first embeds nothing"
+        return self.tok_embeddings.weight
 
     @property
     def output_weight(self) -> torch.Tensor:
         """The LM head [V, D] (a rank's rows of it): its own parameter, or the tied embedding."""
         if self.output is not None:
             return self.output.weight
-        embedding = self.tok_embeddings.weight
+        embedding = self.embedding_weight
         return embedding if self.share is None else self.share.ranks.own_part(embedding, 0)
 
     @torch.no_grad()
@@ -174,7 +193,7 @@ class Decoder(nn.Module):
         Zeros: a drawn head gives values that are larger than the rewards and mean nothing, and
         the advantages made of them unlearn the policy before the critic has learned anything.
         """
-        self.score.weight.zero_()
+        self.score_head.weight.zero_()
 
     def _draw(self, weight: torch.Tensor, generator: torch.Generator) -> None:
         drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def make_invariant(model: Decoder) -> None:
     """Give every linear layer of `model` the one kernel. Parameters and their names stay."""
-    if not model.tok_embeddings.weight.is_cuda:
+    if not model.embedding_weight.is_cuda:
         raise ValueError("batch_invariant: its kernels need a CUDA device, the model is on the CPU")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -34,7 +34,7 @@ _GROUPED_DTYPE, _GROUPED_MULTIPLE = torch.bfloat16, 8
 class MoE(nn.Module):
     def __init__(self, args: DecoderArgs):
         super().__init__()
-        self.router = Router(args.dim, args.moe)
+        self.router = Router(args.dim, args.expert_args)
         self.experts = Experts(args)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Router(nn.Module):
         # Steps of a thousandth would be lost in bfloat16, and `to_empty` would leave junk here.
         bias_E = self.expert_bias
         super()._apply(fn, recurse)
-        if bias_E is not None:
+        if bias_E is not None and self.load_E is not None:
             device = self.weight.device
             self.expert_bias = (
                 torch.zeros_like(bias_E, device=device) if bias_E.is_meta else bias_E.to(device)
@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
     def __init__(self, args: DecoderArgs):
         super().__init__()
-        num, hidden, dim = args.moe.num_experts, args.moe.hidden_dim, args.dim
+        num, hidden, dim = args.expert_args.num_experts, args.expert_args.hidden_dim, args.dim
         self.activation = ACTIVATIONS[args.activation]
         self.w1 = nn.Parameter(torch.empty(num, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
@@ -149,7 +149,7 @@ def balance_experts(
     call, so that their biases stay the same. A model without expert biases is left as it is.
     """
     for router in model.modules():
-        if not isinstance(router, Router) or router.expert_bias is None:
+        if not isinstance(router, Router) or router.expert_bias is None or router.load_E is None:
             continue
         if group is not None:
             dist.all_reduce(router.load_E, group=group)

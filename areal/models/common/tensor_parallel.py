@@ -126,7 +126,7 @@ def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> 
     whole = model_class(args)
     own_args = share_of(args, ranks.size)
     model = model_class(own_args)
-    for block in model.layers.values():
+    for block in model.blocks:
         block.attention.wo = SummedLinear(block.attention.wo, ranks)
         if isinstance(block.feed_forward, MoE):
             block.feed_forward = SummedMoE(own_args, ranks)

@@ -83,7 +83,7 @@ class PPOActor:
         teaches, such rows count in the mean and are not computed.
         """
         if self.config.m2_threshold is not None:
-            minibatch["m2_keep"] = self._m2_keep(minibatch)
+            minibatch["m2_keep"] = _m2_keep(minibatch, self.config.m2_threshold)
         num_rows = len(minibatch["loss_mask"])
         rows = list(range(num_rows))
         if self._objective.is_zero_without_advantage:
@@ -96,14 +96,12 @@ class PPOActor:
         stats = self.engine.train_batch(kept, loss_fn, num_loss_tokens)
         stats_tracker.scalar(**stats, computed_seqs_ratio=len(rows) / num_rows)
 
-    def _m2_keep(self, minibatch: Mapping[str, Any]) -> torch.Tensor:
-        """M2PO's tokens `[B, S]`, chosen over the minibatch: how it is cut must not matter."""
-        return m2po_keep(
-            minibatch["prox_logp"],
-            minibatch["logprobs"],
-            minibatch["loss_mask"],
-            threshold=self.config.m2_threshold,
-        )
+
+def _m2_keep(minibatch: Mapping[str, Any], threshold: float) -> torch.Tensor:
+    """M2PO's tokens `[B, S]`, chosen over the minibatch: how it is cut must not matter."""
+    return m2po_keep(
+        minibatch["prox_logp"], minibatch["logprobs"], minibatch["loss_mask"], threshold=threshold
+    )
 
 
 def _rows_that_teach(minibatch: Mapping[str, Any]) -> list[int]:

@@ -10,7 +10,7 @@ of the run (`kl_control`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from areal.utils.import_path import load_named
 
 
 class AdvantageEstimator:
+    _lambda_fn: Callable[..., Any]  # when gae_lambda is the name of one
+
     def __init__(self, config: PPOActorConfig) -> None:
         self.config = config
         self.kl_control: AdaptiveKlController | None = None
@@ -45,10 +47,10 @@ class AdvantageEstimator:
             self.kl_control = AdaptiveKlController(
                 config.kl_ctl, target=config.kl_target, horizon=config.kl_horizon
             )
+        assert config.kl_estimator is not None  # by default the config chooses it
         self._kl_estimator = load_named(
             config.kl_estimator, KL_ESTIMATORS, key="actor.kl_estimator"
         )
-        self._lambda_fn = None
         if isinstance(config.gae_lambda, str):
             self._lambda_fn = load_named(
                 config.gae_lambda, LAMBDA_FUNCTIONS, key="actor.gae_lambda"
@@ -80,6 +82,10 @@ class AdvantageEstimator:
         config = self.config
         rewards_B = data["rewards"].float()
         if config.overlong_reward_penalty:
+            # The config refuses the penalty without them, and fills in the last.
+            assert config.overlong_tokens is not None
+            assert config.overlong_penalty_factor is not None
+            assert config.max_new_tokens is not None
             rewards_B = rewards_B + overlong_penalty(
                 data["loss_mask"].sum(dim=1),
                 max_new_tokens=config.max_new_tokens,
@@ -148,8 +154,9 @@ class AdvantageEstimator:
         )
 
     def _lambda(self, data: Mapping[str, Any]) -> float | torch.Tensor:
-        if self._lambda_fn is None:
-            return self.config.gae_lambda
+        gae_lambda = self.config.gae_lambda
+        if not isinstance(gae_lambda, str):
+            return gae_lambda
         unit = self.config.gae_timestep_unit
         context = lambda_context(data["loss_mask"], data.get("turn_ids"), unit=unit)
         return evaluate_lambda(self._lambda_fn, context, **self.config.gae_lambda_kwargs)

@@ -59,6 +59,7 @@ class PolicyObjective:
         self.config = config
         self.teacher = teacher
         self._policy_loss = _policy_loss(config)
+        assert config.kl_estimator is not None  # by default the config chooses it
         self._kl_estimator = load_named(
             config.kl_estimator, KL_ESTIMATORS, key="actor.kl_estimator"
         )
@@ -116,9 +117,8 @@ class PolicyObjective:
             errors = approximation_errors(
                 mb["prox_logp"], logprobs_T.detach(), *behave, mb["loss_mask"]
             )
-            stats_tracker.stat(
-                "n_tokens", **{f"prox/{name}": error_T for name, error_T in errors.items()}
-            )
+            named = {f"prox/{name}": error_T for name, error_T in errors.items()}
+            stats_tracker.stat("n_tokens", None, **named)
         return mb["prox_logp"]
 
     def _weight(self, prox_logp_T: torch.Tensor, mb: dict[str, Any]) -> torch.Tensor | None:
@@ -182,16 +182,17 @@ class PolicyObjective:
 def _policy_loss(config: PPOActorConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Any]]:
     """The loss the config names, with its options."""
     key, name = "actor.policy_loss", config.policy_loss
+    assert name is not None  # by default the config chooses it
     fn = load_named(name, POLICY_LOSSES, key=key)
     if name in POLICY_LOSSES:
-        return partial(fn, **_loss_options(config))
+        return partial(fn, **_loss_options(config)[name])
     options = config.policy_loss_kwargs
     policy_loss_call(options).require(signature_of(fn), f"{key}: {name}")
     return partial(own_loss, fn=fn, name=f"{key} {name}", options=options)
 
 
-def _loss_options(config: PPOActorConfig) -> dict[str, Any]:
-    """The keys of the config that a shipped loss takes."""
+def _loss_options(config: PPOActorConfig) -> dict[str, dict[str, Any]]:
+    """The keys of the config that each shipped loss takes."""
     clip = {"eps_clip": config.eps_clip, "eps_clip_higher": config.eps_clip_higher}
     clip_and_dual = {**clip, "c_clip": config.c_clip}
     return {
@@ -199,7 +200,7 @@ def _loss_options(config: PPOActorConfig) -> dict[str, Any]:
         "gspo": clip_and_dual,
         "sapo": {"tau_pos": config.sapo_tau_pos, "tau_neg": config.sapo_tau_neg},
         "cispo": clip,
-    }[config.policy_loss]
+    }
 
 
 def _record(metrics: dict[str, torch.Tensor]) -> None:
@@ -212,4 +213,4 @@ def _record(metrics: dict[str, torch.Tensor]) -> None:
         if name.endswith("_ratio"):
             stats_tracker.stat("n_tokens", stats_tracker.ReduceType.AVG, **{name: value_T})
         elif name != "loss":
-            stats_tracker.stat("n_tokens", **{name: value_T})
+            stats_tracker.stat("n_tokens", None, **{name: value_T})

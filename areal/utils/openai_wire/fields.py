@@ -5,7 +5,7 @@ A field that is null counts as left out, as in OpenAI's API.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from areal.utils.openai_wire.errors import WireError
 
@@ -96,7 +96,7 @@ def _bounds(low: int, high: int) -> str:
     return f" of at least {low}" if low > -_INT_END else " of 64 bits"
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: Any) -> TypeGuard[str]:
     """A string that can be written as UTF-8: JSON allows halves of characters, models do not."""
     if not isinstance(value, str):
         return False
@@ -107,7 +107,7 @@ def is_text(value: Any) -> bool:
     return True
 
 
-def is_token_ids(value: Any) -> bool:
+def is_token_ids(value: Any) -> TypeGuard[list[int]]:
     """A list of integers that can be token ids; checked by extremes, because prompts are long."""
     if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
         return False

@@ -210,6 +210,12 @@ def test_weights_of_another_model_are_refused(control, tmp_path):
     assert control.get("/health")["version"] == version
 
 
+@pytest.mark.parametrize("group", ["g", "none"])
+def test_weights_through_a_group_it_is_not_in_are_refused(control, group):
+    with pytest.raises(ServerRefusedError, match=f"409: .* group {group}, this server is in none"):
+        control.post("/update_weights", kind="xccl", group=group, version=1)
+
+
 @pytest.mark.parametrize(
     ("order", "field"),
     [({}, "path"), ({"path": "x"}, "version"), ({"path": "x", "version": True}, "version")],

@@ -7,6 +7,9 @@ Shape legend: T rows, D model dim, F feed-forward dim, N query heads, K key/valu
 R = H / 2 rotated pairs, X = (N + 2 K) * H.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

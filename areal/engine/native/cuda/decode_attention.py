@@ -15,6 +15,9 @@ starts from what `prompt_attention` made of them.
 Shapes: R rows, S slots, P pages per slot, N query heads, K key/value heads, G = N / K, H head dim.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import math
@@ -353,7 +356,7 @@ def _combine(
     split_S = tl.arange(0, NUM_SPLITS)
     there_S = split_S < used
     dim_H = tl.arange(0, HEAD_DIM)
-    for head in tl.static_range(GROUP):
+    for head in tl.static_range(GROUP):  # pyright: ignore[reportGeneralTypeIssues]  # unrolled
         entry_S = split_S * GROUP + head
         # ".cg": from the level-2 cache, where the other programs' stores are.
         max_S = tl.load(

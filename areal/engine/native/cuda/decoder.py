@@ -14,7 +14,7 @@ Shapes: T rows, D model dim, F feed-forward dim, X = (N + 2 K) * H, R = H / 2, V
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from areal.engine.native.cuda.small_linear import (
     small_linear,
 )
 from areal.models.common.decoder import Decoder, DecoderBlock
+from areal.models.common.feed_forward import FeedForward
 from areal.models.common.lm_head import float32_logits
 
 MAX_FEW_ROWS = 8
@@ -56,6 +57,7 @@ class Rows:
 class _Block:
     def __init__(self, block: DecoderBlock) -> None:
         attention, mlp = block.attention, block.feed_forward
+        assert isinstance(mlp, FeedForward), "runners.py keeps experts from here"
         self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
         self.gate_up, self.gate_up_bias = fuse_linears([mlp.w1, mlp.w3])
         self.wo, self.w2 = attention.wo, mlp.w2
@@ -66,27 +68,29 @@ class _Block:
 
 class FusedDecoder:
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
+        assert model.norm is not None, "a whole model, not a stage of a pipeline"
         self._model = model
+        self._norm = model.norm
         self._cache = cache
         self._args = model.args
-        self._blocks = [_Block(block) for block in model.layers.values()]
+        self._blocks = [_Block(block) for block in model.blocks]
         self._eps = model.args.norm_eps
         # What the kernels for few rows take: no feed-forward bias, the whole model on one device.
         self._is_plain = not model.args.mlp_bias and model.share is None
-        self._skinny_space = SkinnyWorkspace.make(model.tok_embeddings.weight.device)
+        self._skinny_space = SkinnyWorkspace.make(model.embedding_weight.device)
         # Looked up by position: two launches a step instead of seven.
-        weight = model.tok_embeddings.weight
+        weight = model.embedding_weight
         positions = torch.arange(model.args.max_position_embeddings, device=weight.device)
         self._cos_table, self._sin_table = model.rope(positions, weight.dtype)
 
     def forward(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """Hidden states [T, D] after the final norm."""
         model = self._model
-        residual_TD = F.embedding(rows.tokens_T, model.tok_embeddings.weight)
+        residual_TD = F.embedding(rows.tokens_T, model.embedding_weight)
         cos_TR, sin_TR = self._rope(rows.positions_T)
         normed_TD = torch.empty_like(residual_TD)
         rms_norm(residual_TD, self._blocks[0].attention_norm.weight, self._eps, normed_TD)
-        next_norms = [block.attention_norm for block in self._blocks[1:]] + [model.norm]
+        next_norms = [block.attention_norm for block in self._blocks[1:]] + [self._norm]
         # In float32 its tiles would not fit the shared memory.
         halves = residual_TD.element_size() == 2
         skinny = len(residual_TD) <= MAX_SKINNY_ROWS and self._is_plain and halves
@@ -103,7 +107,7 @@ class FusedDecoder:
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """The same for at most MAX_FEW_ROWS rows of a model without feed-forward biases."""
         model = self._model
-        x_TD = F.embedding(rows.tokens_T, model.tok_embeddings.weight)
+        x_TD = F.embedding(rows.tokens_T, model.embedding_weight)
         cos_TR, sin_TR = self._rope(rows.positions_T)
         for layer, block in enumerate(self._blocks):
             qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
@@ -118,7 +122,7 @@ class FusedDecoder:
             x_TD = torch.empty_like(x_TD)
             small_linear(activated, block.w2.weight, block.w2.bias, x_TD, after_TD)
         normed_TD = torch.empty_like(x_TD)
-        rms_norm(x_TD, model.norm.weight, self._eps, normed_TD)
+        rms_norm(x_TD, self._norm.weight, self._eps, normed_TD)
         return normed_TD
 
     def _project(
@@ -186,12 +190,11 @@ def fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor |
 
     Linears that are fused already (a second engine on one model) keep their storage.
     """
-    return _fuse([x.weight for x in linears]), _fuse([x.bias for x in linears])
+    biases = [x.bias for x in linears if x.bias is not None]
+    return _fuse([x.weight for x in linears]), _fuse(biases) if biases else None
 
 
-def _fuse(parameters: list[nn.Parameter | None]) -> torch.Tensor | None:
-    if parameters[0] is None:
-        return None
+def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     first = parameters[0].data
     rows = sum(len(parameter) for parameter in parameters)
     if _lie_side_by_side(parameters):
@@ -204,7 +207,7 @@ def _fuse(parameters: list[nn.Parameter | None]) -> torch.Tensor | None:
     return fused
 
 
-def _lie_side_by_side(parameters: list[nn.Parameter]) -> bool:
+def _lie_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
     end = parameters[0].data_ptr()
     storage = parameters[0].untyped_storage().data_ptr()
     for parameter in parameters:

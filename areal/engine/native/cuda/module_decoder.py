@@ -1,7 +1,7 @@
 """The decoder as the trainer runs it, for batch-invariant numerics: the module itself, op by op.
 
-Has the surface of `FusedDecoder`. The module's linear layers are `InvariantLinear`; what it adds is
-where keys and values go.
+Has the surface of `FusedDecoder`, but no form for few rows. The module's linear layers are
+`InvariantLinear`; what it adds is where keys and values go.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class ModuleDecoder:
             return out_TNH
 
         return self._model(rows.tokens_T, rows.positions_T, cache_and_attend)
-
-    def can_run_few(self) -> bool:
-        return False
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return invariant_logits(hidden_TD, self._model.output_weight)

@@ -10,6 +10,9 @@ Shapes: T rows of all chunks, C chunks, P pages, N query heads, K key/value head
 dim; M = (row, query head of the group) pairs of a tile.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import math
@@ -33,7 +36,7 @@ class PrefillTiles:
 def tiles_for(max_rows: int, group: int, dtype: torch.dtype) -> PrefillTiles:
     """Chunks of few rows take small tiles. So does float32, which has no tensor-core product."""
     if max_rows * group <= 16 or dtype == torch.float32:
-        pairs = max(16, triton.next_power_of_2(group))
+        pairs = max(16, int(triton.next_power_of_2(group)))
         return PrefillTiles(pairs=pairs, keys=64, num_warps=4, num_stages=3)
     if max_rows * group <= 64:
         return PrefillTiles(pairs=64, keys=64, num_warps=4, num_stages=3)

@@ -59,7 +59,7 @@ class DeviceProgram:
         `batch_invariant`: one kernel per weight and no split of a row's attention, so that a row's
         bits depend on nothing beside it (models/common/invariant.py).
         """
-        args, weight = model.args, model.tok_embeddings.weight
+        args, weight = model.args, model.embedding_weight
         self.device = weight.device
         self.cache = PagedCache(
             num_layers=args.n_layers,
@@ -103,6 +103,7 @@ class DeviceProgram:
 
     def new_shared(self, num_rows: int) -> SharedPrompts:
         """For `step`, which reads what is copied to its `flat`."""
+        assert self._prompt_space is not None, "where nothing is shared, no step asks for it"
         return SharedPrompts.make(num_rows, self._prompt_space)
 
     def begin(self) -> None:
@@ -139,8 +140,10 @@ class DeviceProgram:
                 shared,
             )  # fmt: skip
 
-        few = num_rows <= MAX_FEW_ROWS and self._decoder.can_run_few()
-        forward = self._decoder.forward_few if few else self._decoder.forward
+        decoder = self._decoder
+        forward = decoder.forward
+        if isinstance(decoder, FusedDecoder) and decoder.can_run_few() and num_rows <= MAX_FEW_ROWS:
+            forward = decoder.forward_few
         self.draw(slot_R, forward(rows, attend), tokens_KR, logprobs_KR)
 
     def draw(
@@ -155,7 +158,8 @@ class DeviceProgram:
         token_R = torch.empty_like(slot_R)
         logprob_R = torch.empty_like(slot_R, dtype=torch.float32)
         logits_RV = self._decoder.logits(hidden_RD)
-        workspace = SamplingWorkspace.allocate(*logits_RV.shape, self.device)
+        num_rows, vocab_size = logits_RV.shape
+        workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self.device)
         sample_rows(logits_RV, slot_R, slots.sampling, token_R, logprob_R, workspace)
         if self._invariant:
             logprob_R = self._trainer_logprobs(logits_RV, slot_R, token_R, logprob_R)

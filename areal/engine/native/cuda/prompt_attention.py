@@ -9,6 +9,9 @@ Shapes: R rows, B bundles, N query heads, K key/value heads, G = N / K, H head d
 bundle, query head of the group) pairs.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import math

@@ -42,13 +42,13 @@ class DeviceTokens:
 
     @classmethod
     def copy_from(cls, tokens_KR: torch.Tensor, logprobs_KR: torch.Tensor) -> DeviceTokens:
-        host = [
+        tokens, logprobs = (
             torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
             for x in (tokens_KR, logprobs_KR)
-        ]
+        )
         event = torch.cuda.Event()
         event.record()
-        return cls(*host, event)
+        return cls(tokens, logprobs, event)
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         self.event.synchronize()
@@ -81,7 +81,7 @@ class CudaRunner:
     ) -> None:
         self.max_prefill_tokens = max_prefill_tokens
         self._model = model
-        self._device = model.tok_embeddings.weight.device
+        self._device = model.embedding_weight.device
         self.stream = torch.cuda.Stream(self._device)
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
@@ -89,7 +89,7 @@ class CudaRunner:
             self._program = DeviceProgram(model, table, max_rows=max_rows, **program)
         # By bucket, and whether rows share prompts.
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: torch.cuda._POOL_HANDLE | None = None  # memory of all graphs
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         with torch.cuda.stream(self.stream):

@@ -10,6 +10,9 @@ per token, so that parts of the vocabulary need not know of each other.
 Shapes: R rows, S slots, V vocabulary, W parts of the vocabulary, M = MAX_STOP_IDS, C history.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -72,7 +75,7 @@ class SamplingWorkspace:
         device: torch.device,
         tiles: SamplingTiles = SamplingTiles(),  # noqa: B008 (frozen)
     ) -> SamplingWorkspace:
-        num_splits = triton.cdiv(vocab_size, tiles.block)
+        num_splits = -(-vocab_size // tiles.block)
         empty = torch.empty
         return cls(
             tiles=tiles,

@@ -18,6 +18,9 @@ Shapes: R rows, S slots, V vocabulary, W parts (`splits`) of the vocabulary, M s
 slot, C tokens of history. A name without a suffix is a scalar, or a tile of the vocabulary.
 """
 
+# Loops and calls inside kernels are compiled; as Python, Triton has them raise.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -18,6 +18,9 @@ contiguous.
 Shape legend: M rows of x, D and N features in and out, F features of the gate.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -78,7 +81,7 @@ PLANS: dict[tuple[int, int, int], Plan] = {
 
 def padded_rows(num_rows: int) -> int:
     """Rows of x in the kernel: every number of rows of one size takes the same plan."""
-    return max(16, triton.next_power_of_2(num_rows))
+    return max(16, int(triton.next_power_of_2(num_rows)))
 
 
 def plan_for(num_rows: int, weight_rows: int, dim: int) -> Plan:
@@ -92,12 +95,12 @@ def _default_plan(padded: int, weight_rows: int, dim: int) -> Plan:
     The last to arrive reads the sums of all parts alone: as few parts as fill the device once.
     """
     rows = 128 if weight_rows >= 3072 else 64
-    tiles = triton.cdiv(weight_rows, rows)
+    tiles = -(-weight_rows // rows)
     parts = max(1, min(_NUM_PROCESSORS // tiles, dim // 256))
-    resident = min(triton.cdiv(tiles * parts, _NUM_PROCESSORS), 3)
+    resident = min(-(-tiles * parts // _NUM_PROCESSORS), 3)
     block = 128 if resident == 1 else 64
     stage_bytes = 2 * block * (rows + padded)
-    tiles_of_part = triton.cdiv(triton.cdiv(dim, parts), block)
+    tiles_of_part = -(-dim // parts // block)
     stages = min(max(_SHARED_BYTES // resident // stage_bytes, 3), 6, tiles_of_part + 1)
     return Plan(rows, block, warps=8 if rows == padded == 128 else 4, stages=stages, parts=parts)
 

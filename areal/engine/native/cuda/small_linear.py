@@ -18,6 +18,9 @@ fetches its first tile of the weight before it waits for that one's results.
 Shape legend: M rows of x, D and N features in and out, F features of the gate.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -240,7 +243,8 @@ def _few_rows_kernel(
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
-    PADDED: tl.constexpr = 8  # the narrowest tile of the tensor cores
+    # The narrowest tile of the tensor cores.
+    PADDED: tl.constexpr = 8  # pyright: ignore[reportAssignmentType]  # Triton's notation
     row = tl.arange(0, PADDED)
     column = tl.arange(0, BLOCK)
     tile_ptr = (

@@ -10,6 +10,9 @@ are page 0, and it never changes.
 Shape legend: R rows, S slots, P pages per slot, C remembered outputs per slot, K steps of the ring.
 """
 
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
