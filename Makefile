@@ -26,7 +26,7 @@ test: lint docs
 	$(BIN)/python -m pytest -n 3 -m "not gpu and not multi_gpu"
 
 test-vllm: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow -rs tests/engine/test_vllm_remote.py
+	$(BIN)/python -m pytest -m slow -rs tests/engine/remote/test_vllm_remote.py
 
 # The variable keeps a notice about MkDocs' own future out of the output.
 docs: $(VENV)/.installed-dev

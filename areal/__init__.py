@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from areal.api.workflow_context import workflow_context
     from areal.infra.train_controller import TrainController
-    from areal.rollout.context import workflow_context
     from areal.rollout.executor import WorkflowExecutor
     from areal.rollout.staleness import StalenessManager
     from areal.trainer.dpo_trainer import DPOTrainer
@@ -28,7 +28,7 @@ _HOMES = {
     "StalenessManager": "areal.rollout.staleness",
     "TrainController": "areal.infra.train_controller",
     "WorkflowExecutor": "areal.rollout.executor",
-    "workflow_context": "areal.rollout.context",
+    "workflow_context": "areal.api.workflow_context",
 }
 __all__ = [
     "DPOTrainer",

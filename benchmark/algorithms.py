@@ -33,7 +33,7 @@ from queue import SimpleQueue
 from report import Row, print_table, write_json
 
 from areal.cli.demo import recipe_path
-from areal.utils.run_db import open_read_only
+from areal.run.database import open_read_only
 
 STALENESS = (0, 2, 8)
 GOAL = 0.8

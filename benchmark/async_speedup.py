@@ -28,14 +28,14 @@ from report import Row, print_table, write_json
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.workflow_context import workflow_context
 from areal.cli.demo import make_model, recipe_path
 from areal.cli.train import load_config
-from areal.rollout.context import workflow_context
+from areal.run.database import open_read_only
+from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import logging
-from areal.utils.run_db import open_read_only
-from areal.utils.run_paths import RunPaths
 from areal.workflow.rlvr import RLVRWorkflow
 
 WARM_UP_STEPS = 8  # start of the processes, first batches

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from areal.api.reward_watch import descendants
 from areal.cli.demo import recipe_path
-from areal.rollout.books import balance
-from areal.utils.run_db import open_read_only
+from areal.rollout.ledger_balance import balance
+from areal.run.database import open_read_only
+from areal.sandbox.watch import descendants
 
 T = TypeVar("T")
 

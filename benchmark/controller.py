@@ -44,19 +44,19 @@ from stack_samples import StackSampler
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.api.workflow_api import RolloutWorkflow
-from areal.engine.native.remote_engine import NativeRemoteEngine
-from areal.rollout.context import workflow_context
+from areal.api.workflow_context import workflow_context
+from areal.engine.remote.native import NativeRemoteEngine
+from areal.rollout.event_loop import TaskRunner
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.source import PromptSource
 from areal.rollout.staleness import StalenessManager
-from areal.rollout.task_runner import TaskRunner
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
+from areal.run.database import RunDatabase
 from areal.utils.child_process import ChildProcess
 from areal.utils.garbage import settle_garbage_collector
-from areal.utils.run_db import RunDatabase
 from areal.workflow.transcript import Transcript
 
 GROUP_SIZE = 8
@@ -66,9 +66,9 @@ PROMPT_TOKENS = 128
 PARTS = {
     "idle": ("selectors.py:select",),
     "encode": ("rollout/trajectory.py:encode",),
-    "ledger": ("rollout/ledger.py", "utils/run_db.py"),
+    "ledger": ("rollout/ledger.py", "run/database.py"),
     "checks": ("rollout/trajectory.py", "rollout/outcome.py"),
-    "grouping": ("rollout/grouping.py", "utils/data.py", "rollout/context.py"),
+    "grouping": ("rollout/group.py", "utils/data.py", "api/workflow_context.py"),
     "executor": ("rollout/",),
     "workflow": ("workflow/", "benchmark/controller.py"),
     "client": ("engine/native/", "/aiohttp/"),

@@ -35,8 +35,8 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
-from areal.engine.native.remote_engine import NativeRemoteEngine
 from areal.engine.native.sequence import GenRequest
+from areal.engine.remote.native import NativeRemoteEngine
 from areal.models.common.decoder import Decoder
 from areal.models.hf_io import build_model
 

@@ -37,10 +37,10 @@ from report import Row, print_table, write_json
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.engine.archon_engine import ArchonEngine
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.train.archon import ArchonEngine
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.decoder import Decoder
 from areal.models.common.lm_head import float32_logits

@@ -24,7 +24,7 @@ from report import Row, print_table, write_json
 from areal.rollout.ledger import Ledger
 from areal.rollout.outcome import Outcome
 from areal.rollout.source import Prompt
-from areal.utils.run_db import RunDatabase
+from areal.run.database import RunDatabase
 
 STEP_SIZE = 512
 TOKENS = 512

@@ -4,7 +4,8 @@
 
 Tiny models of every family, in float32 and bfloat16, on one GPU; needs the extra `megatron`.
 Pipelines, virtual or not, need a GPU for each rank, as NCCL takes no two ranks on one: their
-losses, gradients and checkpoints are compared in tests/engine/test_megatron_pipeline.py, on CPUs.
+losses, gradients and checkpoints are compared on CPUs, in
+tests/engine/train/test_megatron_pipeline.py.
 
 | row                  | compared with                                                           |
 |----------------------|-------------------------------------------------------------------------|
@@ -42,7 +43,8 @@ from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
-from areal.engine import base, train_engine_class
+from areal.engine import train_engine_class
+from areal.engine.train import base
 from areal.models.hf_io import build_model, save_hf
 
 SHARED = {
@@ -306,7 +308,7 @@ def transformers_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor
 
 def engine_gradients(engine: TrainEngine, batch: dict[str, torch.Tensor]) -> Tensors:
     """The same of the engine, under the checkpoint's names; it forgets them again."""
-    from areal.engine.megatron.weights import stream
+    from areal.engine.train.megatron.weights import stream
 
     total = batch["loss_mask"].sum().item()
     mbs = base.split_micro_batches(batch, engine.mb_spec, engine.device)

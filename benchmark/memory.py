@@ -26,9 +26,9 @@ from pathlib import Path
 
 from report import Row, print_table, write_json
 
-from areal.api.reward_watch import descendants
 from areal.cli.demo import make_model, recipe_path
-from areal.utils.run_db import open_read_only
+from areal.run.database import open_read_only
+from areal.sandbox.watch import descendants
 
 PROCESSES = ("controller", "server")
 SMALL = (

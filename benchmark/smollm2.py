@@ -27,7 +27,7 @@ from pathlib import Path
 
 from report import Row, print_table, write_json
 
-from areal.utils.run_db import open_read_only
+from areal.run.database import open_read_only
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "examples/smollm2/grpo.yaml"

@@ -45,7 +45,7 @@ from areal.algorithm.loss import LossInputs, ppo_clip_loss
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.train_engine import ArchonEngineConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec
-from areal.engine.archon_engine import ArchonEngine
+from areal.engine.train.archon import ArchonEngine
 from areal.models.common.decoder import Decoder
 
 SHAPE = {

@@ -36,7 +36,7 @@ from areal.algorithm.loss import LossInputs, ppo_clip_loss
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec
-from areal.engine.archon_engine import ArchonEngine
+from areal.engine.train.archon import ArchonEngine
 
 TINY_SHAPE = SHAPES["1.5b"] | {
     "hidden_size": 64,

@@ -43,7 +43,7 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
+from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.models.hf_io import build_model, save_hf
 from areal.utils.device import best_device
 from areal.weight_sync.transports import PublicationRoot, send_weights

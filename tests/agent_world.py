@@ -16,13 +16,13 @@ from typing import Any
 from sample_agents import client_of
 from tiny import write_tiny_model
 
+from areal.agents.workflow import agent_workflow
 from areal.api.config.agent import AgentConfig
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.workflow_context import episode
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.openai.workflow import agent_workflow
-from areal.rollout.context import episode
-from areal.rollout.task_runner import TaskRunner
+from areal.rollout.event_loop import TaskRunner
 
 TIMEOUT_S = 30
 ADD_CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'

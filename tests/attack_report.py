@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal.api.reward_api import AsyncRewardWrapper, RewardError
+from areal.sandbox.pool import AsyncRewardWrapper, RewardError
 
 NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"  # that of the tests may lie where only root can read
@@ -36,7 +36,7 @@ def outcomes(*attacks: list[Any], user: str = "me", timeout_s: float = 60.0, **l
 def nobody_can_run() -> bool:
     """That takes root, and a Python and sources that others can read."""
     try:
-        return _run("nobody", "-c", "import areal.api.reward_api", timeout=60).returncode == 0
+        return _run("nobody", "-c", "import areal.sandbox.pool", timeout=60).returncode == 0
     except (PermissionError, FileNotFoundError):
         return False
 

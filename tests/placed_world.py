@@ -12,7 +12,7 @@ from typing import Any
 from rollout_world import trajectory
 
 from areal.api.workflow_api import RolloutWorkflow
-from areal.rollout.context import workflow_context
+from areal.api.workflow_context import workflow_context
 from areal.utils import stats_tracker
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from areal.api.workflow_api import RolloutWorkflow
-from areal.rollout.context import workflow_context
+from areal.api.workflow_context import workflow_context
+from areal.rollout.event_loop import TaskRunner
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.source import PromptSource
 from areal.rollout.staleness import StalenessManager
-from areal.rollout.task_runner import TaskRunner
-from areal.utils.run_db import RunDatabase
+from areal.run.database import RunDatabase
 
 
 def trajectory(versions: list[int], reward: float = 1.0, task_id: int = 0) -> dict[str, Any]:

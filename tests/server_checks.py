@@ -23,14 +23,14 @@ from tiny_run import grpo_config, query
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.engine.http_engine import HttpEngine
 from areal.engine.native.local_engine import NativeLocalEngine
+from areal.engine.remote.engine import HttpEngine
 from areal.models.hf_io import weight_files
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode
+from areal.run.database import RunDatabase
+from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
-from areal.utils.run_db import RunDatabase
-from areal.utils.run_paths import RunPaths
 from areal.weight_sync.transports import PublicationRoot, send_weights
 
 RECEIVER = ModelAllocation.from_str("vllm:d1")  # which engine it is does not matter

@@ -1,7 +1,7 @@
 """Rules of the code base that a test keeps, so that no review has to.
 
-Tiers of imports, the length of a file, a docstring at its top, no torch behind the light doors, and
-no `print` outside the command line. Each failure lists file, line and what to do.
+Layers of imports, no cycles, the length of a file, a docstring at its top, no torch behind the
+light doors, and no `print` outside the command line. Each failure lists file, line and what to do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,23 +21,22 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "areal"
 MAX_LINES = 600
 
-# A package may import packages of lower tiers, at any depth of a function; imports under
-# TYPE_CHECKING are free. Packages of one tier do not import each other, but for the exceptions.
-TIERS = (
-    {"utils", "api"},
-    {"algorithm", "dataset", "reward", "models", "weight_sync"},
-    {"rollout", "infra", "workflow", "openai", "engine", "planner"},
-    {"trainer", "evaluation"},
-    {"cli", "dashboard", "tools"},
+# A package may import packages of lower layers, also lazily in a function and for types alone.
+# Packages of one layer do not import each other; `utils` is the one that may use `api`.
+LAYERS = (
+    {"api"},
+    {"utils"},
+    {"algorithm", "dataset", "models", "openai", "reward", "sandbox", "weight_sync"},
+    {"agents", "engine", "infra"},
+    {"run"},
+    {"workflow"},
+    {"rollout"},
+    {"trainer"},
+    {"cli"},
 )
-TIER_OF = {package: tier for tier, packages in enumerate(TIERS) for package in packages}
-ALLOWED_SIBLINGS = {
-    ("utils", "areal.api"),
-    ("workflow", "areal.rollout.context"),
-    ("openai", "areal.rollout.context"),
-    ("cli", "areal.dashboard"),
-    ("cli", "areal.tools"),
-}
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+# Public doors that stand lower than what is behind them.
+DOORS = {("areal.api.reward_api", "areal.sandbox.pool")}
 LIGHT_MODULES = ("areal", "areal.api", "areal.cli.main")
 HEAVY_PACKAGES = {"torch", "transformers", "datasets", "safetensors", "fastapi", "matplotlib"}
 
@@ -54,41 +54,49 @@ def place(file: Path, node: ast.AST) -> str:
     return f"{file.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_imports_go_down_the_tiers():
+def test_every_layer_is_there_and_every_package_has_one():
+    packages = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    assert packages == set(LAYER_OF)
+
+
+def test_imports_go_down_the_layers():
     faults = []
     for file in source_files("areal"):
         if file.parent == PACKAGE:
-            continue  # the public door loads names of any tier, lazily
-        package = file.relative_to(PACKAGE).parts[0]
+            continue  # the public door loads names of any layer, lazily
         for node, target in areal_imports(file):
-            fault = import_fault(package, target)
+            fault = import_fault(module_name(file), target)
             if fault:
                 faults.append(f"{place(file, node)}: {fault}")
     assert not faults, "\n".join(faults)
 
 
-def import_fault(package: str, target: str) -> str | None:
-    """Why a file of areal.{package} may not import the module `target`; None when it may."""
-    if package not in TIER_OF:
-        return f"areal.{package} has no tier: add it to TIERS"
+def module_name(file: Path) -> str:
+    name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def import_fault(module: str, target: str) -> str | None:
+    """Why `module` may not import `target`, a module or a name in one; None when it may."""
     if target == "areal.__version__":
         return None
-    parts = target.split(".")
-    if len(parts) < 2 or parts[1] not in TIER_OF:
+    package, other = module.split(".")[1], target.split(".")[1]
+    if package not in LAYER_OF:
+        return f"areal.{package} has no layer: add it to LAYERS"
+    if other not in LAYER_OF:
         return f"imports {target}: inside the package import from the module that defines the name"
-    other = parts[1]
     if other == package or any(
-        package == who and f"{target}.".startswith(f"{what}.") for who, what in ALLOWED_SIBLINGS
+        module == door and f"{target}.".startswith(f"{behind}.") for door, behind in DOORS
     ):
         return None
-    if TIER_OF[other] < TIER_OF[package]:
+    if LAYER_OF[other] < LAYER_OF[package]:
         return None
-    return f"areal.{package} (tier {TIER_OF[package]}) imports {target} (tier {TIER_OF[other]})"
+    return f"areal.{package} (layer {LAYER_OF[package]}) imports {target} (layer {LAYER_OF[other]})"
 
 
 def areal_imports(file: Path) -> Iterator[tuple[ast.AST, str]]:
-    """(node, imported module) for every import of areal that can run."""
-    for node in walk_running_code(parse(file)):
+    """(node, imported module or name in it) for every import of areal, also one for types."""
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -96,36 +104,46 @@ def areal_imports(file: Path) -> Iterator[tuple[ast.AST, str]]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from ((node, name) for name in names if name.split(".")[0] == "areal")
-
-
-def walk_running_code(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from walk_running_code(child)
+        yield from ((node, name) for name in names if name.startswith("areal."))
 
 
 @pytest.mark.parametrize(
-    ("package", "target", "allowed"),
+    ("module", "target", "allowed"),
     [
-        ("engine", "areal.models.hf_io", True),
-        ("engine", "areal.rollout.executor", False),
-        ("workflow", "areal.rollout.context", True),
-        ("workflow", "areal.rollout.context.stat_scope", True),
-        ("workflow", "areal.rollout.ledger", False),
-        ("utils", "areal.api.io_struct", True),
-        ("api", "areal.utils.logging", False),
-        ("reward", "areal.dataset.gsm8k", False),
-        ("trainer", "areal.engine.archon_engine", True),
-        ("utils", "areal.trainer", False),
-        ("trainer", "areal.PPOTrainer", False),
-        ("newcomer", "areal.utils", False),
+        ("areal.engine.train.archon", "areal.models.hf_io", True),
+        ("areal.engine.train.archon", "areal.rollout.executor", False),
+        ("areal.rollout.executor", "areal.workflow.resolve", True),
+        ("areal.workflow.rlvr", "areal.rollout.ledger", False),
+        ("areal.utils.logging", "areal.api.io_struct", True),
+        ("areal.api.io_struct", "areal.utils.logging", False),
+        ("areal.api.reward_api", "areal.sandbox.pool.RewardError", True),
+        ("areal.api.io_struct", "areal.sandbox.pool", False),
+        ("areal.reward.gsm8k", "areal.dataset.gsm8k", False),
+        ("areal.trainer.base", "areal.engine.train.archon", True),
+        ("areal.utils.fs", "areal.trainer", False),
+        ("areal.trainer.base", "areal.PPOTrainer", False),
+        ("areal.newcomer.file", "areal.utils", False),
     ],
 )
-def test_the_tier_rule_itself(package, target, allowed):
-    assert (import_fault(package, target) is None) == allowed
+def test_the_layer_rule_itself(module, target, allowed):
+    assert (import_fault(module, target) is None) == allowed
+
+
+def test_no_module_imports_itself_by_a_detour():
+    """Also not lazily or for types: a cycle is one module in several files."""
+    modules = {module_name(file): file for file in source_files("areal")}
+    imports = {
+        module: {
+            found if found in modules else found.rpartition(".")[0]
+            for _, found in areal_imports(file)
+        }
+        & set(modules) - {module, "areal"}
+        for module, file in modules.items()
+    }
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
 def test_relative_imports_are_not_used():

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from areal.api.reward_process import BadReplyError, RewardProcess
 from areal.engine.native.wire import decode_line, decode_sequences, decode_tags
 from areal.rollout.trajectory import decode, encode
+from areal.sandbox.process import BadReplyError, RewardProcess
 
 TRAJECTORY = {
     "input_ids": torch.arange(6).reshape(2, 3),

@@ -19,7 +19,7 @@ from tiny_run import query
 
 from areal.cli.main import main
 from areal.cli.train import load_config
-from areal.utils.run_paths import RunPaths
+from areal.run.paths import RunPaths
 
 pytestmark = pytest.mark.examples
 

@@ -66,33 +66,28 @@ SHARD_LOADERS = {
 }
 # (file, call) -> why it is no door: who wrote the bytes.
 ALLOWED = {
-    ("areal/api/reward_worker.py", "pickle.loads"): "from the run, over a socket pair it inherited",
-    ("areal/api/reward_worker.py", "runpy.run_path"): "a file of ours, or the user's own script",
-    ("areal/api/reward_worker.py", "runpy.run_module"): "likewise, started as a module",
-    ("areal/api/reward_confine.py", "runpy.run_path"): "a file of ours beside it",
+    ("areal/sandbox/worker.py", "pickle.loads"): "from the run, over a socket pair it inherited",
+    ("areal/sandbox/worker.py", "runpy.run_path"): "a file of ours, or the user's own script",
+    ("areal/sandbox/worker.py", "runpy.run_module"): "likewise, started as a module",
+    ("areal/sandbox/confine.py", "runpy.run_path"): "a file of ours beside it",
     ("areal/rollout/worker_process.py", "pickle.loads"): "from the run, over a socket pair",
     ("areal/rollout/workers.py", "pickle.loads"): "what it has pickled itself",
     ("areal/infra/channel.py", "pickle.loads"): "between a run and its ranks, over a socket pair",
     ("areal/infra/engine_host.py", "pickle.loads"): "what it has just pickled, to see if it can",
     # Ranks of one process group are one program: torch's own transport knows no keys either.
-    ("areal/engine/megatron/schedule.py", "torch.distributed.broadcast_object_list"): "ranks",
-    ("areal/engine/megatron/weights.py", "torch.distributed.all_gather_object"): "ranks",
-    ("areal/engine/pipeline.py", "torch.distributed.broadcast_object_list"): "ranks",
-    ("areal/engine/process_group.py", "torch.distributed.broadcast_object_list"): "ranks",
-    ("areal/engine/process_group.py", "torch.distributed.all_gather_object"): "ranks",
+    ("areal/engine/train/megatron/schedule.py", "torch.distributed.broadcast_object_list"): "ranks",
+    ("areal/engine/train/megatron/weights.py", "torch.distributed.all_gather_object"): "ranks",
+    ("areal/engine/train/pipeline.py", "torch.distributed.broadcast_object_list"): "ranks",
+    ("areal/engine/train/process_group.py", "torch.distributed.broadcast_object_list"): "ranks",
+    ("areal/engine/train/process_group.py", "torch.distributed.all_gather_object"): "ranks",
     ("areal/utils/stats_tracker.py", "torch.distributed.all_gather_object"): "ranks",
 }
 # What speaks HTTP, on either side. `workflow.py` loads what the config names.
 NETWORK = [
     file
-    for pattern in ("engine/native", "openai", "utils/openai_wire")
-    for file in (ROOT / "areal" / pattern).glob("*.py")
+    for package in ("engine/native", "engine/remote", "agents", "openai")
+    for file in (ROOT / "areal" / package).glob("*.py")
     if file.name != "workflow.py"
-]
-NETWORK += [
-    f
-    for f in (ROOT / "areal/engine").glob("*.py")
-    if {"remote", "http", "server"} & set(f.stem.split("_"))
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from areal.engine.fsdp.model import build_model
+from areal.engine.train.fsdp.model import build_model
 from areal.utils.tokenizer import load_hf_tokenizer
 
 

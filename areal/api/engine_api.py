@@ -1,7 +1,7 @@
 """What a training engine and an inference engine are to the rest of areal.
 
 Both are small on purpose: everything that can be derived is written once elsewhere (micro-batching
-and loss scaling in `engine/base.py`, queues and staleness in `rollout/executor.py`).
+and loss scaling in `engine/train/base.py`, queues and staleness in `rollout/executor.py`).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Scheduler(ABC):
     """Starts, finds and ends workers, and calls the engines inside them.
 
     The workers of a job find each other: RANK, WORLD_SIZE and LOCAL_RANK are in their environment,
-    and torch.distributed can be initialised as `engine/process_group.py` does.
+    and torch.distributed can be initialised as `engine/train/process_group.py` does.
     """
 
     @abstractmethod

@@ -155,10 +155,10 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 
 def _check_import_paths(config: PPOConfig) -> None:
+    from areal.agents.preconditions import check_agent_options
     from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS, POLICY_LOSSES
     from areal.algorithm.calls import FILTER_CALL, lambda_call, policy_loss_call
     from areal.cli.static_import import has_blocking_run
-    from areal.openai.preconditions import check_agent_options
     from areal.reward import REWARD_CALL, REWARD_FNS
     from areal.workflow import WORKFLOWS
 
@@ -284,8 +284,8 @@ def check_fileroot(key: str, fileroot: str) -> None:
 
 
 def _summary(config: BaseExperimentConfig, found: Mapping[str, Found]) -> str:
-    from areal.trainer.identity import trainer_name
-    from areal.trainer.model_paths import actor_section
+    from areal.run.fingerprint import trainer_name
+    from areal.run.model_paths import actor_section
 
     run = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     data, actor = config.train_dataset, actor_section(config)

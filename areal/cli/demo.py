@@ -85,7 +85,7 @@ class DemoResult:
 
 def _run_stages(out: Path, overrides: list[str], console: Any) -> DemoResult:
     from areal.cli.progress import run_with_progress
-    from areal.utils.run_paths import RunPaths
+    from areal.run.paths import RunPaths
 
     fileroot = f"cluster.fileroot={out}"
     grpo = _load(GRPO_RECIPE, [fileroot, *overrides])
@@ -174,7 +174,7 @@ def _delete_demo(out: Path) -> None:
 
 
 def _read_result(run_dir: Path, database: Path) -> DemoResult:
-    from areal.utils.run_db import open_read_only, read_steps
+    from areal.run.database import open_read_only, read_steps
 
     with closing(open_read_only(database)) as connection:
         steps = read_steps(connection)

@@ -121,8 +121,8 @@ def launch_ray(args: argparse.Namespace) -> int:
 def launch_slurm(args: argparse.Namespace) -> int:
     from areal.cli.train import checked_config
     from areal.infra.launcher.slurm import submit, write_script
+    from areal.run.paths import RunPaths
     from areal.utils.fs import atomic_write_text, private_folder
-    from areal.utils.run_paths import RunPaths
 
     overrides = [*args.overrides, *_machine_overrides(args)]
     config = checked_config([args.config, *overrides, "scheduler.type=ray"])
@@ -146,7 +146,7 @@ def _machine_overrides(args: argparse.Namespace) -> list[str]:
 
 def _slurm_job(args: argparse.Namespace, config: Any, overrides: list[str]) -> Any:
     from areal.infra.launcher.slurm import SlurmJob
-    from areal.utils.run_paths import RunPaths
+    from areal.run.paths import RunPaths
 
     return SlurmJob(
         name=f"{config.experiment_name}-{config.trial_name}",

@@ -18,7 +18,7 @@ import traceback
 from typing import Any, NoReturn
 
 from areal import __version__
-from areal.api.secret_text import hide_secrets
+from areal.api.redact import hide_secrets
 
 # command -> what `areal --help` says of it. The command `x` is the module areal.cli.x, which has
 # `add_parser(subparsers)` and `run(args) -> int`.

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.config.experiment import PPOConfig
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.engine import fit
-from areal.trainer.model_paths import model_paths, recorded_commits
+from areal.engine.train import fit
+from areal.run.model_paths import model_paths, recorded_commits
+from areal.run.paths import RunPaths
 from areal.utils.hub import Found, hub_name, look_up
 from areal.utils.model_files import CONFIG_FILE, language_config, read_hf_config, weight_files
-from areal.utils.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig

@@ -15,7 +15,7 @@ The fork is taken before torch is loaded: the parent is small, has one thread an
 
     how the child ended            what follows
     0, 2 (user's mistake), 130     the end
-    after `stay_down()`            the end, with exit code 1 (utils/restart.py)
+    after `stay_down()`            the end, with exit code 1 (run/restart.py)
     1 (a fault of the world)       started again if it got as far as a new recover point
     a signal (kill -9, segfault),  started again, `retries` times without a new recover point
     or 1 after `come_again()`
@@ -32,7 +32,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from areal.utils import restart, stacks
+from areal.run import restart
+from areal.utils import stacks
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED = 130

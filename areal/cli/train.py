@@ -83,7 +83,7 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
-    from areal.utils.restart import heard_a_signal
+    from areal.run.restart import heard_a_signal
 
     heard_a_signal()
     raise KeyboardInterrupt
@@ -94,10 +94,10 @@ def tell_parent(error: BaseException) -> None:
     faults of a network, which are OSErrors too."""
     from areal.api.scheduler_api import WorkerFailedError
     from areal.rollout.failures import RolloutFailedError
+    from areal.run.database import RunDatabaseError
+    from areal.run.restart import come_again, stay_down
     from areal.utils.child_process import ProcessKilledError
     from areal.utils.fs import is_disk_fault
-    from areal.utils.restart import come_again, stay_down
-    from areal.utils.run_db import RunDatabaseError
 
     causes: list[BaseException] = [error]  # a fault in another thread comes as the cause
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
@@ -115,8 +115,8 @@ def tell_parent(error: BaseException) -> None:
 def _supervise(config: Any) -> int | None:
     """None in the process that is to train."""
     from areal.cli.supervise import supervise
-    from areal.utils.recover import newest_step
-    from areal.utils.run_paths import RunPaths
+    from areal.run.paths import RunPaths
+    from areal.run.recover import newest_step
 
     paths = RunPaths.of(config)
     return supervise(

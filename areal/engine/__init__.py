@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 # By import path: what one engine needs is not loaded for another.
 TRAIN_ENGINES = {
-    "archon": "areal.engine.archon_engine.ArchonEngine",
-    "fsdp": "areal.engine.fsdp_engine.FSDPEngine",
-    "megatron": "areal.engine.megatron_engine.MegatronEngine",
+    "archon": "areal.engine.train.archon.ArchonEngine",
+    "fsdp": "areal.engine.train.fsdp.engine.FSDPEngine",
+    "megatron": "areal.engine.train.megatron.engine.MegatronEngine",
 }
 
 

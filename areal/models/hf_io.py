@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from areal.models import get_model_spec
-from areal.models.common.decoder import Decoder
-from areal.models.common.tensor_parallel import Ranks, build_share
+from areal.models.common.decoder import Decoder, build_share
+from areal.models.common.tensor_parallel import Ranks
 from areal.utils.model_files import (
     CONFIG_FILE,
     INDEX_FILE,

@@ -1,101 +1,106 @@
-"""The bodies of the proxy's routes, as JSON Schemas: what one forbids is refused by the route."""
+"""The bodies that `parse_chat` and `parse_completion` take, as JSON Schemas.
+
+What a schema forbids is refused there. Not everything it allows is granted: some options need
+others beside them, and keys that are not listed may be ignored or not supported.
+"""
 
 from __future__ import annotations
 
-from areal.utils.openai_wire.schemas import CHAT, FUNCTION, NAME, SAMPLING
 from areal.utils.route_schema import (
     ANY_OBJECT,
     FLAG,
-    NUMBER,
+    INTEGER,
     TEXT,
     Schema,
     either,
     integer_from,
     list_of,
+    number_from,
     object_of,
     one_of,
     or_null,
 )
 
-
-def _sampling(*names: str) -> dict[str, Schema]:
-    return {name: SAMPLING[name] for name in names}
-
-
-_BLOCKS = list_of(object_of({"text": TEXT}, required=["text"]))
-_BLOCK = either(
-    object_of({"type": one_of("text"), "text": TEXT}, required=["type", "text"]),
-    object_of({"type": one_of("tool_use"), "name": TEXT}, required=["type", "name"]),
-    object_of(
-        {"type": one_of("tool_result"), "content": or_null(either(TEXT, _BLOCKS))},
-        required=["type"],
-    ),
-    object_of({"type": one_of("thinking", "redacted_thinking")}, required=["type"]),
-)
-_MESSAGE = object_of(
-    {"role": one_of("user", "assistant"), "content": either(TEXT, list_of(_BLOCK))},
-    required=["role", "content"],
-)
-_MESSAGES_TOOL = object_of(
-    {"name": NAME, "description": or_null(TEXT), "input_schema": or_null(ANY_OBJECT)},
+TOKEN_IDS = list_of(integer_from(0, (1 << 31) - 1), at_least=1)
+NAME: Schema = {"type": "string", "minLength": 1}
+FUNCTION = object_of(
+    {"name": NAME, "description": or_null(TEXT), "parameters": or_null(ANY_OBJECT)},
     required=["name"],
 )
-MESSAGES = object_of(
-    {
-        **_sampling("model", "temperature", "top_p", "top_k", "stream"),
-        "max_tokens": or_null(integer_from(1)),
-        "system": or_null(either(TEXT, _BLOCKS)),
-        "messages": list_of(_MESSAGE),
-        "tools": or_null(list_of(_MESSAGES_TOOL)),
-        "tool_choice": or_null(object_of({"type": one_of("auto", "none")}, required=["type"])),
-        "stop_sequences": or_null(list_of(NAME)),
-    },
-    required=["messages"],
-)
 
-_TEXT_PART = object_of(
-    {"type": one_of("input_text", "output_text", "text"), "text": TEXT}, required=["type"]
+# A field that is null counts as left out.
+SAMPLING: dict[str, Schema] = {
+    name: or_null(schema)
+    for name, schema in {
+        "model": TEXT,
+        "n": integer_from(1, 128),
+        "temperature": number_from(0, 100),
+        "top_p": number_from(0, 1),
+        "top_k": integer_from(-1),
+        "min_tokens": integer_from(0),
+        "min_new_tokens": integer_from(0),
+        "max_total_tokens": integer_from(1),
+        "stop_token_ids": either(TOKEN_IDS, {"type": "array", "maxItems": 0}),
+        "ignore_eos": FLAG,
+        "skip_special_tokens": FLAG,
+        "stop": either(NAME, list_of(NAME)),
+        "frequency_penalty": number_from(-2, 2),
+        "seed": INTEGER,
+        "stream": FLAG,
+        "stream_options": object_of({"include_usage": or_null(FLAG)}),
+    }.items()
+}
+_CALL = object_of(
+    {
+        "type": or_null(one_of("function")),
+        "function": object_of(
+            {"name": TEXT, "arguments": either(TEXT, ANY_OBJECT)}, required=["name", "arguments"]
+        ),
+    },
+    required=["function"],
 )
-_WORDS = either(TEXT, list_of(_TEXT_PART))
-_ITEM = either(
+_TEXT_PART = object_of({"type": one_of("text"), "text": TEXT}, required=["type", "text"])
+_CONTENT = either(TEXT, list_of(_TEXT_PART))
+_MESSAGE = either(
     object_of(
         {
-            "type": one_of("message"),
-            "role": one_of("system", "developer", "user", "assistant"),
-            "content": _WORDS,
+            "role": one_of("system", "developer", "user", "tool"),
+            "content": _CONTENT,
+            "tool_calls": or_null(list_of(_CALL)),
         },
         required=["role", "content"],
     ),
     object_of(
-        {"type": one_of("function_call"), "name": TEXT, "arguments": either(TEXT, ANY_OBJECT)},
-        required=["type", "name", "arguments"],
+        {
+            "role": one_of("assistant"),
+            "content": or_null(_CONTENT),
+            "tool_calls": or_null(list_of(_CALL)),
+        },
+        required=["role"],
     ),
-    object_of(
-        {"type": one_of("function_call_output"), "output": _WORDS}, required=["type", "output"]
-    ),
-    object_of({"type": one_of("reasoning")}, required=["type"]),
 )
-_RESPONSES_TOOL = object_of(
-    {"type": one_of("function"), **FUNCTION["properties"]}, required=["type", "name"]
-)
-RESPONSES = object_of(
+_TOOL = object_of({"type": one_of("function"), "function": FUNCTION}, required=["type", "function"])
+
+CHAT = object_of(
     {
-        **_sampling("model", "temperature", "top_p", "stream", "frequency_penalty", "stop", "seed"),
-        **_sampling("top_k", "min_new_tokens", "max_total_tokens", "stop_token_ids", "ignore_eos"),
-        "max_output_tokens": or_null(integer_from(1)),
-        "instructions": or_null(TEXT),
-        "input": either(TEXT, list_of(_ITEM)),
-        "previous_response_id": or_null(TEXT),
-        "tools": or_null(list_of(_RESPONSES_TOOL)),
+        **SAMPLING,
+        "messages": list_of(_MESSAGE, at_least=1),
+        "tools": or_null(list_of(_TOOL)),
         "tool_choice": or_null(one_of("auto", "none")),
+        "logprobs": or_null(FLAG),
+        "top_logprobs": or_null(integer_from(0, 20)),
+        "max_tokens": or_null(integer_from(1)),
+        "max_completion_tokens": or_null(integer_from(1)),
+        "chat_template_kwargs": or_null(ANY_OBJECT),
     },
-    required=["input"],
+    required=["messages"],
 )
-
-BODIES = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES}
-
-_SCORE = either(NUMBER, FLAG)
-_BY_INTERACTION = {"type": "object", "additionalProperties": _SCORE, "minProperties": 1}
-_REWARD = either(_SCORE, _BY_INTERACTION)
-SET_REWARD = object_of({"reward": _REWARD, "interaction_id": or_null(TEXT)}, required=["reward"])
-END_SESSION = object_of({"reward": or_null(_REWARD)})
+COMPLETION = object_of(
+    {
+        **SAMPLING,
+        "prompt": either(TEXT, TOKEN_IDS, list_of(either(TEXT, TOKEN_IDS), at_least=1)),
+        "logprobs": or_null(integer_from(0, 5)),
+        "max_tokens": or_null(integer_from(1)),
+    },
+    required=["prompt"],
+)

@@ -14,8 +14,8 @@ from areal.utils import logging
 
 if TYPE_CHECKING:
     from areal.rollout.failures import FailureMeter
-    from areal.rollout.grouping import Groups
-    from areal.rollout.submitted import SubmittedTasks, Task
+    from areal.rollout.group import Groups
+    from areal.rollout.tasks import SubmittedTasks, Task
 
 logger = logging.getLogger("RolloutExecutor")
 

@@ -39,30 +39,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import EngineLostError
+from areal.rollout.buffer import GroupPool
 from areal.rollout.direct import run_rows
 from areal.rollout.failures import FailureLimits, FailureMeter, RejectionStreak
-from areal.rollout.grouping import GroupRunner
+from areal.rollout.group import GroupRunner
 from areal.rollout.ledger import Resume
 from areal.rollout.outcome import Outcome, Running, failed, judge
-from areal.rollout.pool import GroupPool
-from areal.rollout.submitted import SubmittedTasks
+from areal.rollout.tasks import SubmittedTasks
 from areal.rollout.trajectory import version_span
 from areal.rollout.worker_process import WorkflowRecipe
-from areal.rollout.workflows import build_workflow
 from areal.utils import import_path, logging
 from areal.utils.waits import waiting
+from areal.workflow.resolve import build_workflow
 
 if TYPE_CHECKING:
     import torch
 
     from areal.api.engine_api import InferenceEngine
     from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
-    from areal.rollout.grouping import Groups
+    from areal.rollout.event_loop import TaskRunner
+    from areal.rollout.group import Groups
     from areal.rollout.ledger import Ledger
     from areal.rollout.source import PromptSource
     from areal.rollout.staleness import StalenessManager
-    from areal.rollout.submitted import Task
-    from areal.rollout.task_runner import TaskRunner
+    from areal.rollout.tasks import Task
     from areal.rollout.workers import RolloutWorkers
 
     Trajectory = dict[str, torch.Tensor]

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from areal.api.secret_text import hide_secrets
-from areal.rollout.books import balance
+from areal.api.redact import hide_secrets
+from areal.rollout.ledger_balance import balance
 from areal.rollout.outcome import Finished, Outcome
 from areal.rollout.trajectory import decode, encode, mean_reward
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import sqlite3
 
     from areal.rollout.source import Prompt
-    from areal.utils.run_db import RunDatabase
+    from areal.run.database import RunDatabase
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal.api.reward_worker import adopt_main
 from areal.rollout.failures import kind_of
-from areal.rollout.grouping import GroupRunner
+from areal.rollout.group import GroupRunner
 from areal.rollout.trajectory import encode
+from areal.sandbox.worker import adopt_main
 from areal.utils import import_path, stacks, stats_tracker
 from areal.utils.garbage import settle_garbage_collector
 

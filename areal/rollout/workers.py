@@ -30,11 +30,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import EngineLostError
-from areal.api.reward_process import main_module
 from areal.rollout.failures import WorkerError
 from areal.rollout.trajectory import decode
 from areal.rollout.worker_places import spawn_here
 from areal.rollout.worker_process import DOWN, UP, WorkflowRecipe
+from areal.sandbox.process import main_module
 from areal.utils import logging, stats_tracker
 from areal.utils.waits import progress, waiting
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from areal.api.engine_api import InferenceEngine
-    from areal.rollout.task_runner import TaskRunner
+    from areal.rollout.event_loop import TaskRunner
     from areal.rollout.worker_places import WorkerProcess
 
 logger = logging.getLogger("RolloutWorkers")

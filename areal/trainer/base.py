@@ -27,7 +27,7 @@ from areal.engine import train_engine_class, train_engine_path
 from areal.infra.scheduler import open_scheduler
 from areal.infra.train_controller import TrainController
 from areal.rollout.source import PromptSource
-from areal.trainer.run import Run
+from areal.run.run import Run
 from areal.utils import logging
 from areal.utils.startup import stage
 from areal.utils.tokenizer import load_hf_tokenizer

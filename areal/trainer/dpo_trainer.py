@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from areal.run.run import StepObserver
 from areal.trainer.base import Trainer
 from areal.trainer.offline import train_on_rows
 from areal.trainer.preference import DPOLearner
-from areal.trainer.run import StepObserver
 
 
 class DPOTrainer(Trainer):

@@ -12,16 +12,16 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal.agents.workflow import agent_workflow, online_workflow
 from areal.algorithm import DYNAMIC_FILTERS
 from areal.algorithm.normalization import episode_means
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
-from areal.openai.workflow import agent_workflow, online_workflow
 from areal.reward import get_reward_fn
 from areal.utils import logging
 from areal.utils.import_path import load_named
 from areal.workflow import find_workflow, image_refusal
-from areal.workflow.chat_turn import has_images
+from areal.workflow.chat import has_images
 
 if TYPE_CHECKING:
     import torch

@@ -12,19 +12,19 @@ from typing import Any
 from areal.api.config.dataset import DatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
 from areal.dataset import get_custom_dataset
+from areal.run.fingerprint import trainer_name
+from areal.run.model_paths import pin_models
+from areal.run.paths import RunPaths
+from areal.run.run import StepObserver
+from areal.run.watchdog import watched
 from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.episodes import refuse_images
-from areal.trainer.identity import trainer_name
-from areal.trainer.model_paths import pin_models
 from areal.trainer.preflight import check_rows, run_trial
 from areal.trainer.rl_trainer import PPOTrainer
-from areal.trainer.run import StepObserver
 from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
-from areal.utils.run_paths import RunPaths
 from areal.utils.startup import stage
 from areal.utils.tokenizer import load_hf_tokenizer
-from areal.utils.watchdog import watched
 
 Rows = Sequence[dict[str, Any]]
 

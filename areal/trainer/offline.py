@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from areal.rollout.source import PromptSource
+    from areal.run.run import StepObserver
     from areal.trainer.base import Rows, Trainer
-    from areal.trainer.run import StepObserver
 
     Batch = dict[str, torch.Tensor]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.api.scheduler_api import EngineCreationError
-from areal.engine.native.remote_engine import launch_native_server
-from areal.engine.server_host import HostedServer
+from areal.engine.remote.native import launch_native_server
+from areal.engine.remote.server_host import HostedServer
 from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.rollout.worker_places import HostedWorker, spawn_here
 from areal.utils.hub import hub_name
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from areal.api.config.experiment import PPOConfig
     from areal.api.scheduler_api import Scheduler, Worker
-    from areal.engine.server_process import Launch
+    from areal.engine.remote.server_process import Launch
     from areal.rollout.worker_places import WorkerProcess
 
 

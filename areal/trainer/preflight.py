@@ -23,9 +23,9 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.models.hf_io import language_config, read_hf_config
 from areal.rollout.failures import FailureLimits, describe
-from areal.rollout.grouping import GroupRunner
+from areal.rollout.group import GroupRunner
+from areal.run.fingerprint import trainer_name
 from areal.trainer.episodes import build_filter, build_workflow
-from areal.trainer.identity import trainer_name
 from areal.utils import logging
 from areal.utils.hub import model_folder
 from areal.utils.tokenizer import chat_prompts_ids

@@ -24,15 +24,15 @@ import torch
 
 from areal.api.cli_args import PerfTracerConfig, PPOConfig, StatsLoggerConfig
 from areal.api.scratch import ScratchFolder
-from areal.engine.checkpoint import digests
+from areal.engine.train.checkpoint import digests
 from areal.rollout.trajectory import decode
+from areal.run.recover import RecoverPoint
+from areal.run.world import numeric_world
 from areal.trainer.base import Trainer
 from areal.trainer.episodes import describe_batch
 from areal.trainer.ppo.learner import Learner
 from areal.trainer.recording import Recording
-from areal.trainer.world import numeric_world
 from areal.utils import stats_tracker
-from areal.utils.recover import RecoverPoint
 
 _LEARNED = ("actor/", "critic/")  # statistics that training alone makes
 

@@ -6,8 +6,8 @@
 
 The loop waits in one place only, `prepare_batch`. While it trains, the server generates the next
 batches, as far ahead as `rollout.max_head_offpolicyness` allows; with 0 the same loop is strictly
-on-policy. Where both sides need one device whole, they take turns on it: trainer/turns.py. What
-survives a kill is in `Run`: see trainer/run.py and rollout/ledger.py.
+on-policy. Where both sides need one device whole, they take turns on it: colocation.py. What
+survives a kill is in `Run`: see run/run.py and rollout/ledger.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal.rollout.event_loop import TaskRunner
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.staleness import StalenessManager
-from areal.rollout.task_runner import TaskRunner
+from areal.rollout.trajectory_dump import TrajectoryDump
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
+from areal.run.run import StepObserver
 from areal.trainer.base import Trainer
+from areal.trainer.colocation import Turns
 from areal.trainer.episodes import (
     RewardSpread,
     build_filter,
@@ -36,16 +39,13 @@ from areal.trainer.episodes import (
     mean_reward,
     refuse_images,
 )
-from areal.trainer.inference import ServerTrace, open_inference
 from areal.trainer.places import place_rollout_workers
 from areal.trainer.ppo.learner import Learner
-from areal.trainer.run import StepObserver
-from areal.trainer.turns import Turns
+from areal.trainer.servers import ServerTrace, open_inference
 from areal.utils.device import num_cores
 from areal.utils.garbage import settle_garbage_collector
 from areal.utils.perf_tracer import phase
 from areal.utils.startup import stage
-from areal.utils.trajectory_dump import TrajectoryDump
 
 if TYPE_CHECKING:
     from areal.api.io_struct import StepInfo

@@ -1,16 +1,16 @@
 """Supervised fine-tuning: rows with `input_ids` and `loss_mask`, one optimizer step per batch.
 
-The loop is in trainer/offline.py, what one batch means in trainer/lm.py.
+The loop is in trainer/offline.py, what one batch means in trainer/learners.py.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
+from areal.run.run import StepObserver
 from areal.trainer.base import Trainer
-from areal.trainer.lm import LMLearner
+from areal.trainer.learners import LMLearner
 from areal.trainer.offline import train_on_rows
-from areal.trainer.run import StepObserver
 
 
 class SFTTrainer(Trainer):

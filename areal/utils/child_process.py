@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from areal.api.secret_text import hide_secrets
+from areal.api.redact import hide_secrets
 from areal.utils.fs import open_private, private_folder
 
 _KEPT_LINES = 50

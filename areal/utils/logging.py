@@ -5,7 +5,7 @@ the rank where one is known, the level unless it is INFO, and the text. Lines go
 in colour when that is a terminal. All loggers live below the standard logger `areal`, so levels and
 handlers of the standard library apply; `AREAL_LOG_LEVEL` sets the level of a whole process tree.
 
-Secrets (`areal.api.secret_text`) are taken out of every line and traceback.
+Secrets (`areal.api.redact`) are taken out of every line and traceback.
 
 The traceback of a logged exception goes to the run's log file where one is open, and only its last
 line to the console; AREAL_DEBUG=1 shows it there too.
@@ -26,7 +26,7 @@ from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
-from areal.api.secret_text import hide_secrets
+from areal.api.redact import hide_secrets
 from areal.utils.fs import open_private, private_folder
 
 __all__ = [

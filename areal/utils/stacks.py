@@ -26,10 +26,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, TextIO
 
-from areal.api.reward_watch import descendants
 from areal.utils.fs import open_private, private_folder
 
-VARIABLE = "AREAL_STACKS"  # areal/api/reward_worker.py reads it too
+VARIABLE = "AREAL_STACKS"  # areal/sandbox/worker.py reads it too
 _ANSWER_S = 2.0
 _SETTLED_S = 0.1
 _BUSY_S = 0.25  # how long threads are watched to see which one computes
@@ -179,3 +178,14 @@ def _status(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The processes that `pid` and those it started have started."""
+    pending = [pid]  # no recursion: each may have started the next one
+    while pending:
+        for file in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it has just ended
+                children = [int(child) for child in file.read_text().split()]
+                yield from children
+                pending += children

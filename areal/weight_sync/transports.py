@@ -36,8 +36,8 @@ import torch
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightTransport, WeightUpdateMeta
+from areal.api.redact import remember_secret
 from areal.api.scratch import ScratchFolder, sweep
-from areal.api.secret_text import remember_secret
 from areal.weight_sync.cuda_ipc import HANDLES, open_handles, publish_handles
 from areal.weight_sync.publication import PublicationError, open_publication, publish
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from areal.api.workflow_api import RolloutWorkflow
-from areal.rollout.context import workflow_context
+from areal.api.workflow_context import workflow_context
 from areal.utils import stats_tracker
 from areal.utils.chat_template import render_chat
-from areal.workflow.chat_turn import ChatTurn, Prompt, chat_input_ids, messages_of
+from areal.workflow.chat import ChatTurn, Prompt, chat_input_ids, messages_of
 from areal.workflow.transcript import Transcript
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from areal.api.workflow_api import RolloutWorkflow
-from areal.rollout.context import workflow_context
+from areal.api.workflow_context import workflow_context
 from areal.utils import stats_tracker
-from areal.workflow.chat_turn import ChatTurn, chat_input_ids, messages_of
+from areal.workflow.chat import ChatTurn, chat_input_ids, messages_of
 from areal.workflow.transcript import Transcript
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal.api.config.generation import GenerationHyperparameters
-from areal.utils.openai_wire import parse_chat
+from areal.openai import parse_chat
 
 EVERYTHING = GenerationHyperparameters(
     n_samples=2,

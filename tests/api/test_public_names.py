@@ -32,7 +32,7 @@ def test_contract_names_exist(name: str) -> None:
 
 
 def test_workflow_context_is_the_one_the_executor_sets() -> None:
-    from areal.rollout.context import workflow_context
+    from areal.api.workflow_context import workflow_context
 
     assert areal.workflow_context is workflow_context
 

@@ -11,7 +11,7 @@ from areal.cli.main import main
 from areal.rollout.ledger import Ledger
 from areal.rollout.outcome import Outcome
 from areal.rollout.source import Prompt
-from areal.utils.run_db import RunDatabase
+from areal.run.database import RunDatabase
 
 
 @pytest.fixture

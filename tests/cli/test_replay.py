@@ -18,11 +18,11 @@ from trainer.test_offline_runs import config_of
 from areal.api.cli_args import dump_yaml
 from areal.cli.main import main
 from areal.rollout.trajectory import decode, encode
+from areal.run.database import RunDatabase, Start
+from areal.run.paths import RunPaths
+from areal.run.world import numeric_world
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer
-from areal.trainer.world import numeric_world
-from areal.utils.run_db import RunDatabase, Start
-from areal.utils.run_paths import RunPaths
 
 SMALL = (
     "actor.weight_update_mode=direct",

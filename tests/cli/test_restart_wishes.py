@@ -10,9 +10,9 @@ import pytest
 from areal.api.scheduler_api import WorkerFailedError
 from areal.cli.train import tell_parent
 from areal.rollout.failures import RolloutFailedError
-from areal.utils import restart
+from areal.run import restart
+from areal.run.database import RunDatabaseError
 from areal.utils.child_process import ProcessKilledError
-from areal.utils.run_db import RunDatabaseError
 
 
 def caused(error: Exception, cause: Exception) -> Exception:

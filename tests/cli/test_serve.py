@@ -13,7 +13,7 @@ import pytest
 from tiny import tiny_config, write_tiny_model
 
 from areal.cli.main import main
-from areal.engine.server_control import ControlClient
+from areal.engine.remote.server_control import ControlClient
 
 SERVE = [sys.executable, "-m", "areal.cli.main", "serve"]
 

@@ -16,8 +16,8 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from areal.cli.supervise import supervise
-from areal.utils.recover import newest_step
-from areal.utils.restart import come_again, stay_down
+from areal.run.recover import newest_step
+from areal.run.restart import come_again, stay_down
 
 folder, words = Path(sys.argv[1]), sys.argv[3:]
 code = supervise(retries=int(sys.argv[2]), newest_point=lambda: newest_step(folder / "recover"),

@@ -414,7 +414,7 @@ def test_lost_ledger(project):
 
 def test_run_in_use(project):
     hold = (
-        "import sys\nfrom areal.utils.run_db import RunDatabase\n"
+        "import sys\nfrom areal.run.database import RunDatabase\n"
         "with RunDatabase(sys.argv[1]):\n    print('held', flush=True)\n    sys.stdin.read()"
     )
     database = project.runs / "arithmetic" / "sft" / "run.db"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.archon_world import make_batch, num_loss_tokens
+from engine.train.archon_world import make_batch, num_loss_tokens
 
 from areal.algorithm.sft import sft_loss
 from areal.api.config.optimizer import OptimizerConfig

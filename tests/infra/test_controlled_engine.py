@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.archon_world import make_batch
+from engine.train.archon_world import make_batch
 from infra.archon_job import FT_SPEC, config_of, work
 from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.scheduler_api import Job, SchedulingStrategy
-from areal.engine.archon_engine import ArchonEngine
+from areal.engine.train.archon import ArchonEngine
 from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.train_controller import TrainController
 
-ARCHON = "areal.engine.archon_engine.ArchonEngine"
+ARCHON = "areal.engine.train.archon.ArchonEngine"
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,16 @@ from processes import parent_of
 from tiny_run import areal, overrides, query, wait_until
 
 from areal.api.engine_api import EngineLostError
-from areal.api.reward_watch import descendants
 from areal.api.scheduler_api import Job
 from areal.cli.demo import make_model, recipe_path
-from areal.engine.native.remote_engine import launch_native_server
-from areal.engine.server_control import ControlClient
-from areal.engine.server_host import HostedServer
-from areal.engine.server_process import ServerProcess
+from areal.engine.remote.native import launch_native_server
+from areal.engine.remote.server_control import ControlClient
+from areal.engine.remote.server_host import HostedServer
+from areal.engine.remote.server_process import ServerProcess
 from areal.rollout.ledger import Ledger
-from areal.utils.recover import newest_step
-from areal.utils.run_db import RunDatabase
+from areal.run.database import RunDatabase
+from areal.run.recover import newest_step
+from areal.sandbox.watch import descendants
 
 pytestmark = pytest.mark.slow
 

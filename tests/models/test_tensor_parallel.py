@@ -7,8 +7,9 @@ import torch
 from tiny import tiny_config, tiny_model
 
 from areal.models.common.args import share_of
+from areal.models.common.decoder import build_share
 from areal.models.common.moe import MoE
-from areal.models.common.tensor_parallel import Ranks, build_share, cut_dim
+from areal.models.common.tensor_parallel import Ranks, cut_dim
 from areal.models.hf_io import check_hf_shapes
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.reward_api import AsyncRewardWrapper
 from areal.reward import REWARD_FNS
 from areal.reward.gsm8k import gsm8k_reward_fn
 from areal.reward.math_verify import math_verify_reward_fn, same_answer
+from areal.sandbox.pool import AsyncRewardWrapper
 from areal.utils.import_path import load_named
 
 GSM8K_SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample" / "train.jsonl"

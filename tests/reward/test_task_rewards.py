@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from areal.api.reward_api import AsyncRewardWrapper
 from areal.reward import REWARD_FNS, get_reward_fn
 from areal.reward.answer_text import last_bracketed
 from areal.reward.clevr_count import clevr_count_reward_fn
 from areal.reward.countdown import LEGAL_BUT_WRONG, countdown_reward_fn
 from areal.reward.geometry3k import geometry3k_reward_fn
+from areal.sandbox.pool import AsyncRewardWrapper
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_world import trajectory
 
-from areal.rollout import books
+from areal.rollout import ledger_balance
 from areal.rollout.failures import describe
 from areal.rollout.ledger import Ledger, Outcome, Resume
 from areal.rollout.source import Prompt
-from areal.utils.run_db import RunDatabase
+from areal.run.database import RunDatabase
 
 
 @contextmanager
@@ -173,13 +173,13 @@ def test_the_batch_of_a_step_can_be_read_again_in_its_order():
         ledger.trained([0, 2, 3], step=1, version=1)
         stored = dict(db.query("SELECT task_id, data FROM trajectories"))
         with db.transaction() as connection:
-            assert books.trained(connection, 1) == [(i, stored[i]) for i in (0, 2, 3)]
-            assert books.steps_with_trajectories(connection) == {0, 1}
+            assert ledger_balance.trained(connection, 1) == [(i, stored[i]) for i in (0, 2, 3)]
+            assert ledger_balance.steps_with_trajectories(connection) == {0, 1}
         ledger.prune(step=0)
         with db.transaction() as connection:
-            assert books.trained(connection, 0) == [(1, None), (4, None)]
-            assert books.steps_with_trajectories(connection) == {1}
-            assert books.trained(connection, 2) == []
+            assert ledger_balance.trained(connection, 0) == [(1, None), (4, None)]
+            assert ledger_balance.steps_with_trajectories(connection) == {1}
+            assert ledger_balance.trained(connection, 2) == []
 
 
 def test_books_that_do_not_agree_are_found():

@@ -11,11 +11,11 @@ from tiny_run import grpo_config, query
 from areal.rollout.failures import RolloutFailedError
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode
+from areal.run.database import RunDatabase
+from areal.run.paths import RunPaths
 from areal.trainer.episodes import build_workflow
 from areal.trainer.experiment import run_experiment
 from areal.utils import stats_tracker
-from areal.utils.run_db import RunDatabase
-from areal.utils.run_paths import RunPaths
 from areal.utils.tokenizer import load_hf_tokenizer
 
 STEPS, BATCH, GROUP = 3, 4, 2

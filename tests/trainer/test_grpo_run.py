@@ -10,10 +10,10 @@ from tiny_run import grpo_config, query
 
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode
+from areal.run.database import RunDatabase
+from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
 from areal.utils.perf_tracer import read_trace
-from areal.utils.run_db import RunDatabase
-from areal.utils.run_paths import RunPaths
 
 STEPS, BATCH = 6, 8
 

@@ -19,7 +19,7 @@ from sglang_server import sglang_python
 from tiny_run import SMALL
 
 from areal.cli.demo import make_model, recipe_path
-from areal.utils.recover import newest_step
+from areal.run.recover import newest_step
 
 pytestmark = pytest.mark.slow
 

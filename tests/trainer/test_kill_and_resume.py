@@ -18,7 +18,7 @@ from tiny_run import areal, overrides, query
 
 from areal.cli.demo import recipe_path
 from areal.rollout.ledger import Ledger
-from areal.utils.run_db import RunDatabase
+from areal.run.database import RunDatabase
 
 STEPS, BATCH = 24, 8
 TESTS = Path(__file__).resolve().parents[1]

@@ -18,11 +18,11 @@ from areal.api.cli_args import PPOConfig
 from areal.cli.demo import make_model
 from areal.cli.main import main
 from areal.rollout.ledger import Ledger
+from areal.run.database import RunDatabase, RunDatabaseError, open_read_only
+from areal.run.paths import RunPaths
+from areal.run.recover import RecoverError
 from areal.trainer.experiment import load_datasets
 from areal.trainer.rl_trainer import PPOTrainer
-from areal.utils.recover import RecoverError
-from areal.utils.run_db import RunDatabase, RunDatabaseError, open_read_only
-from areal.utils.run_paths import RunPaths
 
 BATCH, STEPS = 3, 5
 LEDGER_FILES = ("run.db", "run.db-wal", "run.db-shm")

@@ -10,7 +10,7 @@ from tiny_ppo import open_engine
 
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.trainer.lm import LMLearner
+from areal.trainer.learners import LMLearner
 from areal.trainer.offline import evaluate_on_rows
 
 ROWS = [

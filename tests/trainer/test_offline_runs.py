@@ -17,9 +17,9 @@ from areal.api.config.preference import DPOActorConfig, DPOConfig, RWConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.cli.demo import make_model
+from areal.run.paths import RunPaths
+from areal.run.run import Run
 from areal.trainer.experiment import TRAINERS
-from areal.trainer.run import Run
-from areal.utils.run_paths import RunPaths
 
 KINDS = ("sft", "rw", "dpo")
 

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.preference import DPOActorConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
-from areal.engine.archon_engine import ArchonEngine
+from areal.engine.train.archon import ArchonEngine
 from areal.trainer.offline import evaluate_on_rows
 from areal.trainer.preference import DPOLearner, RWLearner
 from areal.utils import stats_tracker

@@ -11,12 +11,12 @@ import pytest
 from tiny_run import areal, grpo_config, overrides, query, wait_until
 from trainer.test_offline_runs import config_of, rows_of
 
-from areal.api.reward_watch import descendants
 from areal.api.scheduler_api import SchedulingStrategy
 from areal.cli.demo import make_model, recipe_path
+from areal.run.paths import RunPaths
+from areal.run.recover import newest_step
 from areal.trainer.experiment import TRAINERS, run_experiment
-from areal.utils.recover import newest_step
-from areal.utils.run_paths import RunPaths
+from areal.utils.stacks import descendants
 
 pytestmark = pytest.mark.slow
 

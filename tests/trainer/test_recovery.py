@@ -18,12 +18,12 @@ from trainer.test_offline_runs import config_of
 
 from areal.api.config.timers import RecoverConfig
 from areal.cli.demo import make_model
-from areal.trainer.identity import run_identity
-from areal.trainer.random_states import RandomStates
+from areal.run.database import RunDatabaseError
+from areal.run.fingerprint import run_identity
+from areal.run.paths import RunPaths
+from areal.run.random_states import RandomStates
+from areal.run.recover import RecoverError
 from areal.trainer.sft_trainer import SFTTrainer
-from areal.utils.recover import RecoverError
-from areal.utils.run_db import RunDatabaseError
-from areal.utils.run_paths import RunPaths
 
 ROWS = [{"input_ids": [1, 2 + i, 3], "loss_mask": [0, 1, 1]} for i in range(20)]
 

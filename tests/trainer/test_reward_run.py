@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tiny_run import areal, overrides, query
 
-from areal.api.reward_watch import descendants
 from areal.cli.demo import recipe_path
+from areal.utils.stacks import descendants
 
 ASCII_TERMINAL = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -88,7 +88,7 @@ def test_a_run_survives_kills_of_its_reward_processes(tmp_path):
         time.sleep(0.7 if kills < 6 else 2.5)
         for pid in descendants(process.pid):
             try:
-                if b"reward_worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"sandbox/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
                     kills += 1
             except OSError:

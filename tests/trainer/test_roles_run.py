@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_run import grpo_config, query
 
+from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer
-from areal.utils.run_paths import RunPaths
 
 IN_PROCESS = (
     "actor.weight_update_mode=direct",

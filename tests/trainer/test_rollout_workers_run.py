@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny_run import grpo_config, query
 
+from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
-from areal.utils.run_paths import RunPaths
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tiny_run import areal, overrides, query, wait_until
 
-from areal.api.reward_watch import descendants
 from areal.cli.demo import recipe_path
 from areal.rollout.ledger import Ledger
-from areal.utils.run_db import RunDatabase
+from areal.run.database import RunDatabase
+from areal.utils.stacks import descendants
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tiny_run import grpo_config, query
 
+from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
-from areal.utils.run_paths import RunPaths
 
 
 def test_a_run_with_two_ranks(tmp_path):

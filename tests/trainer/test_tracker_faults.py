@@ -11,7 +11,7 @@ from trainer.test_recovery import open_trainer, sft
 
 from areal.api.config.stats import WandBConfig
 from areal.cli.demo import make_model
-from areal.utils.run_paths import RunPaths
+from areal.run.paths import RunPaths
 
 # A package of the tracker's name, as it behaves when its server does not.
 WANDB = """

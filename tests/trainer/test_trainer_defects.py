@@ -16,6 +16,9 @@ from tiny_run import grpo_config, query
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.stats import StatsLoggerConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.run.database import RunDatabase
+from areal.run.paths import RunPaths
+from areal.run.trackers import open_trackers
 from areal.trainer.base import Trainer
 from areal.trainer.batches import PAIR
 from areal.trainer.experiment import load_datasets, run_experiment
@@ -23,9 +26,6 @@ from areal.trainer.ppo.batch import collect, minibatches
 from areal.trainer.preference import RWLearner
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import stats_tracker
-from areal.utils.run_db import RunDatabase
-from areal.utils.run_paths import RunPaths
-from areal.utils.trackers import open_trackers
 
 IN_PROCESS = (
     "actor.weight_update_mode=direct",

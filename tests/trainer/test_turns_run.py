@@ -11,10 +11,10 @@ from trainer.test_kill_and_resume import finish, kill_during, start
 
 from areal.cli.demo import make_model
 from areal.rollout.ledger import Ledger
+from areal.run.database import RunDatabase
+from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
 from areal.utils.perf_tracer import read_trace
-from areal.utils.run_db import RunDatabase
-from areal.utils.run_paths import RunPaths
 
 pytestmark = pytest.mark.slow
 

@@ -180,7 +180,7 @@ def watchers_of(root: int) -> list[int]:
     return [
         pid
         for pid in stacks.descendants(root)
-        if b"areal.utils.watcher" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"areal.run.watcher" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -112,7 +112,7 @@ def test_file_gets_dated_lines_while_open(tmp_path):
 
 def test_bad_names_are_refused():
     with pytest.raises(ValueError, match="PascalCase"):
-        logging.getLogger("areal.utils.saver")
+        logging.getLogger("areal.run.checkpoints")
     with pytest.raises(ValueError, match="unknown colour 'pink'"):
         logging.register_color("PartOne", "pink")
 

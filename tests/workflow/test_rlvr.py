@@ -11,9 +11,9 @@ from sample_rewards import exact_match, of_lists
 
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelResponse
-from areal.api.reward_api import RewardError
+from areal.api.workflow_context import episode
 from areal.dataset.arithmetic import build_char_tokenizer
-from areal.rollout.context import episode
+from areal.sandbox.pool import RewardError
 from areal.utils import stats_tracker
 from areal.workflow import find_workflow
 from areal.workflow.rlvr import RLVRWorkflow
@@ -186,7 +186,7 @@ def test_tokenizer_by_path_and_errors_of_names(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="workflow: unknown name 'rlrv'"):
         find_workflow("rlrv")
     with pytest.raises(ValueError, match="neither a RolloutWorkflow nor an agent"):
-        find_workflow("areal.workflow.chat_turn.messages_of")
+        find_workflow("areal.workflow.chat.messages_of")
 
 
 @pytest.mark.parametrize("reward_fn", [of_lists, "sample_rewards.of_lists"])

@@ -11,6 +11,7 @@ import re
 from dataclasses import field, fields, replace
 from typing import Any, Literal
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.checks import expand_path, require, require_at_least
 from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
 from areal.api.config.dataset import DatasetConfig, RowType, ValidDatasetConfig
@@ -23,7 +24,6 @@ from areal.api.config.servers import SGLangConfig, VLLMConfig
 from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
-from areal.api.config.turns import check_turns
 from areal.api.config.watchdog import WatchdogConfig
 from areal.api.scheduler_api import Job, SchedulingSpec
 
@@ -271,7 +271,7 @@ class PPOConfig(BaseExperimentConfig):
         self._check_teacher()
         self._check_stock_server()
         self._check_placement(self.actor)
-        check_turns(self)
+        _check_turns(self)
         if self.allocation_mode:
             backends = {"inference": self.rollout.backend, "training": self.actor.backend}
             check_allocation(self.allocation_mode, backends)
@@ -527,3 +527,61 @@ class PPOConfig(BaseExperimentConfig):
 
 
 GRPOConfig = PPOConfig
+
+
+_SHARED_DEVICES = "rollout.scheduling_strategy.target"
+
+
+def _check_turns(config: PPOConfig) -> None:
+    """ValueError when `rollout` shares devices and cannot; nothing when it has its own."""
+    target = config.rollout.scheduling_strategy.target
+    if target is None:
+        return
+    models = config.models()
+    owners = [role for role, model in models.items() if model.scheduling_strategy.target is None]
+    require(
+        target in owners,
+        f"{_SHARED_DEVICES} must be a model with devices of its own: {owners}",
+        target,
+    )
+    in_turns = f"when {_SHARED_DEVICES} is {target!r}"
+    _check_server_in_turns(config, target, in_turns)
+    for role in config.models_in_turns():
+        require(
+            models[role].allocation.backend != "megatron",
+            f"{role}.backend must be archon or fsdp {in_turns}: megatron does not leave a device",
+            models[role].backend,
+        )
+
+
+def _check_server_in_turns(config: PPOConfig, target: str, in_turns: str) -> None:
+    rollout, mode = config.rollout, config.actor.weight_update_mode
+    require(
+        rollout.engine == "native",
+        f"rollout.backend must be native {in_turns}: other servers do not leave a device",
+        rollout.backend,
+    )
+    num_ranks = ModelAllocation.from_str(rollout.backend).parallel.world_size
+    expected = config.num_ranks()[target]
+    require(
+        num_ranks == expected,
+        f"rollout.backend must have as many ranks as {target}.backend ({expected}), whose devices "
+        "it shares",
+        num_ranks,
+    )
+    require(
+        config.scheduler.type == "local",
+        f"scheduler.type must be local {in_turns}: Ray gives servers devices of their own",
+        config.scheduler.type,
+    )
+    require(
+        mode in ("shm", "ipc", "disk", "delta"),
+        f"actor.weight_update_mode must be shm, ipc, disk or delta {in_turns}: the server is a "
+        "process of its own, and off the device when new weights come",
+        mode,
+    )
+    require(
+        rollout.recompute_kv,
+        f"rollout.recompute_kv must be true {in_turns}: a cache does not outlive the turn",
+        False,
+    )

@@ -13,7 +13,7 @@ from areal.api.config.errors import ConfigError
 from areal.api.config.experiment import BaseExperimentConfig, PPOConfig, SFTConfig
 from areal.api.config.preference import DPOConfig, RWConfig
 from areal.api.config.source import KeyPath, Source, read_source
-from areal.api.secret_text import without_secrets
+from areal.api.redact import without_secrets
 
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from areal.engine.native.pages import SCRATCH_PAGE
+from areal.engine.native.kv_cache import SCRATCH_PAGE
 
 # Keys (and as many values) copied out of the cache at once: long prompts go in chunks of rows.
 _MAX_GATHERED_ELEMENTS = 2**23

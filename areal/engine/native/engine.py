@@ -40,7 +40,7 @@ import torch
 
 from areal.api.io_struct import StopReason
 from areal.engine.native.device_parts import device_parts, parts_that_leave
-from areal.engine.native.pages import PagePool, Prefix
+from areal.engine.native.kv_cache import PagePool, Prefix
 from areal.engine.native.runner import Chunk, Drawn, Runner
 from areal.engine.native.runners import cache_bytes, make_runner
 from areal.engine.native.sampler import MAX_STOP_IDS
@@ -133,7 +133,8 @@ class NativeEngine:
     ) -> NativeEngine:
         """A folder or hub name. `dtype=None`: float32 on the CPU, bfloat16 elsewhere.
 
-        With `ranks` it holds a share of the model, and all ranks make the same calls (lockstep.py).
+        With `ranks` it holds a share of the model, and all ranks make the same calls
+        (tensor_parallel.py).
         """
         if dtype is None:
             dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16

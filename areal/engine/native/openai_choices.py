@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.io_struct import StopReason
-from areal.utils.openai_wire import (
+from areal.openai import (
     ChatCall,
     CompletionCall,
     TextStream,

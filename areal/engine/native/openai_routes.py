@@ -6,7 +6,7 @@
 | POST /v1/chat/completions | messages, by the model's chat template, streamed or not          |
 | GET /v1/models            | the one model                                                    |
 
-Requests and replies are translated by `areal.utils.openai_wire`; errors have OpenAI's shape. The n
+Requests and replies are translated by `areal.openai`; errors have OpenAI's shape. The n
 samples of a prompt are n requests that share its pages; with a seed, sample i draws with seed + i.
 """
 
@@ -26,14 +26,12 @@ from fastapi.responses import Response
 
 from areal.api.json_text import JsonError, dumps, loads_object
 from areal.engine.native.loop import EngineLoop
-from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_choices import ChatChoice, Chunk, CompletionChoice, ReplyHead
 from areal.engine.native.receiver import Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
+from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
-from areal.utils.chat_template import warm_up
-from areal.utils.http_server import JsonReply, read_body
-from areal.utils.openai_wire import (
+from areal.openai import (
     ChatCall,
     CompletionCall,
     Output,
@@ -50,7 +48,9 @@ from areal.utils.openai_wire import (
     usage_of,
     visible_text,
 )
-from areal.utils.openai_wire.schemas import CHAT, COMPLETION
+from areal.openai.schemas import CHAT, COMPLETION
+from areal.utils.chat_template import warm_up
+from areal.utils.http_server import JsonReply, read_body
 from areal.utils.route_schema import json_body
 
 Call = ChatCall | CompletionCall

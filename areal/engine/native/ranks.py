@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from areal.api.scratch import ScratchFolder
 from areal.engine.native.engine import NativeEngine
-from areal.engine.native.lockstep import LeadingEngine, follow
-from areal.engine.native.model_text import ModelText
+from areal.engine.native.tensor_parallel import LeadingEngine, follow
+from areal.engine.native.tokenizer import ModelText
 from areal.models import decoder_args
 from areal.models.common.args import share_of
 from areal.models.common.tensor_parallel import Ranks

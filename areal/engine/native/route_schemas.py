@@ -6,7 +6,7 @@ request that has it.
 
 from __future__ import annotations
 
-from areal.engine.native.weight_inbox import KINDS
+from areal.engine.native.weight_loader import KINDS
 from areal.engine.native.wire import GCONFIG_KINDS, MAX_RID
 from areal.utils.route_schema import (
     FLAG,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areal.engine.native.pages import SCRATCH_PAGE
+from areal.engine.native.kv_cache import SCRATCH_PAGE
 
 # BLAS kernels treat a few leftover rows differently (one row is a matrix-vector product). With
 # whole tiles of 16 a row's bits do not depend on how many rows there are.

@@ -22,7 +22,7 @@ from collections import deque
 
 import numpy as np
 
-from areal.engine.native.pages import SCRATCH_PAGE, PagePool, PrefixTable
+from areal.engine.native.kv_cache import SCRATCH_PAGE, PagePool, PrefixTable
 from areal.engine.native.sampler import SamplingOptions
 from areal.engine.native.sequence import Sequence
 

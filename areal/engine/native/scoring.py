@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from areal.engine.invariant_attention import InvariantPackedAttention
+from areal.engine.train.invariant_attention import InvariantPackedAttention
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.decoder import Decoder
 

@@ -2,7 +2,7 @@
 
 `GenRequest` in, `Finished` out; a `Sequence` is the life of one request inside the engine. Its
 tokens are the prompt followed by the output. The prompt's keys and values are computed by a
-`Prefix` (pages.py), once for all samples of a group; the sequence computes those of its output.
+`Prefix` (kv_cache.py), once for all samples of a group; the sequence computes those of its output.
 
 Invariant: `output_tokens`, `output_logprobs` and `output_versions` always have one length, and
 survive preemption and weight updates: only cache pages are ever given back.
@@ -17,7 +17,7 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import StopReason
 
 if TYPE_CHECKING:
-    from areal.engine.native.pages import Prefix
+    from areal.engine.native.kv_cache import Prefix
     from areal.engine.native.stop_strings import StopWatch
 
 

@@ -32,12 +32,12 @@ from starlette.exceptions import HTTPException
 
 from areal.engine.native.control_routes import add_control_routes, add_watch_routes
 from areal.engine.native.loop import EngineEndedError, EngineLoop
-from areal.engine.native.model_text import ModelText
 from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.receiver import Receiver, Result
 from areal.engine.native.route_schemas import GENERATE, SCORE
 from areal.engine.native.sequence import GenRequest, Progress
-from areal.engine.native.weight_inbox import WeightInbox, WrongGroupError
+from areal.engine.native.tokenizer import ModelText
+from areal.engine.native.weight_loader import WeightInbox, WrongGroupError
 from areal.engine.native.weight_routes import add_weight_routes
 from areal.engine.native.wire import (
     Refusal,
@@ -45,10 +45,10 @@ from areal.engine.native.wire import (
     decode_sequences,
     encode_lines,
 )
-from areal.engine.token_gate import WRONG_TOKEN, TokenGate
+from areal.engine.remote.token_gate import WRONG_TOKEN, TokenGate
+from areal.openai import WireError, error_body
 from areal.utils.chat_template import TemplateLimitError
 from areal.utils.http_server import JsonReply, new_app, read_body, server_config, trust
-from areal.utils.openai_wire import WireError, error_body
 from areal.utils.route_schema import json_body
 from areal.weight_sync.collective import GroupError
 from areal.weight_sync.delta import WrongBaseError

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from areal.utils.openai_wire import token_text
+from areal.openai import token_text
 
 _UNFINISHED = "\ufffd"  # in the text of a token that holds a part of a character
 

@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 
 from areal.api.json_text import loads_object
 from areal.engine.native.route_schemas import GROUP, UPDATE
-from areal.engine.native.weight_inbox import KINDS, Order, WeightInbox
+from areal.engine.native.weight_loader import KINDS, Order, WeightInbox
 from areal.engine.native.wire import field
 from areal.utils.http_server import read_body
 from areal.utils.route_schema import json_body

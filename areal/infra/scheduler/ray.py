@@ -22,7 +22,6 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal.api.reward_environment import RUN_FOLDER
 from areal.api.scheduler_api import (
     GPUAllocationError,
     Job,
@@ -33,6 +32,7 @@ from areal.api.scheduler_api import (
 )
 from areal.infra.engine_host import EngineHost
 from areal.infra.scheduler.role_table import RoleTable
+from areal.sandbox.environment import RUN_FOLDER
 from areal.utils import logging
 from areal.utils.device import num_cores
 

@@ -13,22 +13,20 @@ Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from areal.models.common.args import DecoderArgs
+from areal.models.common.args import DecoderArgs, share_of
 from areal.models.common.attention import Attend, Attention
 from areal.models.common.feed_forward import FeedForward
 from areal.models.common.lm_head import softcap
 from areal.models.common.moe import Experts, MoE, Router
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
-
-if TYPE_CHECKING:
-    from areal.models.common.tensor_parallel import Share
+from areal.models.common.tensor_parallel import Ranks, Share, SummedLinear, SummedMoE
 
 
 class DecoderBlock(nn.Module):
@@ -247,3 +245,22 @@ class Decoder(nn.Module):
 def write_whole(own: torch.Tensor, whole: torch.Tensor, index: int | None = None) -> None:
     """Copy `whole` into a weight, or into its row `index` alone, then with shape [1, ...]."""
     (own if index is None else own[index : index + 1]).copy_(whole)
+
+
+def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> Decoder:
+    """This rank's model. Call it under the meta device: the whole one is built for its shapes."""
+    whole = model_class(args)
+    own_args = share_of(args, ranks.size)
+    model = model_class(own_args)
+    for block in model.blocks:
+        block.attention.wo = SummedLinear(block.attention.wo, ranks)
+        if isinstance(block.feed_forward, MoE):
+            block.feed_forward = SummedMoE(own_args, ranks)
+        else:
+            block.feed_forward.w2 = SummedLinear(block.feed_forward.w2, ranks)
+    if model.output is not None:
+        own_rows = ranks.own_part(model.output.weight, 0)
+        model.output = nn.Linear(args.dim, len(own_rows), bias=False)
+    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
+    model.share = Share(ranks, shapes, args.vocab_size)
+    return model

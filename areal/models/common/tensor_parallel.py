@@ -20,18 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from areal.models.common.args import DecoderArgs, share_of
+from areal.models.common.args import DecoderArgs
 from areal.models.common.moe import MoE
-
-if TYPE_CHECKING:
-    from areal.models.common.decoder import Decoder
 
 # The dimension a parameter is cut along, by the end of its name. The others are whole everywhere.
 CUT_DIMS: dict[str, int] = {
@@ -119,25 +115,6 @@ class Share:
         parts = padded_TW.new_empty(self.ranks.size, *padded_TW.shape)
         dist.all_gather(list(parts.unbind()), padded_TW, group=self.ranks.group)
         return parts.transpose(0, 1).flatten(1)[:, : self.vocab_size].contiguous()
-
-
-def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> Decoder:
-    """This rank's model. Call it under the meta device: the whole one is built for its shapes."""
-    whole = model_class(args)
-    own_args = share_of(args, ranks.size)
-    model = model_class(own_args)
-    for block in model.blocks:
-        block.attention.wo = SummedLinear(block.attention.wo, ranks)
-        if isinstance(block.feed_forward, MoE):
-            block.feed_forward = SummedMoE(own_args, ranks)
-        else:
-            block.feed_forward.w2 = SummedLinear(block.feed_forward.w2, ranks)
-    if model.output is not None:
-        own_rows = ranks.own_part(model.output.weight, 0)
-        model.output = nn.Linear(args.dim, len(own_rows), bias=False)
-    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
-    model.share = Share(ranks, shapes, args.vocab_size)
-    return model
 
 
 def cut_dim(name: str) -> int | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.api.config.generation import GenerationHyperparameters
-from areal.engine.native.pages import PagePool
+from areal.engine.native.kv_cache import PagePool
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.sequence import Sequence
 

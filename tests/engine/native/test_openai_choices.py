@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
 
 from areal.engine.native.openai_choices import ChatChoice, CompletionChoice, ReplyHead
-from areal.utils.openai_wire import (
+from areal.openai import (
     Output,
     chat_reply,
     completion_reply,

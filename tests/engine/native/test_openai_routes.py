@@ -15,10 +15,10 @@ from tiny_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
-from areal.engine.native.remote_engine import launch_native_server
 from areal.engine.native.server import create_app
-from areal.engine.server_control import ControlClient
-from areal.utils.openai_wire import begins_in_reasoning, chat_prompt_ids, parse_chat
+from areal.engine.remote.native import launch_native_server
+from areal.engine.remote.server_control import ControlClient
+from areal.openai import begins_in_reasoning, chat_prompt_ids, parse_chat
 from areal.weight_sync.publication import publish
 
 TOKEN = "token-of-this-run"

@@ -13,8 +13,8 @@ from areal.api.config.generation import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
 from areal.engine.native.sequence import GenRequest
+from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 
 TOKEN = "token-of-this-run"
 ROWS = [[5, 7, 9, 11, 3], [2], [4, 4, 4], [60, 1, 33, 8]]

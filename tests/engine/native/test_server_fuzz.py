@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tiny import write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
-from areal.engine.native.remote_engine import launch_native_server
+from areal.engine.remote.native import launch_native_server
 
 NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "10"))  # of each route
 TOKEN = "token-of-this-run"

@@ -22,10 +22,10 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.generation import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
-from areal.engine.native.lockstep import LeadingEngine, follow
-from areal.engine.native.model_text import ModelText
-from areal.engine.native.remote_engine import NativeRemoteEngine, launch_native_server
 from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.tensor_parallel import LeadingEngine, follow
+from areal.engine.native.tokenizer import ModelText
+from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import save_hf
 from areal.utils.child_process import ChildProcess

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal.engine.logprob_kernels import logit_gradient, row_statistics
-from areal.engine.logprobs import next_token_logprobs
+from areal.engine.train.logprob_kernels import logit_gradient, row_statistics
+from areal.engine.train.logprobs import next_token_logprobs
 
 # The interpreter computes both sides of a `where`.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -1,0 +1,225 @@
+"""A call to the model: messages into tokens, tokens into a reply, both into the session.
+
+    parse_call -> prompt_ids -> engine.agenerate -> visible text, tool calls -> answer -> recorded
+
+Token in, token out: what a model wrote stays as it was sampled. With `chat_template_type: concat`
+a later turn puts the new messages' tokens after it and never tokenises the past again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward, next_created
+from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.json_text import dumps
+from areal.openai import (
+    ChatCall,
+    Output,
+    WireError,
+    begins_in_reasoning,
+    chat_prompt_ids,
+    chat_prompt_text,
+    chat_reply,
+    error_body,
+    parse_chat,
+    visible_text,
+)
+from areal.utils import logging
+
+if TYPE_CHECKING:
+    from areal.agents.session import Session, SessionOptions
+    from areal.api.config.generation import GenerationHyperparameters
+
+logger = logging.getLogger("AgentProxy")
+
+# Stands for a reply in a rendered chat. Random, so that no message can hold it.
+_REPLY_PLACE = f"@reply-{secrets.token_hex(8)}@"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one call gave: the reply for the client and the interaction of the session."""
+
+    asked: dict[str, Any]  # the body, in the words of its route
+    call: ChatCall
+    reply: dict[str, Any]  # a chat completion of OpenAI's, whatever the route
+    interaction: InteractionWithTokenLogpReward
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return self.reply["choices"][0]["message"]
+
+    @property
+    def finish_reason(self) -> str:
+        return self.reply["choices"][0]["finish_reason"]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One API. `chat_body(body, cache)` may look at what the session said before."""
+
+    id_prefix: str  # of the ids that clients give rewards by
+    chat_body: Callable[[dict[str, Any], InteractionCache], dict[str, Any]]
+    reply: Callable[[Completion], dict[str, Any]]
+    events: Callable[[Completion], Iterator[bytes]]  # the reply as a stream
+    note: Callable[[Completion], None]  # what the client got, in the interaction
+    error: Callable[[WireError], dict[str, Any]] = error_body
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the client gets, ready to be sent."""
+
+    content: bytes
+    media_type: str
+
+
+async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answer:
+    """Answer one request and record it.
+
+    A WireError is the caller's fault, anything else is ours. Recorded last, when the whole answer
+    is there: what the agent does not get is no part of its episode.
+    """
+    created = next_created()
+    call = parse_call(session.options, route.chat_body(body, session.cache))
+    parent = session.cache.find_parent(call.messages, call.tools)
+    # Before the first wait: calls that run side by side draw in the order in which they came.
+    seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
+    # In a thread: a long chat takes milliseconds, and other episodes wait for this event loop.
+    input_ids = await asyncio.to_thread(prompt_ids, session.options, call, parent)
+    response = await _generate(session, call.gconfig.new(seed=seed), input_ids)
+    reply = chat_reply(
+        call,
+        f"{route.id_prefix}{uuid.uuid4().hex}",
+        int(time.time()),
+        [_output(session.options.tokenizer, call.gconfig, response)],
+        prompt_tokens=len(input_ids),
+        tokenizer=session.options.tokenizer,
+        tool_parser=session.options.config.tool_call_parser,
+        in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
+    )
+    template_type = session.options.config.chat_template_type
+    assert template_type is not None  # by default the config chooses it
+    interaction = InteractionWithTokenLogpReward(
+        response,
+        messages=call.messages,
+        output_message_list=[reply["choices"][0]["message"]],
+        parent=parent,
+        chat_template_type=template_type,
+        tools=call.tools,
+        created=created,
+    )
+    done = Completion(body, call, reply, interaction)
+    route.note(done)
+    if call.stream:
+        answer = Answer(b"".join(route.events(done)), "text/event-stream")
+    else:
+        answer = Answer(dumps(route.reply(done)).encode(), "application/json")
+    session.cache.add(reply["id"], interaction)
+    return answer
+
+
+def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
+    """The request, with the run's `gconfig` for what it leaves open."""
+    given = {name: value for name, value in body.items() if value is not None}
+    defaults = options.gconfig.new(n_samples=1).to_openai_completions_args_dict()
+    defaults |= defaults.pop("extra_body", {})
+    if "max_tokens" in given:
+        del defaults["max_completion_tokens"]
+    call = parse_chat({**defaults, **given})
+    if call.gconfig.n_samples > 1:
+        raise WireError(
+            400, "n: one completion is one interaction here, so it must be 1; call again", "n"
+        )
+    if not call.gconfig.ignore_eos:
+        gconfig = call.gconfig.new_with_stop_and_pad_token_ids(options.tokenizer)
+        call = dataclasses.replace(call, gconfig=gconfig)
+    _check_temperature(options.gconfig, call.gconfig)
+    return call
+
+
+def prompt_ids(
+    options: SessionOptions, call: ChatCall, parent: InteractionWithTokenLogpReward | None
+) -> list[int]:
+    """The whole prompt; with `concat` it begins with every token of the parent."""
+    if parent is None or options.config.chat_template_type == "hf":
+        return chat_prompt_ids(options.tokenizer, call)
+    before = [*parent.model_response.input_tokens, *parent.model_response.output_tokens]
+    new = call.messages[len(parent.whole_chat()) :]
+    after = _ids_after_reply(options.tokenizer, call, parent.messages, new)
+    # The model has ended its turn itself, or the template does it.
+    return before + (after[1:] if after[:1] == before[-1:] else after)
+
+
+def _ids_after_reply(
+    tokenizer: Any, call: ChatCall, before: list[dict[str, Any]], new: list[dict[str, Any]]
+) -> list[int]:
+    """Tokens from the end of the assistant's turn through `new` to the header of its next.
+
+    Taken as text after the place of the reply: a template may rewrite earlier turns (leave out
+    their thoughts), and nothing that stands before that place is used.
+    """
+    chat = [*before, {"role": "assistant", "content": _REPLY_PLACE}, *new]
+    text = chat_prompt_text(tokenizer, dataclasses.replace(call, messages=chat))
+    _, found, after = text.rpartition(_REPLY_PLACE)
+    if not found:
+        raise WireError(
+            400,
+            "messages: the model's chat template leaves out earlier turns, so their tokens cannot "
+            "be continued; set rollout.agent.chat_template_type to hf",
+            "messages",
+        )
+    return tokenizer(after, add_special_tokens=False)["input_ids"]
+
+
+async def _generate(
+    session: Session, gconfig: GenerationHyperparameters, input_ids: list[int]
+) -> ModelResponse:
+    request = ModelRequest(
+        input_ids=input_ids, gconfig=gconfig, tokenizer=session.options.tokenizer
+    )
+    try:
+        response = await session.engine.agenerate(request)
+    except ValueError as error:  # the engine cannot do what was asked: too long, an odd option
+        raise WireError(400, str(error)) from error
+    if response.stop_reason == "abort":
+        raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
+    return response
+
+
+def _output(tokenizer: Any, gconfig: GenerationHyperparameters, response: ModelResponse) -> Output:
+    shown = response.output_tokens
+    if shown and shown[-1] in gconfig.stop_token_ids:
+        shown = shown[:-1]
+    return Output(
+        response.output_tokens,
+        response.output_logprobs,
+        response.stop_reason,
+        visible_text(tokenizer, shown, gconfig),
+    )
+
+
+def _check_temperature(wanted: GenerationHyperparameters, asked: GenerationHyperparameters) -> None:
+    """Training recomputes log-probabilities at the run's temperature."""
+    given = 0.0 if asked.greedy else asked.temperature
+    if not wanted.greedy and given != wanted.temperature:
+        _warn_of_temperature(given, wanted.temperature)
+
+
+@functools.cache
+def _warn_of_temperature(given: float, wanted: float) -> None:
+    logger.warning(
+        "an agent samples with temperature %g, and its tokens are trained on with "
+        "gconfig.temperature=%g: leave the temperature to the run",
+        given,
+        wanted,
+    )

@@ -1,0 +1,322 @@
+"""The server agents talk to: OpenAI's and Anthropic's routes on the controller's event loop.
+
+| route                     | key     | answer                                                    |
+|---------------------------|---------|-----------------------------------------------------------|
+| POST /v1/chat/completions | session | a chat completion, or a stream of its chunks              |
+| POST /v1/responses        | session | a response, or a stream of its events                     |
+| POST /v1/messages         | session | a message of Anthropic's, or a stream of its events       |
+| GET /v1/models            | session | the one model there is                                    |
+| POST /rl/set_reward       | session | {"reward", "interaction_id"?}: the newest, or by id       |
+| POST /rl/end_session      | session | {"reward"?}: the episode is over                          |
+| POST /rl/start_session    | admin   | {"session_id", "api_key", "base_url", "data"} of the next |
+
+A key travels as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses: 400 the caller's fault,
+401 no or a wrong key, 409 the session has ended, 429 no session to start now, 500 ours. It listens
+on this machine only. A client that goes away has its generation cancelled and nothing recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from areal.agents.completions import Answer, Route, complete
+from areal.agents.routes import ROUTES
+from areal.agents.schemas import BODIES, END_SESSION, SET_REWARD
+from areal.agents.session import Session, SessionEndedError
+from areal.api.json_text import JsonError, dumps, loads_object
+from areal.openai import WireError, error_body
+from areal.utils import logging
+from areal.utils.chat_template import wait_until_warm
+from areal.utils.http_server import (
+    CLIENT_LEFT,
+    JsonReply,
+    new_app,
+    read_body,
+    server_config,
+    trust,
+)
+from areal.utils.route_schema import json_body
+
+logger = logging.getLogger("AgentProxy")
+
+_HOST = "127.0.0.1"
+_KEEP_ALIVE_S = 5
+
+
+class AgentProxy:
+    """Started by its first user on the event loop it then belongs to.
+
+    proxy = AgentProxy(port=0)
+    await proxy.start()
+    proxy.admit(session)             # its key opens the routes
+    ...                              # an agent talks to proxy.base_url
+    proxy.release(session)
+    await proxy.stop()
+    """
+
+    _server: _Server  # while it is served
+
+    def __init__(self, *, port: int = 0, admin_key: str | None = None) -> None:
+        """With an `admin_key` clients may start the sessions that are `offer`ed."""
+        self._port = port
+        self._admin_key = admin_key
+        self._sessions: dict[str, Session] = {}
+        self._offered: deque[Session] = deque()
+        self._starting = asyncio.Lock()
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client calls `base_url`."""
+        return f"http://{_HOST}:{self._port}/v1"
+
+    async def start(self) -> None:
+        """Returns when requests are accepted. Calling it again is fine."""
+        async with self._starting:
+            if self._serving is not None:
+                return
+            # Before there is an agent whose time it would take.
+            await asyncio.to_thread(wait_until_warm)
+            listener = _bind(self._port)
+            self._port = listener.getsockname()[1]
+            config = server_config(create_app(self), keep_alive_s=_KEEP_ALIVE_S)
+            self._server = _Server(config)
+            self._serving = asyncio.create_task(
+                self._server.serve(sockets=[listener]), name="agent-proxy"
+            )
+            while not self._server.started:
+                if self._serving.done():
+                    self._serving.result()
+                    raise RuntimeError("the server for agents ended while it was starting")
+                await asyncio.sleep(0.005)
+            logger.info("agents talk to %s", self.base_url)
+
+    async def stop(self) -> None:
+        for session in [*self._sessions.values(), *self._offered]:
+            session.close()
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._serving = None
+
+    def admit(self, session: Session) -> None:
+        self._sessions[session.id] = session
+
+    def offer(self, session: Session) -> None:
+        """Let the next client that asks have it."""
+        self._offered.append(session)
+
+    def release(self, session: Session) -> None:
+        """The session's key opens nothing from now on."""
+        session.close()
+        self._sessions.pop(session.id, None)
+        if session in self._offered:
+            self._offered.remove(session)
+
+    def start_offered(self) -> dict[str, Any]:
+        """What a client needs to know of the session that is now its own."""
+        if not self._offered:
+            raise WireError(429, "no session can start now: the run has enough; ask again later")
+        session = self._offered.popleft()
+        session.started.set()
+        try:
+            dumps(session.data)
+        except (TypeError, ValueError, RecursionError) as error:
+            session.fail("/rl/start_session", error)
+            session.close()
+            raise RuntimeError(f"a row of the data set cannot be sent as JSON: {error}") from error
+        self.admit(session)
+        return {
+            "session_id": session.id,
+            "api_key": session.key,
+            "base_url": self.base_url,
+            "data": session.data,
+        }
+
+    def session_of(self, request: Request) -> Session:
+        key = _key_of(request)
+        # Found by the public part of the key, then compared as a whole.
+        session = self._sessions.get(key.removeprefix("sk-areal-").partition("-")[0])
+        if session is None or not session.has_key(key):
+            raise WireError(401, "expected 'Authorization: Bearer KEY' with the key of a session")
+        trust(request.scope)
+        return session
+
+    def check_admin(self, request: Request) -> None:
+        expected = self._admin_key
+        if expected is None:
+            raise WireError(404, "sessions are started by the run itself (rollout.agent.mode)")
+        if not hmac.compare_digest(_key_of(request).encode(), expected.encode()):
+            raise WireError(401, "expected 'Authorization: Bearer KEY' with the admin key")
+        trust(request.scope)
+
+
+def create_app(proxy: AgentProxy) -> FastAPI:
+    app = new_app(openapi_url=None)
+    app.add_exception_handler(WireError, _answer(lambda error: error))
+    app.add_exception_handler(
+        HTTPException, _answer(lambda error: WireError(error.status_code, error.detail))
+    )
+    app.add_exception_handler(
+        SessionEndedError, _answer(lambda error: WireError(409, "the session has ended"))
+    )
+
+    async def answer_fault(request: Request, error: Exception) -> Response:
+        with contextlib.suppress(WireError):  # nobody's session
+            proxy.session_of(request).fail(request.scope["path"], error)
+        return _error(request, _fault(error))
+
+    app.add_exception_handler(Exception, answer_fault)
+
+    for path, route in ROUTES.items():
+        schema = json_body(BODIES[path])
+        app.add_api_route(path, _endpoint(proxy, route), methods=["POST"], openapi_extra=schema)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        proxy.session_of(request)
+        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
+
+    @app.post("/rl/set_reward", openapi_extra=json_body(SET_REWARD))
+    async def set_reward(request: Request) -> dict[str, Any]:
+        session, body = proxy.session_of(request), await _body(request)
+        if session.ended.is_set():
+            raise SessionEndedError
+        name, reward = body.get("interaction_id"), body.get("reward")
+        if not isinstance(name, str | None):
+            raise WireError(400, f"interaction_id: expected a text, got {name!r:.60}")
+        with _callers_fault("reward"):
+            session.set_reward(reward if name is None else {name: reward})
+        return {"interactions": len(session.cache)}
+
+    @app.post("/rl/end_session", openapi_extra=json_body(END_SESSION, required=False))
+    async def end_session(request: Request) -> dict[str, Any]:
+        session, body = proxy.session_of(request), await _body(request)
+        with _callers_fault("reward"):
+            session.end(body.get("reward"))
+        return {"interactions": len(session.cache)}
+
+    @app.post("/rl/start_session")
+    async def start_session(request: Request) -> Response:
+        proxy.check_admin(request)
+        return JsonReply(proxy.start_offered())
+
+    return app
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process it is a guest of."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def _bind(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"rollout.agent.port: cannot listen on {_HOST}:{port} ({error.strerror}); choose "
+            "another port, or 0"
+        ) from None
+    return listener
+
+
+def _endpoint(proxy: AgentProxy, route: Route):
+    async def answer(request: Request) -> Response:
+        session, body = proxy.session_of(request), await _body(request)
+        answer = await _while_connected(request, _ask(session, route, body))
+        if answer is None:
+            return Response(status_code=CLIENT_LEFT)
+        return Response(answer.content, media_type=answer.media_type)
+
+    return answer
+
+
+async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
+    try:
+        answer = await session.call(complete(session, route, body))
+    except (WireError, SessionEndedError):
+        raise
+    except Exception as error:  # ours: told to the agent, and kept by the session
+        logger.warning("a call of an agent failed", exc_info=error)
+        session.fail(_request_text(route, body), error)
+        raise _fault(error) from error
+    if session.has_failures:
+        session.succeed(_request_text(route, body))
+    return answer
+
+
+def _request_text(route: Route, body: dict[str, Any]) -> str:
+    """The same text when an SDK sends the request again."""
+    return f"{route.id_prefix}{dumps(body)}"
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """The result of `work`, or None when the client left before; `work` is cancelled then."""
+    task = asyncio.create_task(work, name="agent-call")
+    watcher = asyncio.create_task(_left(request), name="client-watch")
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    try:
+        return loads_object(await read_body(request) or b"{}")
+    except JsonError as error:
+        raise WireError(400, str(error), error.field) from None
+
+
+def _key_of(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+@contextlib.contextmanager
+def _callers_fault(param: str):
+    try:
+        yield
+    except ValueError as error:
+        raise WireError(400, str(error), param) from None
+
+
+def _answer(wire_error: Callable[[Any], WireError]):
+    async def answer(request: Request, error: Exception) -> Response:
+        return _error(request, wire_error(error))
+
+    return answer
+
+
+def _error(request: Request, error: WireError) -> Response:
+    """In the shape that clients of this route expect."""
+    route = ROUTES.get(request.scope["path"])
+    body = error_body(error) if route is None else route.error(error)
+    return JsonReply(body, status_code=error.status)
+
+
+def _fault(error: Exception) -> WireError:
+    return WireError(500, f"{type(error).__name__}: {error}")

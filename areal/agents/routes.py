@@ -1,0 +1,47 @@
+"""The ways to ask the model, by their paths: each translates to a chat completion and back."""
+
+from __future__ import annotations
+
+from areal.agents import anthropic, responses
+from areal.agents.completions import Completion, Route
+from areal.agents.streaming import chat_events
+
+
+def _note_completion(done: Completion) -> None:
+    done.interaction.completion = done.reply
+
+
+def _note_message(done: Completion) -> None:
+    done.interaction.completion = anthropic.message_of(done)
+    done.interaction.input_data = done.asked["messages"]
+
+
+def _note_response(done: Completion) -> None:
+    done.interaction.response = responses.response_of(done)
+    done.interaction.input_data = done.asked["input"]
+
+
+ROUTES = {
+    "/v1/chat/completions": Route(
+        "chatcmpl-",
+        lambda body, cache: body,
+        lambda done: done.reply,
+        chat_events,
+        _note_completion,
+    ),
+    "/v1/messages": Route(
+        "msg_",
+        anthropic.chat_body,
+        anthropic.message_of,
+        anthropic.message_events,
+        _note_message,
+        anthropic.error_of,
+    ),
+    "/v1/responses": Route(
+        "resp_",
+        responses.chat_body,
+        responses.response_of,
+        responses.response_events,
+        _note_response,
+    ),
+}

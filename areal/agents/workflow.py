@@ -1,0 +1,195 @@
+"""Agents as workflows: one session per episode, and its interactions as the result.
+
+    arun_episode -> session opened -> agent.run(data, base_url, api_key) -> reward
+                          |                       |  over HTTP
+                          v                       v
+                       interactions  <-------  proxy -> engine.agenerate
+
+`inline` and `subproc` run an agent of the user's; `online` hands sessions to clients outside. Each
+workflow has its own proxy, on the loop its episodes run on, until `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from typing import TYPE_CHECKING, Any
+
+from areal.agents.places import InlineAgent, SubprocAgent
+from areal.agents.preconditions import admin_key, check_agent_options
+from areal.agents.proxy import AgentProxy
+from areal.agents.session import AgentTimeoutError, Session, SessionOptions
+from areal.api.interaction import InteractionWithTokenLogpReward
+from areal.api.workflow_api import RolloutWorkflow
+from areal.api.workflow_context import workflow_context
+from areal.utils import stats_tracker
+from areal.utils.chat_template import warm_up
+from areal.utils.import_path import load
+
+if TYPE_CHECKING:
+    from areal.api.config.agent import AgentConfig
+    from areal.api.config.generation import GenerationHyperparameters
+    from areal.api.engine_api import InferenceEngine
+
+_CLOSE_S = 10.0
+
+Interactions = dict[str, InteractionWithTokenLogpReward]
+
+
+def agent_workflow(
+    agent: Any,
+    kwargs: dict[str, Any],
+    *,
+    config: AgentConfig,
+    tokenizer: Any,
+    gconfig: GenerationHyperparameters,
+) -> RolloutWorkflow:
+    """`agent` is an object with an async `run`, or a class that `kwargs` build."""
+    options = _session_options(config, tokenizer, gconfig)
+    timeout_s = config.session_timeout_seconds
+    if config.mode == "subproc":
+        workers = config.subproc_max_workers
+        place = SubprocAgent(
+            agent, kwargs, timeout_s=timeout_s, max_workers=workers, limits=config.limits
+        )
+    else:
+        place = InlineAgent(agent, kwargs, timeout_s=timeout_s)
+    return AgentEpisodes(place, options)
+
+
+def online_workflow(
+    *, config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
+) -> RolloutWorkflow:
+    """Sessions for whoever has the admin key, which the environment gives."""
+    return OnlineEpisodes(_session_options(config, tokenizer, gconfig), admin_key=admin_key())
+
+
+class AgentEpisodes(RolloutWorkflow):
+    """An agent of the user's: any object with `async run(data, **kwargs) -> reward`."""
+
+    def __init__(self, place: InlineAgent | SubprocAgent, options: SessionOptions) -> None:
+        self._place = place
+        self._options = options
+        self._proxy = _ProxyOfLoop(port=options.config.port)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions:
+        proxy = await self._proxy.get()
+        session = Session(self._options, engine)
+        proxy.admit(session)
+        try:
+            await self._place.run(data, session, proxy.base_url)
+        finally:
+            proxy.release(session)
+        return _result(session)
+
+    def close(self) -> None:
+        self._proxy.close()
+        self._place.close()
+
+
+class OnlineEpisodes(RolloutWorkflow):
+    """Episodes that clients outside drive: start a session, talk, give a reward, end it.
+
+    A session that ends without a reward is a rejected episode.
+    """
+
+    def __init__(self, options: SessionOptions, *, admin_key: str) -> None:
+        self._options = options
+        self._proxy = _ProxyOfLoop(port=options.config.port, admin_key=admin_key)
+
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> Interactions | None:
+        proxy = await self._proxy.get()
+        session = Session(self._options, engine)
+        session.data = data
+        proxy.offer(session)
+        try:
+            await session.started.wait()
+            await self._until_ended(session)
+        finally:
+            proxy.release(session)
+        session.raise_if_failed()
+        rewarded = any(item.reward is not None for item in session.cache.values())
+        return _result(session) if rewarded else None
+
+    def close(self) -> None:
+        self._proxy.close()
+
+    async def _until_ended(self, session: Session) -> None:
+        timeout_s = self._options.config.session_timeout_seconds
+        try:
+            async with asyncio.timeout(timeout_s):
+                await session.ended.wait()
+        except TimeoutError:
+            raise AgentTimeoutError(
+                f"a client did not end session {session.id} within {timeout_s:g} s "
+                "(rollout.agent.session_timeout_seconds)"
+            ) from None
+
+
+class _ProxyOfLoop:
+    """The proxy of the event loop that runs the episodes: a run has one, a notebook several."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._proxy: AgentProxy | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    async def get(self) -> AgentProxy:
+        if self._closed:
+            raise RuntimeError("the workflow of this agent is closed")
+        loop = asyncio.get_running_loop()
+        if self._proxy is None or self._loop is not loop:
+            self._proxy, self._loop = AgentProxy(**self._options), loop
+        await self._proxy.start()
+        return self._proxy
+
+    def close(self) -> None:
+        """Any thread may call it, more than once, also when the loop is gone."""
+        self._closed = True
+        loop, proxy, self._loop = self._loop, self._proxy, None
+        if loop is None or proxy is None or not loop.is_running():
+            return
+        if _is_current(loop):
+            loop.create_task(proxy.stop(), name="agent-proxy-stop")
+            return
+        stopped = asyncio.run_coroutine_threadsafe(proxy.stop(), loop)
+        try:
+            stopped.result(_CLOSE_S)
+        except concurrent.futures.TimeoutError:
+            stopped.cancel()
+
+
+def _result(session: Session) -> Interactions:
+    exported = session.export()
+    outcome_id = list(session.cache)[-1]
+    reward = session.cache[outcome_id].reward
+    assert reward is not None  # discounting gave every completion one
+    stats_tracker.get(workflow_context.stat_scope()).scalar(
+        reward=reward, num_turns=len(session.cache)
+    )
+    if workflow_context.is_eval:
+        # Nobody trains on it, and the mean over episodes must not count the long ones twice.
+        return {outcome_id: session.cache[outcome_id]}
+    return exported
+
+
+def _session_options(
+    config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
+) -> SessionOptions:
+    check_agent_options(config)
+    tokenizer("")  # settles its inner state: from here on threads may share it
+    warm_up()
+    matcher = None
+    if config.prefix_matcher is not None:
+        matcher = load(config.prefix_matcher, key="rollout.agent.prefix_matcher")
+    return SessionOptions(config, tokenizer, gconfig, matcher)
+
+
+def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

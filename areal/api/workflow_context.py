@@ -1,0 +1,92 @@
+"""What a running episode knows about itself, without a parameter through every call.
+
+In: the executor enters `episode(...)` around each call of a workflow. Out: the workflow reads
+`workflow_context` anywhere below that call, also in asyncio tasks it starts.
+
+    from areal.api.workflow_context import workflow_context
+
+    gconfig = self.gconfig.new(seed=workflow_context.next_seed())
+    stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
+
+Invariant: the n-th seed of a sample is a function of (run seed, prompt, sample, n) alone. A retried
+or re-issued episode draws the same tokens from the same weights, so a resumed run can be bit-equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Episode:
+    """One call of a workflow."""
+
+    task_id: int  # position of its prompt in the prompt stream, or in the evaluation set
+    sample: int  # 0-based member of the prompt's group
+    is_eval: bool
+    run_seed: int
+    requests: int = 0  # seeds handed out so far
+
+
+_current: ContextVar[Episode | None] = ContextVar("areal_episode", default=None)
+
+
+class WorkflowContext:
+    """Reads the episode of the calling coroutine. One instance: `workflow_context`.
+
+    Outside an episode (a workflow called by hand) the stat scope is "rollout" and seeds are None,
+    which leaves the draw to the engine.
+    """
+
+    def get(self) -> Episode | None:
+        return _current.get()
+
+    @property
+    def is_eval(self) -> bool:
+        current = _current.get()
+        return current is not None and current.is_eval
+
+    @property
+    def task_id(self) -> int | None:
+        current = _current.get()
+        return None if current is None else current.task_id
+
+    def stat_scope(self) -> str:
+        """Name of the statistics tracker this episode reports to."""
+        return "eval-rollout" if self.is_eval else "rollout"
+
+    def next_seed(self) -> int | None:
+        """Seed for the episode's next generation request."""
+        current = _current.get()
+        if current is None:
+            return None
+        index = current.requests
+        current.requests += 1
+        # Evaluation prompts are numbered from 0 too; bit 0 keeps their draws apart from training's.
+        stream = current.run_seed * 2 + int(current.is_eval)
+        return sampling_seed(stream, current.task_id, current.sample, index)
+
+
+workflow_context = WorkflowContext()
+
+
+@contextmanager
+def episode(*, task_id: int, sample: int, is_eval: bool, run_seed: int) -> Generator[Episode]:
+    """Makes the calling coroutine, and tasks it starts from here, part of this episode."""
+    current = Episode(task_id=task_id, sample=sample, is_eval=is_eval, run_seed=run_seed)
+    token = _current.set(current)
+    try:
+        yield current
+    finally:
+        _current.reset(token)
+
+
+def sampling_seed(run_seed: int, task_id: int, sample: int, request_index: int) -> int:
+    """A seed in [0, 2**63), the same on every machine and Python version."""
+    packed = struct.pack("<4q", run_seed, task_id, sample, request_index)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

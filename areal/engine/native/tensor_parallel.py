@@ -1,0 +1,215 @@
+"""Several ranks as one engine: rank 0 decides what is done, all do it in the same order.
+
+    rank 0    engine = LeadingEngine(native_engine, orders)      # then as a NativeEngine
+    others    follow(native_engine, orders, text)                # returns when the leader closes
+
+Every rank has a NativeEngine over its share of the model, with the same scheduler, pages and seeds.
+Logits are the same bits on all ranks, so the same calls draw the same tokens and lead to the same
+next step: nothing but the calls themselves has to travel. They are JSON in a broadcast over
+`orders`, a gloo group: what was added or aborted goes along with the step that follows it, so a
+step costs one message.
+
+Each message tells what the leader had finished before it. A follower that finished anything else
+raises: it would compute another step than the leader, and both would wait for each other or draw
+from garbage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic_core import from_json, to_json
+
+from areal.engine.native.device_parts import device_parts
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.sequence import Finished, GenRequest, Progress
+from areal.engine.native.tokenizer import ModelText
+from areal.engine.native.wire import Refusal, decode_requests, encode_requests
+from areal.weight_sync.bucket import read_bucket
+from areal.weight_sync.publication import Publication
+
+_FIRST_BYTES = 1024  # of a message, its length included; most need no second broadcast
+_LENGTH_BYTES = 8
+
+
+class LeadingEngine:
+    """The calls of a NativeEngine that its loop makes, carried out on all ranks.
+
+    `load_weights` takes a publication, whose files every rank maps and copies its share from.
+    """
+
+    loads_files = True
+
+    def __init__(self, engine: NativeEngine, orders: dist.ProcessGroup) -> None:
+        self._engine = engine
+        self._group = orders
+        self._orders: list[dict[str, Any]] = []  # since the last message
+        self._tally = _Tally()
+        self._is_whole = True
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return self._engine.device
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def stats(self) -> dict[str, float]:
+        return self._engine.stats()
+
+    def add(self, request: GenRequest) -> None:
+        content = encode_requests([request])
+        refusal = decode_requests(content)[0]
+        if isinstance(refusal, Refusal):
+            raise ValueError(refusal.message)
+        self._engine.add(request)
+        self._orders.append({"do": "add", "content": content.decode()})
+
+    def abort(self, rid: str) -> Finished | None:
+        finished = self._engine.abort(rid)
+        self._orders.append({"do": "abort", "rid": rid})
+        return finished
+
+    def step(self) -> list[Finished | Progress]:
+        self._send({"do": "step"})
+        self._is_whole = False  # should the step fail, the followers wait inside it
+        results = self._engine.step()
+        self._is_whole = True
+        self._tally.add(results)
+        return results
+
+    def load_weights(self, publication: Publication, version: int, *, recompute_kv: bool) -> None:
+        if not isinstance(publication, Publication):
+            raise ValueError(
+                "an engine of several ranks takes weights that all of them can read: set "
+                "actor.weight_update_mode to shm or disk"
+            )
+        files = [str(publication.folder / b.file) for b in publication.manifest.buckets]
+        order = {"do": "load", "files": files, "version": version, "recompute_kv": recompute_kv}
+        self._send(order)
+        try:
+            self._engine.load_weights(publication, version, recompute_kv=recompute_kv)
+        finally:
+            dist.barrier(self._group)  # afterwards nobody reads the files any more
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        self._engine.check_score(sequences)  # before the followers hear of it
+        self._send({"do": "score", "sequences": sequences})
+        return self._engine.score(sequences)
+
+    def offload(self, tags: Iterable[str] | None = None) -> None:
+        self._send_tags("offload", tags)
+        self._engine.offload(tags)
+
+    def onload(self, tags: Iterable[str] | None = None) -> None:
+        self._send_tags("onload", tags)
+        self._engine.onload(tags)
+
+    def _send_tags(self, what: str, tags: Iterable[str] | None) -> None:
+        device_parts(tags)  # refused before the followers hear of it
+        self._send({"do": what, "tags": None if tags is None else list(tags)})
+
+    def close(self) -> None:
+        """The followers' `follow` returns, unless a step has failed: then they cannot hear it."""
+        if self._is_whole:
+            self._send({"do": "close"})
+
+    def _send(self, order: dict[str, Any]) -> None:
+        orders, self._orders = [*self._orders, order], []
+        _broadcast(to_json({"finished": self._tally.checksum, "orders": orders}), self._group)
+
+
+def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> None:
+    """Carries out what the leader does; `text` reads stop strings."""
+    tally = _Tally()
+    while True:
+        message = from_json(_receive(orders))
+        if message["finished"] != tally.checksum:
+            raise RuntimeError(
+                f"rank {dist.get_rank(orders)} has drawn other tokens than rank 0: the ranks must "
+                "run the same version of areal and torch on the same kind of device"
+            )
+        for order in message["orders"]:
+            match order["do"]:
+                case "add":
+                    engine.add(_request(order["content"], text))
+                case "abort":
+                    engine.abort(order["rid"])
+                case "step":
+                    tally.add(engine.step())
+                case "load":
+                    _load(engine, order, orders)
+                case "score":
+                    engine.score(order["sequences"])
+                case "offload":
+                    engine.offload(order["tags"])
+                case "onload":
+                    engine.onload(order["tags"])
+                case "close":
+                    return
+
+
+class _Tally:
+    """A checksum of all that has finished: equal on ranks that drew the same tokens."""
+
+    def __init__(self) -> None:
+        self.checksum = 0
+
+    def add(self, results: Iterable[Finished | Progress]) -> None:
+        for one in results:
+            if isinstance(one, Finished):
+                content = to_json([one.rid, one.output_tokens])
+                self.checksum = zlib.crc32(content, self.checksum)
+
+
+def _request(content: str, text: ModelText) -> GenRequest:
+    (request,) = decode_requests(content.encode())
+    assert isinstance(request, GenRequest), request  # the leader has decoded it too
+    request.stop_watch = text.stop_watch(request.gconfig)
+    return request
+
+
+def _load(engine: NativeEngine, order: dict[str, Any], group: dist.ProcessGroup) -> None:
+    weights = itertools.chain.from_iterable(read_bucket(Path(file)) for file in order["files"])
+    # Weights that do not fit: the leader's caller hears of it, and the old ones stay on all ranks.
+    with suppress(ValueError):
+        engine.load_weights(weights, order["version"], recompute_kv=order["recompute_kv"])
+    dist.barrier(group)
+
+
+def _broadcast(content: bytes, group: dist.ProcessGroup) -> None:
+    message = len(content).to_bytes(_LENGTH_BYTES, "little") + content
+    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+    first[: len(message)] = _bytes_tensor(message[:_FIRST_BYTES])
+    dist.broadcast(first, group=group, group_src=0)
+    if len(message) > _FIRST_BYTES:
+        dist.broadcast(_bytes_tensor(message[_FIRST_BYTES:]), group=group, group_src=0)
+
+
+def _receive(group: dist.ProcessGroup) -> bytes:
+    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+    dist.broadcast(first, group=group, group_src=0)
+    received = first.numpy().tobytes()
+    end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES], "little")
+    if end > _FIRST_BYTES:
+        rest = torch.empty(end - _FIRST_BYTES, dtype=torch.uint8)
+        dist.broadcast(rest, group=group, group_src=0)
+        received += rest.numpy().tobytes()
+    return received[_LENGTH_BYTES:end]
+
+
+def _bytes_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

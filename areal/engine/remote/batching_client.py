@@ -1,0 +1,454 @@
+"""The generating half of a native client: many calls, few HTTP exchanges.
+
+    generate --+
+    generate --+--> all calls of one tick of the event loop --> one POST /generate per server
+    generate --+                                                     |
+        ^--------------- each future, as its line comes back --------+
+
+One exchange carries hundreds of requests, so the cost of HTTP is paid per tick, not per sample.
+Calls with the same prompt go to the same server and share its computation there. A server tells the
+tokens of long outputs every so often, so requests whose connection was lost go out again with those
+they had, at most `retries` times; with a seed they come back with the same tokens. So do requests
+whose reply cannot be trained on (api/reply_check.py), without what that server told of them. Where
+the server has died they wait for the one that is started in its place, or go to the others when
+there is none; that attempt does not count. Everything else that goes wrong is raised, never turned
+into data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from areal.api.engine_api import EngineLostError
+from areal.api.io_struct import ModelRequest
+from areal.api.reply_check import check_amount, check_tokens, check_versions
+from areal.engine.native.sequence import Finished, GenRequest, Progress
+from areal.engine.native.wire import (
+    BadLineError,
+    Refusal,
+    Reply,
+    decode_line,
+    encode_requests,
+)
+from areal.engine.remote.deadlines import Deadlines
+from areal.engine.remote.router import Fleet, Server, retry_delay_s
+from areal.engine.remote.server_control import (
+    BadReplyError,
+    ServerEndedError,
+    ServerError,
+    error_text,
+)
+from areal.engine.remote.server_pool import Members
+from areal.engine.remote.single_flight import SharedWork
+from areal.utils import logging
+from areal.utils.waits import waiting
+
+logger = logging.getLogger("NativeRemoteEngine")
+
+_MAX_LINE = 256 << 20  # bytes
+PROGRESS_TOKENS = 64  # at most as many tokens of a request are lost with its server
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """One call."""
+
+    request: ModelRequest
+    future: asyncio.Future[Reply]
+    so_far: Progress | None = None  # what servers have told of its output
+    num_sent: int = 0  # tokens of it that the present server was given
+    attempts: int = 0
+    exchange: _Exchange | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.request.input_ids) + self.request.gconfig.max_new_tokens
+
+    @property
+    def budget(self) -> int:
+        gconfig = self.request.gconfig
+        return min(gconfig.max_new_tokens, gconfig.max_tokens - len(self.request.input_ids))
+
+    def add_progress(self, told: Progress) -> None:
+        if self.so_far is None:
+            self.so_far = told
+            return
+        self.so_far.tokens += told.tokens
+        self.so_far.logprobs += told.logprobs
+        self.so_far.versions += told.versions
+
+    def wire_request(self, rid: str) -> GenRequest:
+        request = self.request
+        self.num_sent = 0 if self.so_far is None else len(self.so_far.tokens)
+        return GenRequest(
+            rid,
+            request.input_ids,
+            request.gconfig,
+            progress_tokens=PROGRESS_TOKENS,
+            so_far=self.so_far,
+        )
+
+    def describe(self) -> str:
+        exchange = self.exchange
+        return "a native server" if exchange is None else _where(exchange.server)
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """One POST and the calls that wait for it, by the rid they travel under."""
+
+    server: Server
+    address: str  # that of the server when it was sent
+    waiting: dict[str, _Pending]
+    num_wanted: int  # calls nobody has cancelled yet
+    refused: set[str] = field(default_factory=set)  # rids of bad replies: more may come of them
+    task: asyncio.Task = field(init=False)  # that carries it
+
+
+class GenerateClient:
+    """Lives on the event loop it is made on. `deadlines` bound one attempt of a request.
+
+    `members` are the servers; they are asked, in a thread, what becomes of one that is lost.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        token: str,
+        *,
+        deadlines: Deadlines,
+        retries: int,
+        vocab_size: int | None,
+        counts: Counter[str],
+    ) -> None:
+        """`counts` gets the `replies_refused`, and after a lost connection the `requests_resent`
+        and the `tokens_kept`."""
+        self.events = asyncio.get_running_loop()
+        self._fleet = Fleet(members.addresses)
+        self._deadlines = deadlines
+        self._retries = retries
+        self._members = members
+        self._vocab_size = vocab_size
+        # What is done once for all exchanges that a server has lost, by its address.
+        self._verdicts, self._replacements = SharedWork(), SharedWork()
+        self._counts = counts
+        self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
+        self._outbox: list[_Pending] = []  # calls of this tick
+        self._tasks: dict[asyncio.Task, Server] = {}  # of exchanges, and to whom they go
+        # Two callers may use one rid (copies of a request): on the wire each try has its own tail.
+        self._client_id = secrets.token_hex(4)
+        self._num_sent = itertools.count()
+        # No limits here: the executor's gate decides how many requests are in flight.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+        )
+
+    async def generate(self, request: ModelRequest) -> Reply:
+        """ValueError: the request is at fault. ServerError: the server, or the way to it."""
+        pending = _Pending(request, self.events.create_future())
+        self._open.add(pending.future)
+        self._send_soon([pending])
+        try:
+            with waiting(pending.describe):
+                return await pending.future
+        except asyncio.CancelledError:
+            _give_up(pending)
+            raise
+        finally:
+            self._open.discard(pending.future)
+
+    def add_server(self, address: str) -> None:
+        if self._server_of(address) is None:  # it may be older than this client
+            self._fleet.add(address)
+
+    async def drain(self, address: str) -> None:
+        """Give the server no more requests, and wait until it has finished those it has."""
+        server = self._server_of(address)
+        if server is None:
+            return
+        self._fleet.remove(server)
+        tasks = [task for task, to in self._tasks.items() if to is server]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        """Calls that still wait are cancelled."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._verdicts.close()
+        await self._replacements.close()
+        await self._session.close()
+        # Last: the event loop may end as soon as its callers have.
+        for future in list(self._open):
+            future.cancel()
+
+    def _send_soon(self, calls: Iterable[_Pending]) -> None:
+        if not self._outbox:
+            self.events.call_soon(self._send_outbox)
+        self._outbox.extend(calls)
+
+    def _send_outbox(self) -> None:
+        calls = [pending for pending in self._outbox if not pending.future.done()]
+        self._outbox.clear()
+        for server, share in self._assign(calls):
+            calls_by_rid = {self._wire_rid(pending): pending for pending in share}
+            exchange = _Exchange(server, server.address, calls_by_rid, num_wanted=len(share))
+            for pending in share:
+                pending.exchange = exchange
+            task = exchange.task = self.events.create_task(self._carry(exchange))
+            self._tasks[task] = server
+            task.add_done_callback(self._tasks.pop)
+
+    def _server_of(self, address: str) -> Server | None:
+        return next((one for one in self._fleet.servers if one.address == address), None)
+
+    def _wire_rid(self, pending: _Pending) -> str:
+        return f"{pending.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
+
+    def _assign(self, calls: list[_Pending]) -> Iterable[tuple[Server, list[_Pending]]]:
+        """The calls of each server, the samples of one prompt together."""
+        shares: dict[Server, list[_Pending]] = {}
+        for pending in calls:
+            server = self._fleet.take(pending.request.input_ids, pending.max_tokens)
+            shares.setdefault(server, []).append(pending)
+        return shares.items()
+
+    async def _carry(self, exchange: _Exchange) -> None:
+        """One exchange from POST to last line; every call ends in a reply, an error or a retry."""
+        server, calls = exchange.server, list(exchange.waiting.values())
+        try:
+            async with self._deadlines.limit():
+                await self._post(exchange)
+            if exchange.waiting:
+                raise aiohttp.ClientPayloadError(f"{len(exchange.waiting)} replies are missing")
+        except aiohttp.ClientError as err:
+            await self._on_lost(exchange, err)
+        except TimeoutError:
+            limit = f"{self._deadlines.timeout_s:g} s (rollout.request_timeout)"
+            err = ServerError(f"{_where(server)}: no reply within {limit}")
+            _fail(exchange.waiting.values(), err)
+        except OSError as err:
+            await self._on_lost(exchange, err)
+        except BadReplyError as err:
+            self._refuse(exchange.waiting.values(), server, err)
+        except ServerEndedError as err:
+            self._elsewhere(exchange.waiting.values(), server, err)
+        except (ServerError, ValueError) as err:
+            _fail(exchange.waiting.values(), err)
+        finally:
+            for pending in calls:
+                self._fleet.give_back(server, pending.request.input_ids, pending.max_tokens)
+
+    async def _post(self, exchange: _Exchange) -> None:
+        body = encode_requests(
+            pending.wire_request(rid) for rid, pending in exchange.waiting.items()
+        )
+        url = f"http://{exchange.address}/generate"
+        async with self._session.post(url, data=body) as answer:
+            if answer.status != 200:
+                raise _error_of(exchange.server, answer.status, await answer.text())
+            rest = b""
+            async for chunk in answer.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._take_line(exchange, line)
+                if len(rest) > _MAX_LINE:
+                    raise _bad_reply(exchange.server, f"a line of more than {_MAX_LINE} bytes")
+
+    def _take_line(self, exchange: _Exchange, line: bytes) -> None:
+        server = exchange.server
+        result: Reply | Refusal | Progress | None = None
+        fault: str | None = None
+        try:
+            result = decode_line(line)
+            rid = result.rid
+        except BadLineError as err:
+            rid, fault = err.rid, str(err)
+        except ValueError as err:  # about nobody's request, or about all of them
+            raise _bad_reply(server, str(err)) from err
+        if rid in exchange.refused:
+            return
+        if rid not in exchange.waiting:
+            raise _bad_reply(server, f"to {rid[:60]!r}, which nobody sent")
+        if result is not None:
+            fault = self._fault(exchange.waiting[rid], result)
+        if fault is not None:
+            exchange.refused.add(rid)
+            pending = _settled(exchange, rid)
+            self._refuse([] if pending is None else [pending], server, _bad_reply(server, fault))
+        elif isinstance(result, Progress):
+            exchange.waiting[rid].add_progress(result)
+        elif result is not None and (pending := _settled(exchange, rid)) is not None:
+            self._answer(pending, server, result)
+
+    def _answer(self, pending: _Pending, server: Server, result: Reply | Refusal) -> None:
+        if isinstance(result, Reply):
+            pending.future.set_result(result)
+        elif result.kind == "request":
+            pending.future.set_exception(ValueError(result.message))
+        else:
+            self._elsewhere([pending], server, ServerError(f"{_where(server)}: {result.message}"))
+
+    def _fault(self, pending: _Pending, result: Reply | Refusal | Progress) -> str | None:
+        """Why this cannot be trained on."""
+        try:
+            if isinstance(result, Progress):
+                self._check_progress(pending, result)
+            elif isinstance(result, Reply):
+                self._check_reply(pending, result.finished)
+        except ValueError as err:
+            return str(err)
+        return None
+
+    def _check_progress(self, pending: _Pending, told: Progress) -> None:
+        before = [] if pending.so_far is None else pending.so_far.versions
+        own = before[pending.num_sent :]
+        check_tokens(told.tokens, vocab_size=self._vocab_size)
+        check_amount(len(before) + len(told.tokens), None, max_tokens=pending.budget)
+        newest = self._members.newest_version
+        check_versions(told.versions, newest=newest, first=own[-1] if own else 0)
+
+    def _check_reply(self, pending: _Pending, finished: Finished) -> None:
+        tokens, versions, so_far = finished.output_tokens, finished.output_versions, pending.so_far
+        check_tokens(tokens, vocab_size=self._vocab_size)
+        check_amount(len(tokens), finished.stop_reason, max_tokens=pending.budget)
+        if so_far is not None:
+            told = so_far.tokens, so_far.versions
+            if told != (tokens[: len(so_far.tokens)], versions[: len(so_far.tokens)]):
+                raise ValueError("output_tokens: expected those told before, at the beginning")
+        check_versions(versions[pending.num_sent :], newest=self._members.newest_version)
+
+    def _refuse(self, calls: Collection[_Pending], server: Server, err: BadReplyError) -> None:
+        self._counts["replies_refused"] += 1
+        for pending in calls:
+            pending.so_far = None
+        if calls:
+            self._retry(calls, server, err)
+
+    async def _on_lost(self, exchange: _Exchange, err: Exception) -> None:
+        """Send again what is unanswered: at once when the server has died, else a bit later."""
+        server, address = exchange.server, exchange.address
+        calls = exchange.waiting.values()
+        if not await self._verdicts.do(address, self._judge, server, address):
+            return self._retry(calls, server, err)
+        self._replacements.start(address, self._look_after, server, address)
+        if not self._others(server):
+            try:
+                await self._replacements.do(address, self._look_after, server, address)
+            except (ServerError, EngineLostError) as lost:
+                return _fail(calls, lost)
+        return self._send_again(calls)
+
+    async def _judge(self, server: Server, address: str) -> bool:
+        """Whether the server that had this address is gone."""
+        if server.address != address or server not in self._fleet.servers:
+            return True
+        return await asyncio.to_thread(self._members.is_gone, address)
+
+    async def _look_after(self, server: Server, address: str) -> None:
+        if server.address != address:
+            return
+        self._fleet.avoid(server, math.inf)
+        try:
+            successor = await asyncio.to_thread(self._members.successor, address)
+        except EngineLostError as lost:
+            logger.error("%s", lost)  # whoever goes there next hears of it, too
+            raise
+        finally:
+            server.avoided_until = 0
+        if successor is None:
+            self._fleet.remove(server)
+            if not self._fleet.servers:  # one has just joined, and is about to be added
+                self._fleet.add(self._members.addresses[0])
+        else:
+            server.address = successor
+
+    def _others(self, server: Server) -> bool:
+        """Whether requests can go to another server now."""
+        return any(one is not server and not one.is_avoided for one in self._fleet.servers)
+
+    def _elsewhere(self, calls: Collection[_Pending], server: Server, err: ServerError) -> None:
+        """To another server, when there is one."""
+        if self._others(server):
+            self._retry(calls, server, err)
+        else:
+            _fail(calls, err)
+
+    def _retry(self, calls: Collection[_Pending], server: Server, err: Exception) -> None:
+        self._fleet.avoid(server)
+        fault, again = str(err), []  # a BadReplyError names the server itself
+        if not isinstance(err, BadReplyError):
+            fault = f"{_where(server)}: {type(err).__name__}: {err}"
+        for pending in calls:
+            pending.attempts += 1
+            if pending.attempts <= self._retries:
+                again.append(pending)
+            else:
+                _fail([pending], ServerError(f"{fault} (after {pending.attempts} attempts)"))
+        if again:
+            delay = retry_delay_s(min(pending.attempts for pending in again))
+            logger.warning("%s; sending %d requests again in %.1f s", fault, len(again), delay)
+            self.events.call_later(delay, self._send_again, again)
+
+    def _send_again(self, calls: Collection[_Pending]) -> None:
+        self._counts["requests_resent"] += len(calls)
+        for pending in calls:
+            pending.exchange = None
+            if pending.so_far is not None:
+                self._counts["tokens_kept"] += len(pending.so_far.tokens)
+        self._send_soon(calls)
+
+
+def _fail(calls: Iterable[_Pending], err: Exception) -> None:
+    for pending in calls:
+        if not pending.future.done():
+            pending.future.set_exception(type(err)(*err.args))
+
+
+def _give_up(pending: _Pending) -> None:
+    """An exchange whose calls were all cancelled is dropped: the server then aborts them."""
+    exchange, pending.exchange = pending.exchange, None
+    if exchange is not None:
+        exchange.num_wanted -= 1
+        if exchange.num_wanted == 0:
+            exchange.task.cancel()
+
+
+def _settled(exchange: _Exchange, rid: str) -> _Pending | None:
+    """The call that waits no longer; None when nobody wants its answer any more."""
+    pending = exchange.waiting.pop(rid)
+    if pending.exchange is None:  # given up
+        return None
+    pending.exchange = None
+    exchange.num_wanted -= 1
+    # Else cancelled in this very tick: its caller has not run since.
+    return None if pending.future.done() else pending
+
+
+def _bad_reply(server: Server, fault: str) -> BadReplyError:
+    return BadReplyError(f"{_where(server)}: malformed reply: {fault}")
+
+
+def _error_of(server: Server, status: int, body: str) -> Exception:
+    message = error_text(body)
+    if status == 400:
+        return ValueError(message)
+    if status == 503:
+        return ServerEndedError(f"{_where(server)}: {status}: {message}", status)
+    return ServerError(f"{_where(server)}: {status}: {message}")
+
+
+def _where(server: Server) -> str:
+    return f"native server {server.address}"

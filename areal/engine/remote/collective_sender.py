@@ -1,0 +1,181 @@
+"""The trainer's side of `xccl`: weights to the workers of all servers through one process group.
+
+    sender = CollectiveSender(NativeGroupRoutes(), timeout_s=120)
+    sender.send(controls, meta, actor.hf_weights())
+    sender.close()
+
+    rank 0    1      2          3      4
+    trainer   server A (t2)     server B (t2)      each server has the ranks of its workers
+
+The group stays open from version to version. A failure, or a change of the servers, ends it, and
+the next version opens a new one. How a server is told to join and to take is up to its routes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from areal.api.io_struct import WeightUpdateMeta
+from areal.engine.remote.server_control import ControlClient
+from areal.utils.device import best_device, device_identity
+from areal.utils.in_thread import in_thread
+from areal.weight_sync.collective import GroupError, GroupPlace, WeightGroup
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+T = TypeVar("T")
+
+_THREAD = "weight-group"
+_POLL_S = 0.005
+_NAMING_S = 2.0  # how long a server may take to show that it was not the one who is gone
+
+
+class GroupRoutes(ABC):
+    """How the workers of one kind of server take part in a group. Calls block, and may come from
+    any thread; RuntimeError names the server."""
+
+    @abstractmethod
+    def devices(self, control: ControlClient) -> list[str]:
+        """`device_identity` of each worker that will join."""
+
+    @abstractmethod
+    def join(self, control: ControlClient, place: GroupPlace) -> None:
+        """Returns when all members are there. `place` is that of its first worker; the others have
+        the ranks that follow."""
+
+    @abstractmethod
+    def take(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
+        """Receive `meta.version` through the group of this name; returns when it serves."""
+
+
+class CollectiveSender:
+    """`timeout_s` bounds how long a member of the group may keep the others waiting."""
+
+    def __init__(self, routes: GroupRoutes, *, timeout_s: float) -> None:
+        self._routes = routes
+        self._timeout_s = timeout_s
+        self._controls: Sequence[ControlClient] = ()  # the members of the group
+        self._group: WeightGroup | None = None
+        self._num_opened = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process opens a group of its own."""
+        return {**self.__dict__, "_group": None}
+
+    def send(
+        self,
+        controls: Sequence[ControlClient],
+        meta: WeightUpdateMeta,
+        named_tensors: NamedTensors,
+    ) -> None:
+        """RuntimeError names the server that is at fault."""
+        if controls != self._controls:
+            self.close()
+            self._controls = controls
+        try:
+            if self._group is None:
+                self._group = self._open(meta)
+            self._broadcast(self._group, meta, named_tensors)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _open(self, meta: WeightUpdateMeta) -> WeightGroup:
+        device = torch.empty(0, device=best_device()).device  # with its number
+        of_servers = [self._routes.devices(control) for control in self._controls]
+        devices = [device_identity(device), *(each for own in of_servers for each in own)]
+        # NCCL wants a GPU per member.
+        alone = len(set(devices)) == len(devices) and "cpu" not in devices
+        listener = socket.create_server(
+            (meta.nccl_master_address, meta.nccl_master_port or 0), backlog=len(devices)
+        )
+        self._num_opened += 1
+        place = GroupPlace(
+            name=f"{meta.nccl_group_name}-{self._num_opened}-{secrets.token_hex(8)}",
+            host=meta.nccl_master_address,
+            port=listener.getsockname()[1],
+            rank=0,
+            world_size=len(devices),
+            backend="nccl" if alone else "gloo",
+            timeout_s=float(self._timeout_s),
+        )
+        calls, rank = _Calls(), 1
+        for control, own in zip(self._controls, of_servers, strict=True):
+            calls.start(control, partial(self._routes.join, control, replace(place, rank=rank)))
+            rank += len(own)
+        opening = in_thread(_THREAD, lambda: WeightGroup.open(place, device, listener=listener))
+        return calls.while_answering(lambda: _result(opening, check=calls.check))
+
+    def _broadcast(
+        self, group: WeightGroup, meta: WeightUpdateMeta, named_tensors: NamedTensors
+    ) -> None:
+        calls = _Calls()
+        for control in self._controls:
+            calls.start(control, partial(self._routes.take, control, group.place.name, meta))
+        calls.while_answering(
+            lambda: group.send(
+                meta.version,
+                named_tensors,
+                bucket_bytes=meta.weight_chunked_mem_mb << 20,
+                check=calls.check,
+            )
+        )
+
+
+class _Calls:
+    """One call to each of several servers, under way at the same time."""
+
+    def __init__(self) -> None:
+        self._futures: dict[ControlClient, Future[Any]] = {}
+
+    def start(self, control: ControlClient, call: Callable[[], Any]) -> None:
+        self._futures[control] = in_thread(_THREAD, call)
+
+    def check(self) -> None:
+        """Raises what a server has answered, if it is an error."""
+        for future in self._futures.values():
+            if future.done():
+                future.result()
+
+    def while_answering(self, act: Callable[[], T]) -> T:
+        """What `act` returns, once all servers have answered. Their errors say more than its."""
+        try:
+            result = act()
+        except GroupError as err:
+            raise self._who_broke(err) from err
+        for future in self._futures.values():
+            future.result()
+        return result
+
+    def _who_broke(self, err: GroupError) -> RuntimeError:
+        """The cause, with the servers that do not answer, or what they said."""
+        silent, said = [], []
+        for control, future in self._futures.items():
+            if not control.is_there(_NAMING_S):
+                silent.append(f"{control.kind} {control.address}")
+            if future.done() and (fault := future.exception()):
+                said.append(str(fault))
+        found = f"; no answer from {', '.join(silent)}" if silent else ""
+        return RuntimeError("; ".join([f"{err}{found}", *said]))
+
+
+def _result(future: Future[T], *, check: Callable[[], None]) -> T:
+    while not future.done():
+        check()
+        time.sleep(_POLL_S)
+    return future.result()

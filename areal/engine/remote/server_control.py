@@ -1,0 +1,184 @@
+"""Blocking calls to one inference server: health, pause, weights, statistics.
+
+For the trainer's thread, which has no event loop. Each call opens its own connection, so calls from
+several threads do not meet. Generation does not go through here (batching_client.py,
+client.py).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from areal.api.json_text import loads_object
+from areal.utils.waits import waiting
+
+S = TypeVar("S")  # a client, or whatever stands for a server
+T = TypeVar("T")
+
+
+class ServerError(RuntimeError):
+    """An inference server cannot be reached, or answered with an error; the message says which."""
+
+
+class ServerLostError(ServerError):
+    """There is no connection to the server, or it broke."""
+
+
+class ServerRefusedError(ServerError):
+    """The server is there and said no, with this HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class BadReplyError(ServerError):
+    """A server answered with what cannot be trained on (api/reply_check.py), or is no answer."""
+
+
+class ServerEndedError(ServerRefusedError):
+    """The server is there, but what computes in it has ended (503)."""
+
+
+class ControlClient:
+    """`address` is "host:port"; `kind` is what errors call the server."""
+
+    def __init__(
+        self, address: str, token: str, *, timeout_s: float, kind: str = "native server"
+    ) -> None:
+        self.address = address
+        self.kind = kind
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._timeout_s = timeout_s
+
+    def get(self, route: str, /, **query: Any) -> dict[str, Any]:
+        return self._exchange_json("GET", _with_query(route, query), None)
+
+    def get_text(self, route: str, /) -> str:
+        return self._exchange("GET", route, None).decode("utf-8", "replace")
+
+    def post(self, route: str, /, **order: Any) -> dict[str, Any]:
+        """`route` may bring a query; `order` is the body."""
+        return self._exchange_json("POST", route, json.dumps(order).encode())
+
+    def post_text(self, route: str, /, **order: Any) -> str:
+        """For routes that answer in words."""
+        return self._exchange("POST", route, json.dumps(order).encode()).decode("utf-8", "replace")
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Asks until the server answers; RuntimeError with the last cause when it does not."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.get("/health")
+                return
+            except ServerError as err:
+                # An answer with an error will not get better; silence may.
+                if isinstance(err, ServerRefusedError) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers that it is. A server that loads may refuse or stay silent."""
+        try:
+            self.get("/health")
+        except ServerError:
+            return False
+        return True
+
+    def is_there(self, timeout_s: float) -> bool:
+        """Whether it answers at all, within this time."""
+        try:
+            self._exchange("GET", "/health", None, timeout_s=timeout_s)
+        except ServerRefusedError:
+            return True
+        except ServerError:
+            return False
+        return True
+
+    def _exchange_json(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        content = self._exchange(method, path, body)
+        try:
+            return loads_object(content or b"{}")  # some servers say "yes" with an empty body
+        except ValueError as err:
+            what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
+            raise ServerError(f"{what}: malformed reply: {err}: {content[:200]!r}") from err
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, *, timeout_s: float | None = None
+    ) -> bytes:
+        timeout_s = timeout_s or self._timeout_s
+        what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
+        connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
+        try:
+            with waiting(what):
+                connection.request(method, path, body, self._headers)
+                answer = connection.getresponse()
+                content = answer.read()
+        except TimeoutError:
+            raise ServerError(f"{what}: no answer within {timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException) as err:
+            raise ServerLostError(f"{what}: {type(err).__name__}: {err}") from err
+        finally:
+            connection.close()
+        if answer.status != 200:
+            fault = f"{what}: {answer.status}: {error_text(content)}"
+            refused = ServerEndedError if answer.status == 503 else ServerRefusedError
+            raise refused(fault, answer.status)
+        return content
+
+
+def on_all(servers: Sequence[S], call: Callable[[S], T]) -> list[T]:
+    """The call on every server at once; the first error is raised after all have answered."""
+    if len(servers) == 1:
+        return [call(servers[0])]
+    with ThreadPoolExecutor(len(servers), thread_name_prefix="server-control") as pool:
+        return list(pool.map(call, servers))
+
+
+def on_living(
+    controls: Sequence[ControlClient],
+    seat: int,
+    call: Callable[[ControlClient], T],
+    replace: Callable[[str], str],
+) -> T:
+    """The call on one server, and again on its replacement when it turns out to be dead.
+
+    `replace(address)` says which address has the seat now, and has put its client into `controls`.
+    """
+    control = controls[seat]
+    try:
+        return call(control)
+    except ServerRefusedError:
+        raise
+    except ServerError:
+        if replace(control.address) == control.address:
+            raise
+        return call(controls[seat])
+
+
+def error_text(content: bytes | str) -> str:
+    """What a server says went wrong: our `{"error": text}`, others' `{"error": {"message"}}`."""
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):  # a proxy, or another program
+        answer = None
+    if not isinstance(answer, dict):
+        return (content.decode("utf-8", "replace") if isinstance(content, bytes) else content)[:200]
+    error = answer.get("error", answer)
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return str(error)[:2000]
+
+
+def _with_query(route: str, query: dict[str, Any]) -> str:
+    return f"{route}?{urllib.parse.urlencode(query)}" if query else route

@@ -1,0 +1,340 @@
+"""Members: the servers of an engine, and what becomes of one that is lost.
+
+    lost (no connection, or its engine has ended)
+      |-- its process was started here and has ended --> another is started, with the same weights
+      |-- it answers again within a moment           --> it goes on
+      |-- otherwise                                  --> left out, with a warning: the others go on
+
+Whoever notices a loss first sees to it; who notices later learns what was done. The last server is
+never left out: its loss is raised. A new one, started or joined, gets the weights that serve and
+the pause that holds before anybody else learns its address. Calls come from any thread; only
+`_changing` is held for long. Copies in other processes start nobody: they find the new address in a
+file (address_file.py).
+
+    watcher of a process   waits for: its end        unblocked by: it, or the process's `close`
+    a lost call            waits for: a replacement  unblocked by: it, or EngineLostError
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal.api.engine_api import EngineLostError
+from areal.engine.native.device_parts import device_parts, parts_that_leave
+from areal.engine.remote.address_file import AddressFile, FollowedSeats
+from areal.engine.remote.server_control import (
+    ControlClient,
+    ServerEndedError,
+    ServerError,
+    ServerLostError,
+    ServerRefusedError,
+    on_all,
+)
+from areal.engine.remote.server_process import ServerProcess, ServerSeats
+from areal.utils import logging
+
+logger = logging.getLogger("NativeRemoteEngine")
+
+T = TypeVar("T")
+
+_COME_BACK_S = 2.0  # for a server whose connection broke though it is alive
+
+
+class Members:
+    """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
+    bounds how often they are started again between two updates of the weights. `address_file` is
+    where copies look for a server that was started; without it they only try again."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str,
+        *,
+        timeout_s: float,
+        setup_timeout_s: float,
+        processes: Sequence[ServerProcess] = (),
+        max_restarts: int = 3,
+        address_file: Path | None = None,
+    ) -> None:
+        self._token = token
+        self._timeout_s = timeout_s
+        self._setup_timeout_s = setup_timeout_s
+        self._processes = processes
+        self._seats = ServerSeats(addresses, processes, max_restarts=max_restarts)
+        self._file = None if address_file is None else AddressFile(address_file)
+        self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
+        self._left_out: set[str] = set()  # addresses
+        self._version: int | None = None  # of the weights that serve, once they were noted
+        self._weights: dict[str, Any] | None = None  # the order that brings them, if any can
+        self.newest_version: int | None = None  # that any server can have; None: not known here
+        self._is_copy = False  # it does not hear of updates
+        self._paused = False
+        self.offloaded: frozenset[str] = frozenset()
+        self._follows = False  # a copy: whoever owns the processes decides, the file tells
+        self._changing = threading.Lock()  # guards all above but reading `controls`
+
+    def __getstate__(self) -> dict[str, Any]:
+        left = {"_changing": None, "_processes": (), "newest_version": None, "_is_copy": True}
+        if self._file is not None:
+            left["_follows"] = True
+            left["_seats"] = FollowedSeats(
+                self._seats.addresses, self._token, self._file, timeout_s=self._setup_timeout_s
+            )
+        return {**self.__dict__, **left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._changing = threading.Lock()
+
+    @property
+    def num_restarts(self) -> int:
+        return self._seats.num_restarts
+
+    @property
+    def addresses(self) -> list[str]:
+        return [control.address for control in self.controls]
+
+    def open(self) -> None:
+        """Waits until all answer, and from here on sees when one of ours ends."""
+        if self._follows:  # one it cannot reach is just being replaced
+            return
+        # One of our own has said that it is ready; if it is gone by now it will not come back.
+        timeout_s = 0.0 if self._processes else self._setup_timeout_s
+        self.on_all(lambda control: control.wait_until_healthy(timeout_s))
+        self.expect_weights(max(self.on_all(served_version).values()))
+        self._tell_copies()
+        for index, process in enumerate(self._processes):
+            name = f"native-server{index}-watch"
+            threading.Thread(target=self._watch, args=(process,), name=name, daemon=True).start()
+
+    def on_all(self, call: Callable[[ControlClient], T]) -> dict[ControlClient, T]:
+        """The answers of all servers that are left; an error when none is.
+
+        `call` may happen twice on a server whose connection broke.
+        """
+        answers = on_all(self.controls, lambda control: self._attempt(control, call))
+        return dict(answer for answer in answers if answer is not None)
+
+    def on_one(self, index: int, call: Callable[[ControlClient], T]) -> T:
+        """The answer of one server, chosen by `index`; that of another when it is lost."""
+        while True:
+            controls = self.controls
+            answer = self._attempt(controls[index % len(controls)], call)
+            if answer is not None:
+                return answer[1]
+
+    def set_paused(self, paused: bool) -> None:
+        with self._changing:  # who joins now either sees it, or is asked
+            self._paused = paused
+        self.on_all(lambda control: control.post("/pause" if paused else "/continue"))
+
+    def offload(self, tags: Sequence[str] | None) -> None:
+        with self._changing:
+            self.offloaded |= parts_that_leave(tags)
+        self.on_all(lambda control: control.post("/offload", **_tags(tags)))
+
+    def onload(self, tags: Sequence[str] | None) -> None:
+        with self._changing:
+            self.offloaded -= device_parts(tags)
+        self.on_all(lambda control: control.post("/onload", **_tags(tags)))
+
+    def note_weights(self, version: int, order: dict[str, Any] | None) -> None:
+        """`version` serves; `order` brings it to a server that lacks it, if anything can."""
+        self.remember_weights(version, order)
+        for control, served in self.on_all(served_version).items():
+            # Who sent them may not have known a server that was started or joined meanwhile.
+            if served != version:
+                if order is None:
+                    raise RuntimeError(
+                        f"native server {control.address} lacks version {version} of the weights, "
+                        "and they cannot be sent again: set actor.weight_update_mode to shm or disk"
+                    )
+                self._attempt(control, lambda server: server.post("/update_weights", **order))
+
+    def expect_weights(self, version: int) -> None:
+        """A server may have `version` from now on."""
+        if not self._is_copy:
+            with self._changing:
+                self.newest_version = max(version, self.newest_version or 0)
+
+    def remember_weights(self, version: int, order: dict[str, Any] | None) -> None:
+        """The same, for who has just sent them to all."""
+        self.expect_weights(version)
+        with self._changing:
+            self._version, self._weights = version, order
+        self._seats.renew_restarts()
+
+    def is_gone(self, address: str) -> bool:
+        """Whether a server whose connection was lost has ended, or was left out; the others may go
+        on while `successor` sees to it."""
+        return self._seats.has_ended(address) or address in self._left_out
+
+    def successor(self, address: str) -> str | None:
+        """Who takes the place of a server whose connection was lost: another that was started for
+        it, nobody (None) when it was left out, itself while its process runs or is not ours.
+
+        EngineLostError when it was the last one, and has ended for good.
+        """
+        with self._changing:
+            if address in self._left_out:
+                return None
+            try:
+                successor = self._seats.replace(address, self._prepare_new)
+            except EngineLostError as lost:
+                if self.addresses == [address] or self._follows:
+                    raise
+                self._leave_out(address, str(lost))
+                return None
+            if successor is None:  # so the owner of the processes has decided
+                self._drop(address)
+            elif successor != address and address in self.addresses:
+                self._take_place(address, successor)
+            return None if successor in self._left_out else successor
+
+    def join(self, address: str, order: dict[str, Any] | None) -> None:
+        """Let a server in that serves the same model, once it has the weights; `order` brings them,
+        by default the last one that was noted."""
+        control = self._connect(address)
+        control.wait_until_healthy(self._setup_timeout_s)
+        others = self.on_one(0, lambda other: other.get("/health"))
+        with self._changing:
+            if address in self.addresses:
+                raise ValueError(f"native server {address} is one of this engine's already")
+            _require_model(control, others.get("model"))
+            self._prepare(control, order or self._weights)
+            # During an update the others may be ahead of what was noted: it follows with the note.
+            _require_version(control, _version_in(others, control), self._version)
+            self._left_out.discard(address)
+            self.controls = (*self.controls, control)
+
+    def leave(self, address: str) -> None:
+        with self._changing:
+            if address not in self.addresses:
+                raise ValueError(f"native server {address} is not one of {self.addresses}")
+            if len(self.controls) == 1:
+                raise ValueError(f"native server {address} is the last one: let another join first")
+            self._drop(address)
+
+    def _connect(self, address: str) -> ControlClient:
+        return ControlClient(address, self._token, timeout_s=self._timeout_s)
+
+    def _attempt(
+        self, control: ControlClient, call: Callable[[ControlClient], T]
+    ) -> tuple[ControlClient, T] | None:
+        """The answer and who gave it; None when the server was left out."""
+        try:
+            return control, call(control)
+        except ServerError as error:
+            if isinstance(error, ServerRefusedError) and not isinstance(error, ServerEndedError):
+                raise
+            successor = self._after(control, error)
+            return None if successor is None else (successor, call(successor))
+
+    def _after(self, control: ControlClient, error: ServerError) -> ControlClient | None:
+        """Who to call instead of a server that failed; None when it is left out."""
+        address = self.successor(control.address)
+        if address is None:
+            return None
+        if address != control.address:
+            return self._connect(address)
+        if isinstance(error, ServerLostError) and _comes_back(control):
+            return control
+        if not isinstance(error, ServerLostError | ServerEndedError):
+            raise error
+        with self._changing:
+            if address in self.addresses:
+                if len(self.controls) == 1:
+                    raise error
+                self._leave_out(address, str(error))
+        return None
+
+    def _watch(self, process: ServerProcess) -> None:
+        """Calls of copies do not pass here, so nobody else may see the end of the process."""
+        while process.wait_end():
+            try:
+                if self.successor(process.address) is None:
+                    return
+            except EngineLostError as error:  # raised again by the next call, here or in a copy
+                logger.error("native server %s is lost: %s", process.address, error)
+                if self._file is not None:
+                    self._file.write_loss(str(error))
+                return
+
+    def _prepare_new(self, seat: int, address: str) -> None:
+        """A server was started in the place of one that has ended; it has said that it is ready."""
+        control = self._connect(address)
+        control.get("/health")
+        self._prepare(control, self._weights)
+
+    def _take_place(self, former: str, address: str) -> None:
+        self._left_out.discard(address)  # a port may come again
+        control = self._connect(address)
+        self.controls = tuple(control if c.address == former else c for c in self.controls)
+        self._tell_copies()
+
+    def _tell_copies(self) -> None:
+        if self._file is not None and not self._follows:
+            gone = self._left_out
+            self._file.write([None if a in gone else a for a in self._seats.addresses])
+
+    def _prepare(self, control: ControlClient, order: dict[str, Any] | None) -> None:
+        """Make a new server what the others are, before anybody else knows its address."""
+        if self.offloaded:  # first: the device is needed for something else
+            control.post("/offload", tags=sorted(self.offloaded))
+        if order is not None:
+            control.post("/update_weights", **order)
+        if self._paused:
+            control.post("/pause")
+
+    def _leave_out(self, address: str, cause: str) -> None:
+        logger.warning("a server is lost, the others go on: %s", cause)
+        self._drop(address)
+
+    def _drop(self, address: str) -> None:
+        self.controls = tuple(c for c in self.controls if c.address != address)
+        self._left_out.add(address)
+        self._tell_copies()
+
+
+def served_version(control: ControlClient) -> int:
+    return _version_in(control.get("/health"), control)
+
+
+def _version_in(health: dict[str, Any], control: ControlClient) -> int:
+    version = health.get("version")
+    if type(version) is not int or version < 0:
+        raise ServerError(f"native server {control.address}: no version is {version!r:.60}")
+    return version
+
+
+def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
+    return {} if tags is None else {"tags": list(tags)}
+
+
+def _comes_back(control: ControlClient) -> bool:
+    try:
+        control.wait_until_healthy(_COME_BACK_S)
+    except ServerError:
+        return False
+    return True
+
+
+def _require_model(control: ControlClient, expected: str | None) -> None:
+    served = control.get("/health").get("model")
+    if served != expected:
+        raise RuntimeError(
+            f"native server {control.address} serves the model {served}, the others {expected}: "
+            "start it with the same --model"
+        )
+
+
+def _require_version(control: ControlClient, expected: int, noted: int | None) -> None:
+    version = served_version(control)
+    if version not in (expected, noted):
+        raise RuntimeError(
+            f"native server {control.address} has version {version} of the weights, the others "
+            f"serve {expected}: give `join` the order that brought them"
+        )

@@ -1,0 +1,166 @@
+"""SGLang's own server: how it is started, and its words for what an inference engine does.
+
+The server is stock SGLang in an environment of its own (`areal env create sglang`). Generation goes
+by /generate with token ids both ways. Its log-probabilities are those of softmax(logits /
+temperature) before top-k and top-p cut it, so samples to train on must be drawn without a cut: the
+config of a run refuses others.
+
+Its token is given in a file that only this user can read and that is gone once the server answers:
+every user of the machine can read the arguments of a process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
+from areal.api.scratch import ScratchFolder
+from areal.engine.remote.protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
+from areal.engine.remote.server_control import ControlClient, ServerError
+from areal.engine.remote.server_launch import launch_server
+from areal.utils.child_process import ChildProcess
+from areal.utils.fs import atomic_write_text
+
+_STATS = {
+    "sglang:num_running_reqs": "running",
+    "sglang:num_queue_reqs": "waiting",
+    "sglang:generation_tokens_total": "generated_tokens",
+    "sglang:prompt_tokens_total": "prompt_tokens",
+    "sglang:token_usage": "kv_cache_usage",
+}
+
+
+class SGLangProtocol(ServerProtocol):
+    kind = "SGLang server"
+
+    def generation(self, request: ModelRequest) -> HttpRequest:
+        refuse_images(request, self.kind)
+        gconfig = request.gconfig
+        sampling: dict[str, Any] = {
+            "max_new_tokens": gconfig.max_new_tokens,
+            "min_new_tokens": gconfig.min_new_tokens,
+            "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+            "top_p": gconfig.top_p,
+            "top_k": -1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
+            "frequency_penalty": gconfig.frequency_penalty,
+            # What a model's generation_config.json would set behind our back.
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_p": 0.0,
+            "stop_token_ids": gconfig.stop_token_ids,
+            "ignore_eos": gconfig.ignore_eos,
+            "skip_special_tokens": gconfig.skip_special_tokens,
+        }
+        if gconfig.stop:
+            sampling |= {"stop": gconfig.stop, "no_stop_trim": True}
+        if gconfig.seed is not None:
+            sampling["sampling_seed"] = gconfig.seed
+        payload: dict[str, Any] = {
+            "input_ids": request.input_ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "stream": False,
+        }
+        if gconfig.lora_name:
+            payload["lora_path"] = gconfig.lora_name
+        return HttpRequest("/generate", payload)
+
+    def read(self, answer: dict[str, Any]) -> HttpGenerationResult:
+        info = answer["meta_info"]
+        finish = info["finish_reason"]
+        if finish["type"] not in ("stop", "length", "abort"):
+            raise ValueError(f"finish_reason: expected stop, length or abort, got {finish!r}")
+        if finish.get("status_code") is not None:  # its way to say that it could not
+            raise ValueError(f"finish_reason: {finish.get('message')}")
+        pairs = info.get("output_token_logprobs") or []
+        if not pairs and answer.get("output_ids"):
+            raise ValueError("output_token_logprobs: expected one per token, got none")
+        return HttpGenerationResult(
+            [pair[1] for pair in pairs], [pair[0] for pair in pairs], finish["type"]
+        )
+
+    def pause(self, control: ControlClient) -> None:
+        control.post_text("/pause_generation", mode="in_place")
+
+    def resume(self, control: ControlClient) -> None:
+        control.post_text("/continue_generation")
+
+    def interrupt(self, control: ControlClient) -> None:
+        control.post_text("/pause_generation", mode="abort")
+
+    def load_weights(self, control: ControlClient, folder: Path, version: int) -> None:
+        answer = control.post("/update_weights_from_disk", model_path=str(folder), flush_cache=True)
+        self._check(answer, control, "update_weights_from_disk")
+
+    def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
+        answer = control.post("/load_lora_adapter", lora_name=name, lora_path=folder)
+        self._check(answer, control, "load_lora_adapter")
+
+    def unload_adapter(self, control: ControlClient, name: str) -> None:
+        answer = control.post("/unload_lora_adapter", lora_name=name)
+        self._check(answer, control, "unload_lora_adapter")
+
+    def stats(self, control: ControlClient) -> dict[str, float]:
+        return read_metrics(control.get_text("/metrics"), _STATS)
+
+    def _check(self, answer: dict[str, Any], control: ControlClient, what: str) -> None:
+        if answer.get("success") is not True:
+            reason = answer.get("message") or answer.get("error_message") or answer
+            raise ServerError(f"{self.kind} {control.address}: {what}: {reason}")
+
+
+def launch_sglang_server(
+    model_path: str | Path,
+    *,
+    python: str | Path,
+    token: str,
+    dtype: str = "auto",
+    context_length: int | None = None,
+    max_running_requests: int | None = None,
+    mem_fraction_static: float = 0.9,
+    attention_backend: str | None = None,
+    device: str | None = None,
+    enable_lora: bool = False,
+    tensor_parallel: int = 1,
+    seed: int = 0,
+    threads: int = 1,
+    gpus: Sequence[str] | None = None,
+    extra_args: Sequence[str] = (),
+    log_path: str | Path | None = None,
+    setup_timeout_s: float = 300.0,
+) -> tuple[ChildProcess, str]:
+    """Starts SGLang by the interpreter `python` of its environment; (the child, its "host:port").
+
+    `gpus` are those it may use, by default the ones this process sees.
+    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    """
+    options = {
+        "model-path": model_path,
+        "dtype": dtype,
+        "context-length": context_length,
+        "max-running-requests": max_running_requests,
+        "mem-fraction-static": mem_fraction_static,
+        "attention-backend": attention_backend,
+        "device": device,
+        "tp-size": tensor_parallel,
+        "random-seed": seed,
+    }
+    flags = {"enable-lora": enable_lora, "enable-metrics": True}
+    with ScratchFolder("sglang") as folder:
+        file = folder / "key.yaml"
+        atomic_write_text(file, json.dumps({"api-key": token}), durable=False)
+        return launch_server(
+            SGLangProtocol.kind,
+            [str(python), "-m", "sglang.launch_server"],
+            {"config": str(file), **options},
+            flags,
+            extra_args,
+            env={"OMP_NUM_THREADS": str(threads)},
+            token=token,
+            gpus=gpus,
+            log_path=log_path,
+            setup_timeout_s=setup_timeout_s,
+        )

@@ -1,0 +1,53 @@
+"""A server's token on every route: ASGI middleware, before any body is read.
+
+The native server adds it to its app. A stock vLLM server asks for its key under /v1 only, and not
+on the routes by which it is paused and given weights; it is told to load this one by its option
+`--middleware areal.engine.remote.token_gate.VLLMTokenGate`. There it runs in the server's
+environment, so it needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from typing import Any
+
+WRONG_TOKEN = "Authorization: expected 'Bearer TOKEN' with this server's token"
+
+
+class TokenGate:
+    """Lets nothing past without `Authorization: Bearer TOKEN`, compared in constant time."""
+
+    def __init__(self, app: Any, token: str) -> None:
+        self.app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
+            await self.admit(scope, receive, send)
+        elif scope["type"] == "http":
+            await self.refuse(scope, receive, send)
+        else:  # a websocket
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def admit(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+    async def refuse(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        error = {"message": WRONG_TOKEN, "type": "invalid_request_error", "code": "invalid_api_key"}
+        body = json.dumps({"error": error}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class VLLMTokenGate(TokenGate):
+    """With the key that vLLM itself reads. Without one the server does not start."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(app, os.environ["VLLM_API_KEY"])

@@ -1,0 +1,255 @@
+"""vLLM's own server: how it is started, and its words for what an inference engine does.
+
+The server is stock vLLM in an environment of its own (`areal env create vllm`). Generation goes by
+/v1/completions with token ids both ways; pausing, weights and adapters go by routes that vLLM opens
+in its development mode. vLLM asks for a key under /v1 only; token_gate.py wants it everywhere.
+Log-probabilities are those of the distribution a token was drawn from (`--logprobs-mode
+processed_logprobs`).
+
+Weights come from a folder, or through a process group that the workers join by methods of ours
+(vllm_worker.py), which vLLM gives them at its start (`--worker-extension-cls`).
+
+A head that is tied to the embedding is given to vLLM as a weight of its own: its `reload_weights`
+leaves a tied one as it was on the CPU, and the model would go on with old weights in one place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from areal.api.io_struct import (
+    HttpGenerationResult,
+    HttpRequest,
+    ModelRequest,
+    WeightUpdateMeta,
+)
+from areal.engine.remote.collective_sender import GroupRoutes
+from areal.engine.remote.protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
+from areal.engine.remote.server_control import ControlClient, ServerError
+from areal.engine.remote.server_launch import launch_server
+from areal.models.hf_io import read_hf_config
+from areal.utils.child_process import ChildProcess
+from areal.utils.fs import atomic_folder
+from areal.weight_sync.collective import GroupPlace
+from areal.weight_sync.hf_folder import folder_with_lm_head
+
+MODEL_NAME = "areal"  # what the server calls the model, whatever its folder
+_PACKAGE = Path(__file__).absolute().parents[1]  # areal
+_EXTENSION = "areal.engine.remote.vllm_worker.WeightReceiver"
+_GATE = "areal.engine.remote.token_gate.VLLMTokenGate"
+_FIRST_VERSION = "default"  # its note before any update
+_MAX_STOPS = 4
+_STATS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:generation_tokens_total": "generated_tokens",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:kv_cache_usage_perc": "kv_cache_usage",
+}
+
+
+class VLLMProtocol(ServerProtocol):
+    kind = "vLLM server"
+
+    def generation(self, request: ModelRequest) -> HttpRequest:
+        refuse_images(request, self.kind)
+        gconfig = request.gconfig
+        stop = gconfig.stop or []
+        if len(stop) > _MAX_STOPS:
+            raise ValueError(
+                f"gconfig.stop: a {self.kind} takes at most {_MAX_STOPS} texts, got {len(stop)}"
+            )
+        payload: dict[str, Any] = {
+            "model": gconfig.lora_name or MODEL_NAME,
+            "prompt": request.input_ids,
+            "max_tokens": gconfig.max_new_tokens,
+            "min_tokens": gconfig.min_new_tokens,
+            "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+            "top_p": gconfig.top_p,
+            "top_k": 0 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
+            "frequency_penalty": gconfig.frequency_penalty,
+            # What a model's generation_config.json would set behind our back.
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_p": 0.0,
+            "stop_token_ids": gconfig.stop_token_ids,
+            "stop": stop,
+            "include_stop_str_in_output": True,
+            "ignore_eos": gconfig.ignore_eos,
+            "skip_special_tokens": gconfig.skip_special_tokens,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        if gconfig.seed is not None:
+            payload["seed"] = gconfig.seed
+        return HttpRequest("/v1/completions", payload)
+
+    def read(self, answer: dict[str, Any]) -> HttpGenerationResult:
+        choice = answer["choices"][0]
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length", "abort"):
+            raise ValueError(f"finish_reason: expected stop, length or abort, got {reason!r}")
+        logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+        return HttpGenerationResult(choice["token_ids"] or [], logprobs, reason)
+
+    def pause(self, control: ControlClient) -> None:
+        control.post("/pause?mode=keep&clear_cache=false")
+
+    def resume(self, control: ControlClient) -> None:
+        control.post("/resume")
+
+    def interrupt(self, control: ControlClient) -> None:
+        control.post("/pause?mode=abort&clear_cache=true")
+
+    def load_weights(self, control: ControlClient, folder: Path, version: int) -> None:
+        _on_workers(control, "reload_weights", weights_path=str(folder))
+        _note_version(control, version)
+
+    def group_routes(self, model_path: Path) -> GroupRoutes:
+        return VLLMGroupRoutes(with_lm_head=_has_head(model_path))
+
+    def wants_lm_head(self, model_path: Path) -> bool:
+        return _has_head(model_path)
+
+    def served_version(self, control: ControlClient) -> int | None:
+        noted = control.get("/weight_info").get("weight_version")
+        if noted == _FIRST_VERSION:
+            return 0
+        if not isinstance(noted, str) or not noted.isdecimal():
+            raise ServerError(
+                f"{control.kind} {control.address}: expected a version, got {noted!r:.60}"
+            )
+        return int(noted)
+
+    def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
+        control.post_text("/v1/load_lora_adapter", lora_name=name, lora_path=folder)
+
+    def unload_adapter(self, control: ControlClient, name: str) -> None:
+        control.post_text("/v1/unload_lora_adapter", lora_name=name)
+
+    def stats(self, control: ControlClient) -> dict[str, float]:
+        return read_metrics(control.get_text("/metrics"), _STATS)
+
+
+class VLLMGroupRoutes(GroupRoutes):
+    """Every worker of a server is in the group, and loads its part of what comes."""
+
+    def __init__(self, *, with_lm_head: bool) -> None:
+        self._with_lm_head = with_lm_head
+
+    def devices(self, control: ControlClient) -> list[str]:
+        return _on_workers(control, "areal_device")
+
+    def join(self, control: ControlClient, place: GroupPlace) -> None:
+        _on_workers(control, "areal_join", **asdict(place))
+
+    def take(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
+        order = {"version": meta.version, "with_lm_head": self._with_lm_head}
+        _on_workers(control, "areal_take", group=group, **order)
+        _note_version(control, meta.version)
+
+
+def launch_vllm_server(
+    model_path: str | Path,
+    *,
+    python: str | Path,
+    token: str,
+    scratch: str | Path,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    gpu_memory_utilization: float = 0.9,
+    cpu_cache_gb: int = 4,
+    enforce_eager: bool = False,
+    enable_lora: bool = False,
+    tensor_parallel: int = 1,
+    seed: int = 0,
+    threads: int = 1,
+    gpus: Sequence[str] | None = None,
+    extra_args: Sequence[str] = (),
+    log_path: str | Path | None = None,
+    setup_timeout_s: float = 300.0,
+) -> tuple[ChildProcess, str]:
+    """Starts vLLM by the interpreter `python` of its environment; (the child, its "host:port").
+
+    `gpus` are those it may use, by default the ones this process sees.
+    `scratch` is a folder that this call may write, and that must stay as long as the server.
+    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    """
+    folder, overrides, scratch = Path(model_path), None, Path(scratch).absolute()
+    if _has_head(model_path):
+        folder = folder_with_lm_head(model_path, scratch / "model")
+        overrides = json.dumps({"tie_word_embeddings": False})
+    options = {
+        "model": folder,
+        "hf-overrides": overrides,
+        "served-model-name": MODEL_NAME,
+        "dtype": dtype,
+        "max-model-len": max_model_len,
+        "max-num-seqs": max_num_seqs,
+        "gpu-memory-utilization": gpu_memory_utilization,
+        "tensor-parallel-size": tensor_parallel,
+        "seed": seed,
+        "logprobs-mode": "processed_logprobs",
+        "worker-extension-cls": _EXTENSION,
+        "middleware": _GATE,
+    }
+    flags = {
+        "enforce-eager": enforce_eager,
+        "enable-lora": enable_lora,
+        "disable-uvicorn-access-log": True,
+    }
+    env = {
+        "PYTHONPATH": str(_folder_of_areal(scratch / "packages")),
+        "VLLM_API_KEY": token,
+        "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if enable_lora else "0",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where its last lines are kept for errors
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than our client keeps idle connections
+        "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gb),
+        # Bound to cores of its own choice it would fight with the trainer for them.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    return launch_server(
+        VLLMProtocol.kind,
+        [str(python), "-m", "vllm.entrypoints.openai.api_server"],
+        options,
+        flags,
+        extra_args,
+        env=env,
+        token=token,
+        gpus=gpus,
+        log_path=log_path,
+        setup_timeout_s=setup_timeout_s,
+    )
+
+
+def _has_head(model_path: str | Path) -> bool:
+    """Whether vLLM's model has a head apart from the embedding. Gemma's have none."""
+    return not read_hf_config(model_path)["model_type"].startswith("gemma")
+
+
+def _on_workers(control: ControlClient, method: str, **kwargs: Any) -> list[Any]:
+    """What the method returned on each worker, in the order of their ranks."""
+    answer = control.post("/collective_rpc", method=method, kwargs=kwargs)
+    if "results" not in answer:
+        raise ServerError(f"{control.kind} {control.address}: {method} answered {answer}")
+    return answer["results"]
+
+
+def _note_version(control: ControlClient, version: int) -> None:
+    control.post("/update_weight_version", new_version=str(version))
+
+
+def _folder_of_areal(target: Path) -> Path:
+    """A folder from which `areal` can be imported, and no other package of this environment."""
+    with atomic_folder(target, durable=False) as folder:
+        (folder / "areal").symlink_to(_PACKAGE)
+    return target

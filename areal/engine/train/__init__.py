@@ -1,0 +1,1 @@
+"""Training engines: archon (our own models), fsdp (transformers) and megatron."""

@@ -1,0 +1,185 @@
+"""Whether a model fits an engine: told from its config.json and the config alone, without torch.
+
+    check_models(config, {"actor": hf_config, ...})       # all of a run; ValueError names the key
+    check_training(config.actor, hf_config)
+    check_generation(config.rollout, config.native, hf_config)
+
+`areal check` asks before a run, the run before it fetches weights, and an engine before it builds
+anything, here and nowhere else: so they give the same answer. What only a device or the weights can
+tell (memory, a kernel, a layer that mixes sequences) shows when the engine has built the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from areal.api.alloc_mode import ModelAllocation, ParallelStrategy, check_equal_stages
+from areal.api.config.experiment import PPOConfig
+from areal.api.config.roles import FrozenModelConfig
+from areal.api.config.train_engine import TrainEngineConfig
+from areal.engine.train.fsdp.families import check_family as check_transformers_family
+from areal.models import decoder_args
+from areal.models.common.args import DecoderArgs, share_of
+from areal.models.parallel_dims import ParallelDims, check_heads, check_layout
+from areal.models.stage_layout import StageLayout
+from areal.utils.model_files import language_config
+
+if TYPE_CHECKING:
+    from areal.api.config.experiment import BaseExperimentConfig
+    from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
+
+MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every role whose config.json is known (`hf_configs`, by role) fits its engine."""
+    models = config.models()
+    for role, section in models.items():
+        if role not in hf_configs:
+            continue
+        engine = section
+        if isinstance(engine, FrozenModelConfig):
+            actor = models["actor"]
+            assert isinstance(actor, TrainEngineConfig), "the actor is trained"
+            engine = engine.engine_config(actor)
+        try:
+            check_training(engine, hf_configs[role])
+        except ValueError as error:
+            where = f"{role}.backend: {section.backend!r} with {section.path!r}"
+            raise ValueError(f"{where}: {error}") from None
+    if isinstance(config, PPOConfig) and "actor" in hf_configs:
+        try:
+            check_generation(config.rollout, config.native, hf_configs["actor"])
+        except ValueError as error:
+            where = f"rollout.backend: {config.rollout.backend!r} with {config.actor.path!r}"
+            raise ValueError(f"{where}: {error}") from None
+
+
+def check_training(config: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:
+    """The model of `hf_config` can be trained (or asked) as `config` says."""
+    allocation = ModelAllocation.from_str(config.backend)
+    layout = allocation.parallel
+    if allocation.backend == "archon":
+        args = decoder_args(hf_config, is_critic=config.is_critic)
+        check_archon(config, args, ParallelDims.of(layout, num_replicas=config.archon.num_replicas))
+    elif allocation.backend == "fsdp":
+        dims = ParallelDims.of(layout, num_replicas=config.fsdp.num_replicas)
+        check_fsdp(config, hf_config, dims)
+    else:
+        if importlib.util.find_spec("megatron") is None:
+            raise ValueError(
+                "backend megatron needs the package megatron-core: pip install 'areal[megatron]'"
+            )
+        check_megatron(config, decoder_args(hf_config, is_critic=config.is_critic), layout)
+
+
+def check_generation(
+    rollout: InferenceEngineConfig, native: NativeServerConfig, hf_config: Mapping[str, Any]
+) -> None:
+    """The native server can generate with the model; stock servers know best what they can."""
+    if rollout.engine != "native":
+        return
+    args = decoder_args(hf_config)
+    if rollout.tensor_parallel > 1:
+        share_of(args, rollout.tensor_parallel)
+    if native.batch_invariant:
+        _check_batch_invariant(args)
+
+
+def check_archon(config: TrainEngineConfig, args: DecoderArgs, dims: ParallelDims) -> None:
+    check_layout(args, dims)
+    if dims.pp > 1:
+        stage_layout(config, args, dims.pp)
+    if config.use_lora and args.moe is not None:
+        raise ValueError(
+            "use_lora: archon has no adapters for experts; use backend fsdp for this model"
+        )
+    if config.batch_invariant:
+        _check_batch_invariant(args)
+
+
+def stage_layout(config: TrainEngineConfig, args: DecoderArgs, num_ranks: int) -> StageLayout:
+    """The stages of Archon's pipeline."""
+    archon = config.archon
+    return StageLayout.of(
+        args.n_layers,
+        num_ranks=num_ranks,
+        schedule=archon.pp_schedule,
+        layers_per_stage=archon.pp_layers_per_stage,
+        embedding_layers=archon.pp_first_stage_less_layers,
+        head_layers=archon.pp_last_stage_less_layers,
+    )
+
+
+def check_fsdp(config: TrainEngineConfig, hf_config: Mapping[str, Any], dims: ParallelDims) -> None:
+    check_transformers_family(hf_config, is_critic=config.is_critic)
+    text = language_config(hf_config)
+    heads = text.get("num_attention_heads")
+    if heads is not None:  # others have another name for it, and a default
+        check_heads(heads, text.get("num_key_value_heads") or heads, dims)
+    if config.use_lora and importlib.util.find_spec("peft") is None:
+        raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
+
+
+def check_megatron(config: TrainEngineConfig, args: DecoderArgs, layout: ParallelStrategy) -> None:
+    _check_megatron_family(args)
+    stages_per_rank = config.megatron.virtual_pipeline_parallel_size
+    check_equal_stages(layout.pipeline_parallel_size, stages_per_rank, args.n_layers)
+    tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
+    ep, expert_tp = layout.expert_parallel_size, layout.expert_tensor_parallel_size
+    counts = [("t", tp, "intermediate_size", args.hidden_dim)]
+    if args.moe is not None:
+        counts.append(("e", ep, "num_experts", args.moe.num_experts))
+        counts.append(("t", expert_tp, "moe_intermediate_size", args.moe.hidden_dim))
+    for letter, size, key, count in counts:
+        if count % size:
+            raise ValueError(
+                f"{letter}{size} cannot cut this model: {key} of its config.json must be a "
+                f"multiple of {size}, got {count}; choose another {letter}"
+            )
+    check_heads(args.n_heads, args.n_kv_heads, ParallelDims(tp=tp, cp=cp))
+    if args.moe is None and ep * expert_tp > 1:
+        raise ValueError(
+            f"the layout megatron:{layout} spreads experts, and this model has none: remove e"
+        )
+    if args.moe is not None and ep == 1 and tp != expert_tp:
+        # megatron-core reduces the gradients of experts apart from the others' with e > 1 alone.
+        raise ValueError(
+            f"the layout megatron:{layout} copies the experts over t{tp}, which megatron-core "
+            f"does not train: spread them with e{tp}, or cut them like the rest with "
+            f"(attn:{layout}|ffn:d{layout.data_parallel_size}t{tp})"
+        )
+
+
+def _check_megatron_family(args: DecoderArgs) -> None:
+    """ValueError for what its stages would not compute as the checkpoint means it."""
+    if args.model_type not in MEGATRON_FAMILIES:
+        raise ValueError(
+            f"backend megatron trains models of type {', '.join(MEGATRON_FAMILIES)}, got "
+            f"{args.model_type!r}: use backend archon or fsdp"
+        )
+    refused = {
+        "attention_bias with a bias of o_proj": args.attention_out_bias,
+        "mlp_bias": args.mlp_bias,
+        "use_expert_bias": args.moe is not None and args.moe.expert_bias,
+    }
+    for key, found in refused.items():
+        if found:
+            raise ValueError(
+                f"backend megatron has no {key}, which this model's config.json asks for: use "
+                "backend archon"
+            )
+
+
+def _check_batch_invariant(args: DecoderArgs) -> None:
+    if args.moe is not None:
+        raise ValueError(
+            "batch_invariant: there is no such kernel for experts; turn it off for this model"
+        )
+    if any(window is not None for window in args.windows) or args.score_scale is not None:
+        raise ValueError(
+            "batch_invariant: its attention has no sliding window and no scale of its own; turn "
+            "batch_invariant off for this model"
+        )

@@ -1,0 +1,187 @@
+"""megatron-core's distributed optimizer: gradient buffers, sharded float32 masters, the update.
+
+Data-parallel ranks hold a part each of the masters and of the optimizer's moments; gradients are
+summed over ranks in float32. A gradient that is not finite is thrown away on all ranks, and the
+weights stay as they were. Reads like `engine/train/optimizer.py`, so that the checkpoint is the
+same code; a checkpoint of it is read by the layout that wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
+)
+from megatron.core.optimizer import (
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from areal.api.config.optimizer import OptimizerConfig
+from areal.engine.train.megatron.model import Stage
+from areal.engine.train.megatron.weights import part_names
+from areal.engine.train.optimizer import scheduled_lr
+from areal.utils import logging
+
+logger = logging.getLogger("Optimizer")
+
+
+class ShardedOptimizer:
+    """Trains `models`, the stages in their wrappers: pass those to the schedule. All ranks call."""
+
+    def __init__(self, stages: list[Stage], config: OptimizerConfig, total_steps: int) -> None:
+        self.num_skipped_steps = 0
+        self.lr_step = 0
+        self._stages = stages
+        self._config = config
+        self._total_steps = total_steps
+        transformer = stages[0].config  # of all of them
+        transformer.finalize_model_grads_func = _sum_gradients
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
+        self.models = [DistributedDataParallel(transformer, ddp, stage) for stage in stages]
+        theirs = _megatron_config(config, transformer.params_dtype)
+        optimizer = get_megatron_optimizer(
+            theirs,
+            [*self.models],
+            config_overrides=get_standard_config_overrides(theirs),
+            use_gloo_process_groups=False,
+        )
+        assert isinstance(optimizer, ChainedOptimizer), "one for each kind of weights"
+        self._optimizer = optimizer
+        self._parts: list[Any] = (
+            optimizer.chained_optimizers
+        )  # which declare no more than the whole
+        self._create_state()
+        self.set_lr_step(0)
+
+    @property
+    def lr(self) -> float:
+        return scheduled_lr(self._config, self.lr_step, self._total_steps)
+
+    def set_lr_step(self, step: int) -> None:
+        """Go to place `step` of the schedule; it counts global steps, not minibatches."""
+        self.lr_step = step
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
+            # 0 for norms and biases; megatron-core leaves it to the owner of the schedule.
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """Clip, update, forget the gradients; reports update_successful, grad_norm and lr."""
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        successful = math.isfinite(grad_norm)
+        if successful:
+            for part in self._parts:
+                clip_grad_by_total_norm_fp32(
+                    part.get_parameters(), self._config.gradient_clipping, grad_norm
+                )
+            self._optimizer.step_with_ready_grads()
+        else:
+            self.num_skipped_steps += 1
+            logger.warning(
+                "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
+            )
+        self.forget_gradients()
+        return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+
+    def forget_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def read_model(self) -> None:
+        """Take the model's weights, just loaded, as the masters."""
+        self._optimizer.reload_model_params()
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The model's weights and this rank's part of the float32 ones, by name."""
+        tensors = part_names(self._stages) | self._named_masters()
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The optimizer's tensors by master; loading into them in place restores it."""
+        return {
+            name: dict(inner.state[master])
+            for inner, masters in self._masters_by_optimizer()
+            for name, master in masters.items()
+        }
+
+    def write_back(self) -> None:
+        """Nothing: `masters` holds the rounded weights too, so both have been loaded."""
+
+    def _named_masters(self) -> dict[str, torch.Tensor]:
+        return {
+            name: master
+            for _, masters in self._masters_by_optimizer()
+            for name, master in masters.items()
+        }
+
+    def _masters_by_optimizer(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """torch's optimizers inside, and what they update: named by rank, as all hold others, and
+        by the stages of a rank, since as many tensors of the same shapes may be other layers'."""
+        found = []
+        for number, part in enumerate(self._parts):
+            if part.is_stub_optimizer:
+                continue  # no weight of its kind on this rank
+            inner = part.optimizer
+            if not isinstance(inner, torch.optim.AdamW):
+                raise ValueError(
+                    f"megatron-core has chosen {type(inner).__module__}.{type(inner).__name__}, "
+                    "which areal cannot resume: remove TransformerEngine and apex from the "
+                    "environment"
+                )
+            masters = [m for group in inner.param_groups for m in group["params"]]
+            stages = f".{len(self._stages)}stages" if len(self._stages) > 1 else ""
+            prefix = f"rank{dist.get_rank()}{stages}.optimizer{number}"
+            found.append((inner, {f"{prefix}.{i}": m for i, m in enumerate(masters)}))
+        return found
+
+    @torch.no_grad()
+    def _create_state(self) -> None:
+        """Make the optimizer's tensors now, so that a resumed run has a place to load them."""
+        for inner, masters in self._masters_by_optimizer():
+            for group in inner.param_groups:
+                group["lr"] = 0.0
+            for master in masters.values():
+                master.grad = torch.zeros_like(master)
+            inner.step()
+            inner.zero_grad(set_to_none=True)
+            for state in inner.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
+
+
+def _sum_gradients(models: list, num_tokens: torch.Tensor, **options: Any) -> None:
+    """Over data, context and tensor ranks and shared embeddings; divided by nothing."""
+    finalize_model_grads(models, None, **options)
+
+
+def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer=config.type,
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.gradient_clipping,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )

@@ -1,0 +1,197 @@
+"""Replies and stream chunks of the chat and completion API, as dicts ready for JSON.
+
+One `Output` is one choice. `tokenizer` is used where log-probabilities were asked for: they name
+their tokens. Log-probabilities cover every token that was sampled, also a stop token that the text
+does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.io_struct import StopReason
+from areal.openai.requests import ChatCall, CompletionCall
+from areal.openai.token_text import token_bytes, token_text
+from areal.openai.tool_calls import parse_tool_calls
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One sampled output; `text` is what the client sees of it (see visible_text)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    text: str
+
+
+def chat_reply(
+    call: ChatCall,
+    completion_id: str,
+    created: int,
+    outputs: Sequence[Output],
+    prompt_tokens: int,
+    tokenizer: Any,
+    *,
+    tool_parser: str = "hermes",
+    in_reasoning: bool = False,
+) -> dict[str, Any]:
+    """`created` in Unix seconds. Tool calls are looked for when the request gave tools.
+
+    in_reasoning: the outputs begin inside reasoning that the prompt opened.
+    """
+    choices = []
+    for index, output in enumerate(outputs):
+        content, calls = output.text, []
+        if call.tools:
+            content, calls = parse_tool_calls(output.text, tool_parser, in_reasoning=in_reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": _chat_logprobs_of(call, output, tokenizer),
+                "finish_reason": finish_reason(output.stop_reason, has_calls=bool(calls)),
+            }
+        )
+    return {
+        **_head(call, completion_id, created, "chat.completion"),
+        "choices": choices,
+        "usage": _usage(outputs, prompt_tokens),
+    }
+
+
+def completion_reply(
+    call: CompletionCall,
+    completion_id: str,
+    created: int,
+    outputs: Sequence[Output],
+    prompt_tokens: int,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """`outputs` prompt after prompt, n each; `prompt_tokens` of all prompts."""
+    choices = []
+    for index, output in enumerate(outputs):
+        logprobs = None
+        if call.logprobs:
+            logprobs = completion_logprobs(tokenizer, output.token_ids, output.logprobs)
+        choices.append(
+            {
+                "index": index,
+                "text": output.text,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(output.stop_reason),
+            }
+        )
+    return {
+        **_head(call, completion_id, created, "text_completion"),
+        "choices": choices,
+        "usage": _usage(outputs, prompt_tokens),
+    }
+
+
+def chat_chunk(
+    call: ChatCall,
+    completion_id: str,
+    created: int,
+    index: int,
+    delta: dict[str, Any],
+    *,
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    """One piece of choice `index`: first {"role": "assistant", "content": ""}, last {}."""
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    return _chunk(call, completion_id, created, "chat.completion.chunk", [choice])
+
+
+def completion_chunk(
+    call: CompletionCall,
+    completion_id: str,
+    created: int,
+    index: int,
+    text: str,
+    *,
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    return _chunk(call, completion_id, created, "text_completion", [choice])
+
+
+def usage_chunk(
+    call: ChatCall | CompletionCall, completion_id: str, created: int, usage: dict[str, int]
+) -> dict[str, Any]:
+    """The last piece of a stream whose request has `include_usage`."""
+    kind = "chat.completion.chunk" if isinstance(call, ChatCall) else "text_completion"
+    return {**_chunk(call, completion_id, created, kind, []), "usage": usage}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def finish_reason(stop_reason: StopReason, *, has_calls: bool = False) -> str:
+    """OpenAI's word; "abort" (the server ended the request) is ours."""
+    return "tool_calls" if has_calls and stop_reason == "stop" else stop_reason
+
+
+def chat_logprobs(
+    tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float]
+) -> dict[str, Any]:
+    content = []
+    for token, logprob in zip(token_ids, logprobs, strict=True):
+        raw = token_bytes(tokenizer, token)
+        content.append(
+            {
+                "token": token_text(tokenizer, token),
+                "logprob": logprob,
+                "bytes": None if raw is None else list(raw),
+                "top_logprobs": [],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float], *, text_offset: int = 0
+) -> dict[str, Any]:
+    """`text_offset`: characters of the tokens before these."""
+    tokens = [token_text(tokenizer, token) for token in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs_of(call: ChatCall, output: Output, tokenizer: Any) -> dict[str, Any] | None:
+    return chat_logprobs(tokenizer, output.token_ids, output.logprobs) if call.logprobs else None
+
+
+def _usage(outputs: Sequence[Output], prompt_tokens: int) -> dict[str, int]:
+    return usage_of(prompt_tokens, sum(len(output.token_ids) for output in outputs))
+
+
+def _chunk(call, completion_id: str, created: int, kind: str, choices: list) -> dict[str, Any]:
+    chunk = {**_head(call, completion_id, created, kind), "choices": choices}
+    return {**chunk, "usage": None} if call.include_usage else chunk
+
+
+def _head(
+    call: ChatCall | CompletionCall, completion_id: str, created: int, kind: str
+) -> dict[str, Any]:
+    return {"id": completion_id, "object": kind, "created": created, "model": call.model}

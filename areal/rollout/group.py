@@ -1,0 +1,125 @@
+"""One prompt, `group_size` episodes at once, one trajectory.
+
+In: a row of data. Out: the samples concatenated to `[G, S]`, or None when every one was rejected by
+the workflow. Fewer samples than `group_size` are fine, because algorithms use real group sizes,
+unless `drop_incomplete_group` says otherwise. An agent's episode may have several rows; they carry
+its number (`episode_ids`), because baselines compare episodes and not rows.
+
+An episode that raises is run again with the same seeds, up to `limits.max_retries` times; then the
+whole group fails. Training on those that happened not to fail would bias towards easy answers. A
+RewardError is final: the reward was tried again already, and the same tokens would come back to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from areal.api.engine_api import EngineLostError
+from areal.api.workflow_context import episode
+from areal.rollout.trajectory import (
+    as_tensors,
+    check_trajectory_format,
+    normalize_rewards,
+    number_episodes,
+)
+from areal.sandbox.pool import RewardError
+from areal.utils.data import concat_padded_tensors
+from areal.utils.waits import progress, waiting
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.api.engine_api import InferenceEngine
+    from areal.api.workflow_api import RolloutWorkflow
+    from areal.rollout.failures import FailureLimits
+
+MAX_RETRY_DELAY_S = 5.0
+
+
+class Groups(Protocol):
+    """The groups of one prompt stream, run here (`GroupRunner`) or in workers (`PlacedGroups`)."""
+
+    @property
+    def is_eval(self) -> bool: ...
+    async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRunner:
+    """How the groups of one prompt stream (or one evaluation) are run."""
+
+    engine: InferenceEngine
+    workflow: RolloutWorkflow
+    group_size: int
+    run_seed: int
+    is_eval: bool
+    limits: FailureLimits
+    on_attempt_failed: Callable[[Exception, bool], None]  # the error, and whether it runs again
+    reward_normalization: bool = False
+    drop_incomplete_group: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"gconfig.n_samples must be at least 1, got {self.group_size}")
+
+    async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        samples = [
+            asyncio.create_task(self._sample(task_id, i, data), name=f"task-{task_id}/{i}")
+            for i in range(self.group_size)
+        ]
+        try:
+            results = await asyncio.gather(*samples)
+        except BaseException:
+            for sample in samples:
+                sample.cancel()
+            await asyncio.gather(*samples, return_exceptions=True)
+            raise
+        members = number_episodes(results)
+        incomplete = len(members) < self.group_size
+        if not members or (incomplete and self.drop_incomplete_group):
+            return None
+        if self.reward_normalization:
+            members = normalize_rewards(members)
+        group = concat_padded_tensors(members)
+        check_trajectory_format(group)
+        return group
+
+    async def _sample(self, task_id: int, index: int, data: dict[str, Any]) -> Any:
+        """One episode with its retries; each attempt starts from an unspoilt copy of the row."""
+        for attempt in range(self.limits.max_retries + 1):
+            try:
+                with (
+                    episode(
+                        task_id=task_id, sample=index, is_eval=self.is_eval, run_seed=self.run_seed
+                    ),
+                    waiting(f"workflow {type(self.workflow).__name__}"),
+                ):
+                    result = await self.workflow.arun_episode(self.engine, copy_row(data))
+                return as_tensors(result)
+            except EngineLostError:
+                raise
+            except Exception as error:
+                final = attempt == self.limits.max_retries or isinstance(error, RewardError)
+                self.on_attempt_failed(error, not final)
+                if final:
+                    raise
+            finally:
+                progress()
+            await asyncio.sleep(min(self.limits.retry_delay_s * 2**attempt, MAX_RETRY_DELAY_S))
+
+
+def copy_row(value: Any) -> Any:
+    """A deep copy. Plain text and numbers in dicts and lists, which most rows are, are walked here:
+    `copy.deepcopy` takes ten times as long, and every episode of every step needs a copy."""
+    kind = type(value)  # pyright: ignore[reportUnknownVariableType]  # of Any it is unknown
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {key: copy_row(item) for key, item in value.items()}
+    if kind is list:
+        return [copy_row(item) for item in value]
+    return copy.deepcopy(value)

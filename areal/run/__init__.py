@@ -1,0 +1,1 @@
+"""What outlives a process: run folder, database, recover points, statistics, watchdog."""

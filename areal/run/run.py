@@ -1,0 +1,307 @@
+"""What every trainer has: the durable side of one run, and the steps it goes through.
+
+In: the experiment config. Out: the run's folder, its database (locked for this process),
+statistics, traces, savers and recover points. Trainers differ in what they do inside a step; when
+a step is saved, evaluated, recorded and recovered from is decided here, once.
+
+A recover point is the run at the end of one step: everything is copied there and then, and written
+beside the steps that follow. Until it is whole on the disk the one before it counts, and what that
+one needs is kept. A write that fails stops the run at the end of the next step.
+
+    with Run(config, dataset_size=len(rows), can_evaluate=False) as run:
+        run.roles.add("actor", engine)           # every model that is trained
+        run.remember(kl_control=control)         # other state that training on depends on
+        first = run.resume()                     # 0 for a fresh run
+        for step in run.steps(first):
+            ...                                  # train
+            run.finish_step(step, tokenizer, stats)
+        run.finish(tokenizer)
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from areal.api import scratch
+from areal.api.cli_args import dump_yaml
+from areal.api.config.timers import TimerConfig
+from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.api.redact import without_secrets
+from areal.run.checkpoints import save_checkpoint
+from areal.run.database import RunDatabase, Start
+from areal.run.fingerprint import run_identity
+from areal.run.model_paths import actor_section, fetch_models, pin_models
+from areal.run.paths import RunPaths
+from areal.run.random_states import RandomStates
+from areal.run.recover import RecoverError, newest_step
+from areal.run.recovery import Recovery
+from areal.run.roles import Roles
+from areal.run.stats_logger import StatsLogger
+from areal.run.timers import FrequencyTimer
+from areal.run.trackers import open_trackers
+from areal.run.watchdog import watched
+from areal.run.world import numeric_world
+from areal.sandbox.environment import hidden_from_rewards
+from areal.utils import logging, perf_tracer, stats_tracker
+from areal.utils.fs import atomic_write_text, raise_file_limit
+from areal.utils.perf_tracer import phase
+from areal.utils.startup import stage
+
+if TYPE_CHECKING:
+    from areal.api.config.experiment import BaseExperimentConfig
+    from areal.run.recover import RecoverPoint
+
+logger = logging.getLogger("Run")
+
+# Called after every step with (steps done, steps in all, its statistics).
+StepObserver = Callable[[int, int, Mapping[str, float]], None]
+
+
+class Stateful(Protocol):
+    """Something with a small state, of JSON values, that must survive a kill."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Run:
+    """One run of one experiment. Close it, or use it as a context manager."""
+
+    def __init__(
+        self, config: BaseExperimentConfig, *, dataset_size: int, can_evaluate: bool
+    ) -> None:
+        """`can_evaluate`: there are rows to evaluate on; without them `evaluator` is off."""
+        raise_file_limit()  # requests in flight are connections
+        self.paths = RunPaths.of(config)
+        self.ft_spec = _finetune_spec(config, dataset_size)
+        self._resumes = config.recover.mode == "on"
+        self._setup_timeout_s = actor_section(config).setup_timeout
+        self._committed_at = time.perf_counter()
+        self._has_begun = False
+        with ExitStack() as stack:
+            stack.enter_context(self.paths.made())
+            stack.enter_context(self._no_ledger_left_by_a_refusal())
+            self.database = stack.enter_context(_open_database(self.paths, self._resumes))
+            stack.enter_context(logging.log_to_file(self.paths.logs / "main.log"))
+            stack.enter_context(hidden_from_rewards(self.paths.root))
+            self.watchdog = stack.enter_context(
+                watched(config.watchdog.seconds, stacks_file=self.paths.stacks)
+            )
+            pin_models(config, self.paths)
+            fetch_models(config)
+            self._config_text = dump_yaml(config)
+            identity = run_identity(config, dataset_size)
+            self._recovery = stack.enter_context(
+                Recovery(self.paths.recover, config.recover, identity, self.database)
+            )
+            self._recovery.check_origin()
+            stack.enter_context(scratch.kept_in(self.paths.scratch))
+            trackers = open_trackers(
+                config.stats_logger,
+                experiment_name=config.experiment_name,
+                trial_name=config.trial_name,
+                logs=self.paths.logs,
+                run_config=without_secrets(asdict(config)),
+            )
+            self.stats_logger = StatsLogger(self.database, trackers, total_steps=self.total_steps)
+            stack.callback(self.stats_logger.close)
+            if config.perf_tracer.enabled:
+                perf_tracer.start(self.paths.trace("controller"), process="controller")
+                stack.callback(perf_tracer.stop)
+            self._closing = stack.pop_all()
+        self._trace_interval = config.perf_tracer.save_interval
+        self.roles = Roles(
+            self.paths.checkpoints, lambda: _timer(config.saver), keep=config.saver.keep
+        )
+        self._remembered: dict[str, Stateful] = {}
+        self._evaluation_timer = _timer(config.evaluator)
+        before = config.evaluator.eval_before_train
+        self._evaluates = can_evaluate and (config.evaluator.ever_fires or before)
+        self.evaluates_before = can_evaluate and before
+        self._recover_timer = _timer(config.recover)
+        # Told the newest step that no recovery can go back behind: what it used may be forgotten.
+        self.on_settled: Callable[[int], None] = lambda step: None
+
+    @property
+    def total_steps(self) -> int:
+        return self.ft_spec.total_train_steps
+
+    def remember(self, **holders: Stateful) -> None:
+        """Keep their states in recover points, beside the roles and the timers."""
+        taken = holders.keys() & self._remembered.keys()
+        assert not taken, f"{taken} are remembered already"
+        self._remembered |= holders
+
+    def resume(self) -> int:
+        """Load the newest recover point into every role; the first step still to do, 0 if none.
+
+        From here on the folder is that of a run: it gets its config.yaml.
+        """
+        with stage("recover point", limit_s=self._setup_timeout_s):
+            point = self._recovery.read(self.load)
+        first = 0 if point is None else point.global_step + 1
+        if point is None and (undone := self.database.ledger_view().num_steps) > 0:
+            logger.warning("%d steps are done again: no recover point was written", undone)
+        atomic_write_text(self.paths.config, self._config_text)
+        self._has_begun = True
+        self.database.record_start(
+            Start(first, self._config_text, self.ft_spec.dataset_size, numeric_world())
+        )
+        if point is None:
+            self.database.record_event("started", "step 0")
+            return 0
+        self.database.record_event("resumed", f"step {first}")
+        logger.info("resumed after step %d of %d, from %s", first, self.total_steps, point.path)
+        return first
+
+    def load(self, point: RecoverPoint) -> RecoverPoint:
+        """Make everything what it was when `point` was written; a damaged one changes nothing."""
+        state = point.load()
+        self.roles.read(point.path)
+        for name, holder in self._states().items():
+            if name in state:  # what the killed run did not have starts afresh
+                holder.load_state_dict(state[name])
+        return point
+
+    def steps(self, first: int) -> Iterator[StepInfo]:
+        """The steps from number `first` (counted from 0) to the last."""
+        per_epoch = self.ft_spec.steps_per_epoch
+        self._committed_at = time.perf_counter()
+        for number in range(first, self.total_steps):
+            yield StepInfo(
+                epoch=number // per_epoch,
+                epoch_step=number % per_epoch,
+                global_step=number,
+                steps_per_epoch=per_epoch,
+            )
+
+    def evaluation_due(self, step: StepInfo) -> bool:
+        """Once per step: whether to evaluate now. A run that evaluates at all ends with one."""
+        due = self._evaluation_timer.tick(step)
+        return self._evaluates and (due or self._is_last(step))
+
+    def finish_step(
+        self, step: StepInfo, tokenizer: Any, stats: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Save what is due and record the step's statistics; returns them all.
+
+        `stats["tokens"]` is what the step trained on. The recover point comes last, so that a run
+        resumed from it repeats nothing before it.
+        """
+        with self._recovery.stopping_in_order(step.global_step + 1):
+            self._settle(self._recovery.poll())
+            with phase("save", "io"):
+                self.roles.save_if_due(step, tokenizer)
+            recorded = {**stats_tracker.export_all(), **stats, **self._speed(stats["tokens"])}
+            self.stats_logger.commit(step.global_step, recorded)
+            due = self._recover_timer.tick(step) or self._is_last(step)
+            if not self._resumes:
+                self.on_settled(step.global_step)
+            elif due:
+                with phase("recover", "io"):
+                    self._start_recover_point(step)
+        if (step.global_step + 1) % self._trace_interval == 0:
+            perf_tracer.save()
+        return recorded
+
+    def finish(self, tokenizer: Any) -> Path:
+        """Export the trained actor to the run's `model/` folder."""
+        with self._recovery.stopping_in_order(self.total_steps):
+            save_checkpoint(self.roles.engine("actor"), self.paths.model, tokenizer)
+            self._settle(self._recovery.wait())
+        self.database.record_event("finished", f"step {self.total_steps}")
+        return self.paths.model
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._closing.__exit__(*exc_info)
+
+    @contextmanager
+    def _no_ledger_left_by_a_refusal(self) -> Iterator[None]:
+        """What is refused before the first step leaves no ledger that was not there: the lost one
+        can be put back."""
+        had_ledger = self.paths.database.exists()
+        try:
+            yield
+        except (ValueError, FileNotFoundError, RecoverError):
+            if not had_ledger and not self._has_begun:
+                self.paths.database.unlink(missing_ok=True)
+            raise
+
+    def _speed(self, tokens: float) -> dict[str, float]:
+        """From commit to commit, so that no part of the loop goes uncounted."""
+        now = time.perf_counter()
+        seconds, self._committed_at = now - self._committed_at, now
+        return {"timeperf/step": seconds, "tokens_per_second": tokens / seconds}
+
+    def _is_last(self, step: StepInfo) -> bool:
+        return step.global_step == self.total_steps - 1
+
+    def _start_recover_point(self, step: StepInfo) -> None:
+        self._settle(self._recovery.wait())
+        state = {name: holder.state_dict() for name, holder in self._states().items()}
+        self._recovery.start(step.global_step, self.roles.capture(), state)
+
+    def _settle(self, has_written: bool) -> None:
+        oldest = self._recovery.oldest_step() if has_written else None
+        if oldest is not None:
+            self.on_settled(oldest)
+
+    def _states(self) -> dict[str, Stateful]:
+        timers = {"evaluator": self._evaluation_timer, "recover": self._recover_timer}
+        random = {"random": RandomStates()}
+        return {**timers, **random, **self.roles.timers(), **self._remembered}
+
+
+def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneSpec:
+    batch_size = config.train_dataset.batch_size
+    if dataset_size == 0:
+        raise ValueError(f"train_dataset {config.train_dataset.path} is empty: it has no rows")
+    if dataset_size < batch_size:
+        raise ValueError(
+            f"train_dataset {config.train_dataset.path} has {dataset_size} rows, fewer than one "
+            f"batch: lower train_dataset.batch_size (now {batch_size}) or use more data"
+        )
+    return FinetuneSpec(
+        total_train_epochs=config.total_train_epochs,
+        dataset_size=dataset_size,
+        train_batch_size=batch_size,
+        max_train_steps=config.total_train_steps,
+    )
+
+
+def _open_database(paths: RunPaths, resumes: bool) -> RunDatabase:
+    """The run's database; refuses to write into an earlier run that is not to be resumed."""
+    can_go_on = newest_step(paths.recover) is not None
+    advice = "set recover.mode=on to go on with it, or " if can_go_on else ""
+    refusal = ValueError(f"{paths.root} holds an earlier run: {advice}choose another trial_name")
+    if not resumes and (paths.config.exists() or can_go_on):
+        raise refusal
+    enough = 16 << 20
+    paths.make_root()
+    free = shutil.disk_usage(paths.root).free
+    if free < enough:
+        raise RuntimeError(f"{paths.root}: only {free >> 20} MiB of disk are free")
+    database = RunDatabase(paths.database)
+    if not resumes and database.query("SELECT 1 FROM starts LIMIT 1"):  # without its config.yaml
+        database.close()
+        raise refusal
+    return database
+
+
+def _timer(config: TimerConfig) -> FrequencyTimer:
+    return FrequencyTimer(
+        freq_epochs=config.freq_epochs, freq_steps=config.freq_steps, freq_secs=config.freq_secs
+    )

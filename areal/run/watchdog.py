@@ -1,0 +1,158 @@
+"""Ends a run in which nothing moves any more, and says who waits for whom.
+
+    with watched(300, stacks_file=logs / "stacks.txt") as watchdog:
+        watchdog.observe("server", engine.stats)      # a change of what it returns is a movement
+        ...
+
+A movement is whatever calls `waits.progress()`: an episode ended, a phase began, a micro-batch was
+computed. After `seconds` without one, outside of `waits.allowed`, the waits of this process go to
+the log, the stacks of all its processes to a file, the cause to the last line of standard error;
+then the process ends with exit code 1 at once, whatever its threads are stuck in, and is not
+started again: somebody has to look. Its children end with it (child_process.py), and what it wrote
+is as whole as after `kill -9`.
+
+    watcher process   (run/watcher.py) decides: it also sees a process whose interpreter is held
+    watchdog thread   waits for: its questions      unblocked by: its end, close()
+    observer threads  wait for: what they observe; one that hangs is no movement, and nothing worse
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from areal.api.redact import hide_secrets
+from areal.run import restart
+from areal.run.watcher import Channel, Watched
+from areal.utils import logging, stacks, waits
+
+logger = logging.getLogger("Watchdog")
+
+_MAX_POLL_S = 5.0
+_MAX_WAITS = 200
+_WATCHER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from areal.run.watcher import main
+main(sys.argv[2])
+"""
+
+_active: Watchdog | None = None
+
+
+@contextlib.contextmanager
+def watched(seconds: float | None, *, stacks_file: Path) -> Iterator[Watchdog]:
+    """The watchdog of this process while the block runs; inside another such block, that one.
+
+    This process, and those it starts meanwhile, write their stacks to `stacks_file` when asked.
+    """
+    global _active
+    if _active is not None:
+        yield _active
+        return
+    with stacks.shared(stacks_file):
+        _active = Watchdog(seconds, stacks_file)
+        try:
+            yield _active
+        finally:
+            _active.close()
+            _active = None
+
+
+class Watchdog:
+    """`seconds` None never ends anything."""
+
+    def __init__(self, seconds: float | None, stacks_file: Path) -> None:
+        self._seconds = seconds
+        self._stacks_file = stacks_file
+        self._closing = threading.Event()
+        if seconds is not None:
+            self._clock = waits.share_clock()
+            self._watcher = self._start_watcher(seconds)
+            self._run("watchdog", self._serve, seconds)
+
+    def observe(self, name: str, look: Callable[[], object]) -> None:
+        """From now on `look` is called every few seconds in a thread."""
+        if self._seconds is not None:
+            poll_s = min(_MAX_POLL_S, self._seconds / 10)
+            self._run(f"watchdog-{name}", self._look, look, poll_s)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._seconds is not None:
+            self._channel.close()
+
+    def _run(self, name: str, function: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=function, args=args, name=name, daemon=True).start()
+
+    def _start_watcher(self, seconds: float) -> subprocess.Popen:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        pipe = restart.pipe()
+        run = Watched(
+            pid=os.getpid(),
+            seconds=seconds,
+            stacks=str(self._stacks_file.absolute()),
+            clock_fd=self._clock.fileno(),
+            channel_fd=theirs.fileno(),
+            restart_fd=pipe,
+        )
+        sys_path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        with theirs:
+            return subprocess.Popen(
+                [sys.executable, "-c", _WATCHER, sys_path, run.to_json()],
+                pass_fds=[run.clock_fd, run.channel_fd, *([] if pipe is None else [pipe])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+
+    def _serve(self, seconds: float) -> None:
+        """Answer the watcher; should it be killed, start another one."""
+        while True:
+            with contextlib.suppress(OSError, EOFError):
+                self._answer()
+            code = self._watcher.wait()
+            if self._closing.wait(1.0):
+                return
+            logger.warning("the watchdog's process ended with code %d: starting another", code)
+            self._watcher = self._start_watcher(seconds)
+
+    def _answer(self) -> NoReturn:
+        while True:
+            question = self._channel.receive()
+            if question["ask"] == "end":
+                _end(question["line"])
+            found = waits.describe()[:_MAX_WAITS] or ["nobody waits: a computation hangs"]
+            found = [hide_secrets(line) for line in found]
+            self._channel.send({"waits": found, "quiet_s": waits.quiet_s()})
+
+    def _look(self, look: Callable[[], object], poll_s: float) -> None:
+        seen: object = None
+        while not self._closing.wait(poll_s):
+            try:
+                now = look()
+            except Exception as error:  # its owner meets it too, and decides what it means
+                logger.debug("nothing to see: %s", error)
+                continue
+            if now != seen:
+                seen = now
+                waits.progress()
+
+
+def _end(line: str) -> NoReturn:
+    with contextlib.suppress(Exception):  # nothing may keep the process from ending
+        logger.error("nothing moves:\n%s", "\n".join(waits.describe()))
+        restart.stay_down()
+        sys.stdout.flush()
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,173 @@
+"""The process that watches a run from outside, for `run/watchdog.py`: it needs no thread of the
+run's to be alive, nor its interpreter.
+
+    run      the clock of waits.py in shared memory      ->  watcher: has anything moved?
+    watcher  {"ask": "waits"}                            ->  run: {"waits": [...]}, within a moment
+    watcher  {"ask": "end", "line": why}                 ->  run: prints the line, ends with code 1
+
+A run that does not answer (a call that holds the GIL, a process in the kernel's hands) is killed:
+the watcher then names the innermost calls of its busiest thread, and prints the line itself.
+
+Started with the run's own interpreter and nothing of torch; ends when the run's end of the socket
+closes, so that it never outlives the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from areal.run import restart
+from areal.utils import stacks, waits
+
+_ANSWER_S = 5.0
+_ENDING_S = 5.0
+_MAX_POLL_S = 5.0
+_MAX_NAMED = 4  # waits on the last line; the log has all
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The run, as its watcher is told of it."""
+
+    pid: int
+    seconds: float  # longest time without a movement
+    stacks: str  # file
+    clock_fd: int
+    channel_fd: int
+    restart_fd: int | None  # the pipe of run/restart.py, where a supervisor listens
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def main(text: str) -> None:
+    """The whole life of the watcher; `text` is a Watched as JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
+    run = Watched(**json.loads(text))
+    channel = Channel(socket.socket(fileno=run.channel_fd))
+    if run.restart_fd is not None:
+        restart.answer_to(run.restart_fd)
+    for quiet_s in _quiet_moments(run, channel):
+        if _end(run, channel, quiet_s):
+            return
+
+
+class Channel:
+    """One end of the socket between a run and its watcher: a JSON object a line."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._received = b""
+
+    def send(self, message: dict[str, Any], timeout_s: float | None = None) -> None:
+        self._end.settimeout(timeout_s)
+        self._end.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """The next message; TimeoutError, or EOFError when the other end has gone."""
+        self._end.settimeout(timeout_s)
+        while b"\n" not in self._received:
+            data = self._end.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Both ends then meet an EOFError, also one that waits in `receive`."""
+        with contextlib.suppress(OSError):  # the other end has gone
+            self._end.shutdown(socket.SHUT_RDWR)
+
+
+def _quiet_moments(run: Watched, channel: Channel) -> Iterator[float]:
+    """Each time nothing has moved for too long: for how long. Ends with the run."""
+    clock = waits.open_clock(run.clock_fd)
+    poll_s = min(_MAX_POLL_S, run.seconds / 10)
+    counts_from = asleep = time.monotonic()
+    while not _has_ended(channel, poll_s):
+        woke = time.monotonic()
+        if woke - asleep > poll_s + run.seconds / 2 or stacks.is_stopped(run.pid):
+            # The watcher, the run or the whole machine was stopped on purpose: count from here.
+            counts_from = woke
+        elif (quiet_s := min(clock.quiet_s(), woke - counts_from)) >= run.seconds:
+            yield quiet_s
+            counts_from = time.monotonic()
+        asleep = time.monotonic()
+
+
+def _has_ended(channel: Channel, wait_s: float) -> bool:
+    """Whether the run has closed its end within `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    with contextlib.suppress(TimeoutError):
+        while True:  # a late answer is of no interest any more
+            try:
+                channel.receive(max(deadline - time.monotonic(), 0.001))
+            except (EOFError, ConnectionError):
+                return True
+    return False
+
+
+def _end(run: Watched, channel: Channel, quiet_s: float) -> bool:
+    """Say why and end the run; False if it has moved meanwhile."""
+    answer = _ask(channel, {"ask": "waits"})
+    if answer is not None and answer["quiet_s"] < run.seconds:
+        return False
+    path = Path(run.stacks)
+    where = f"stacks of all processes: {path}"
+    try:
+        stacks.collect(path, run.pid, leave_out=[os.getpid()])
+    except OSError as error:
+        where = f"no stacks: {error}"
+    found = answer["waits"] if answer is not None else [_who_holds_it(path, run.pid)]
+    found = [*found[:_MAX_NAMED], *(f"stopped: {name}" for name in stacks.stopped(run.pid))]
+    quiet = f"nothing has moved for {quiet_s:.0f} s (watchdog.seconds={run.seconds:g})"
+    line = f"areal: error: {quiet}: {'; '.join(found)}. {where}"
+    if answer is None or not _ends_itself(channel, line):
+        _kill(run.pid, line)
+    return True
+
+
+def _who_holds_it(path: Path, pid: int) -> str:
+    try:
+        frames = stacks.busy_frames(path, pid)
+    except OSError:
+        frames = ""
+    place = f"; its busiest thread is in {frames}" if frames else ""
+    return f"process {pid} does not answer: one of its calls lets no other thread run{place}"
+
+
+def _ask(channel: Channel, question: dict[str, Any]) -> dict[str, Any] | None:
+    """The run's answer, or None if none comes in time."""
+    try:
+        channel.send(question, _ANSWER_S)
+        return channel.receive(_ANSWER_S)
+    except (OSError, EOFError):
+        return None
+
+
+def _ends_itself(channel: Channel, line: str) -> bool:
+    """Whether the run, told to print the line and end, does so."""
+    with contextlib.suppress(OSError):
+        channel.send({"ask": "end", "line": line}, _ENDING_S)
+    return _has_ended(channel, _ENDING_S)
+
+
+def _kill(pid: int, line: str) -> None:
+    with contextlib.suppress(OSError):  # the supervisor has gone
+        restart.stay_down()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # nothing is printed behind the line
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Code we do not trust (rewards, agents): a pool of confined worker processes."""

@@ -1,0 +1,168 @@
+"""What reward workers use, looked at from outside: limits that no code in a worker can lift.
+
+In: the process of a worker and its folder. Out: the first limit it is beyond, in words. The kernel
+stops a process at once at what it counts itself (`confine.py`); here the rest is found within
+about a second, over all that the worker has started:
+
+| limit         | why not the kernel alone                                                        |
+|---------------|---------------------------------------------------------------------------------|
+| CPU time      | RLIMIT_CPU sends a signal that can be ignored, and begins anew in each child     |
+| memory        | RLIMIT_DATA forgets what was made read-only                                      |
+| processes     | RLIMIT_NPROC does not count for root                                             |
+| disk          | RLIMIT_FSIZE is about one file                                                   |
+
+Reads /proc, so this is for Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal.api.config.limits import ProcessLimits
+from areal.utils.stacks import descendants
+
+MAX_THREADS = 4096  # of one worker and all it started
+MAX_FILES = 50_000  # in its folder
+_MAX_PATH = 4000  # the kernel takes a few more bytes
+_MAX_OPEN_FILES = 10_000
+_SLACK = 1.05  # for pages the kernel does not count as data: stacks, rounding
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of a worker and all that it started; `memory` is that of the largest process."""
+
+    cpu_s: float
+    memory: int
+    processes: int  # started by the worker
+    threads: int
+    disk: int
+    files: int
+
+
+def measure(pid: int, folder: str, limits: ProcessLimits) -> Usage | None:
+    """None when the process is gone."""
+    family = [pid, *descendants(pid)] if limits.max_processes else [pid]
+    stats = [stat for stat in map(_read_stat, family) if stat is not None]
+    if not stats or stats[0].pid != pid:
+        return None
+    disk, files = _folder_size(folder)
+    for stat in stats:
+        disk += _unlinked_size(stat, folder, limits)
+    return Usage(
+        cpu_s=sum(stat.cpu_s for stat in stats),
+        memory=max(stat.memory for stat in stats),
+        processes=sum(stat.is_alive for stat in stats) - 1,
+        threads=sum(stat.threads for stat in stats),
+        disk=disk,
+        files=files,
+    )
+
+
+def beyond(usage: Usage, limits: ProcessLimits, cpu_s: float) -> str | None:
+    """The limit that is broken; `cpu_s` is what the call that runs has taken."""
+    found = [
+        (cpu_s, "cpu_seconds", limits.cpu_seconds, "took more CPU time"),
+        (usage.memory / _SLACK / (1 << 30), "memory_gb", limits.memory_gb, "took more memory"),
+        (usage.processes, "max_processes", limits.max_processes, "started more processes"),
+        (usage.disk / (1 << 20), "disk_mb", limits.disk_mb, "kept more in $TMPDIR"),
+    ]
+    for used, key, limit, text in found:
+        if limit is not None and used > limit:
+            return f"{text} than limits.{key}={limit:g} allows"
+    if usage.threads > MAX_THREADS:
+        return f"started more than {MAX_THREADS} threads"
+    if usage.files > MAX_FILES:
+        return f"kept more than {MAX_FILES} files, or what cannot be looked into, in $TMPDIR"
+    return None
+
+
+def is_alive(pid: int) -> bool:
+    stat = _read_stat(pid)
+    return stat is not None and stat.is_alive
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    pid: int
+    is_alive: bool
+    cpu_s: float  # with children that it has waited for
+    threads: int
+    addresses: int  # bytes mapped
+    memory: int  # its own pages in memory and in swap, and shared ones that are no file
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    try:
+        # A process chooses its name, which stands in brackets and may hold any character.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        text = Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return None
+    sizes = [_status_bytes(text, key) for key in (b"RssAnon", b"RssShmem", b"VmSwap")]
+    return _Stat(
+        pid=pid,
+        is_alive=fields[0] not in (b"Z", b"X"),
+        cpu_s=sum(map(int, fields[11:15])) / _TICKS_PER_S,
+        threads=int(fields[17]),
+        addresses=int(fields[20]),
+        memory=sum(sizes),
+    )
+
+
+def _status_bytes(text: bytes, key: bytes) -> int:
+    """`RssAnon:     1234 kB`; a zombie has none."""
+    _, found, rest = text.partition(b"\n" + key + b":")
+    return int(rest.split(None, 1)[0]) << 10 if found else 0
+
+
+def _folder_size(folder: str) -> tuple[int, int]:
+    """(bytes on disk, entries) below `folder`, which somebody may be changing."""
+    size, count, pending = 0, 0, [folder]
+    while pending and count <= MAX_FILES:
+        path = pending.pop()
+        if len(os.fsencode(path)) > _MAX_PATH:
+            return size, MAX_FILES + 1
+        try:
+            with os.scandir(path) as entries:
+                for entry in itertools.islice(entries, MAX_FILES + 1 - count):
+                    count += 1
+                    with contextlib.suppress(FileNotFoundError):  # just removed; not the others
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return size, MAX_FILES + 1
+    return size, count
+
+
+def _unlinked_size(stat: _Stat, folder: str, limits: ProcessLimits) -> int:
+    """Bytes of files that have no name any more and take up their disk as long as they are used."""
+    size = 0
+    with contextlib.suppress(OSError):
+        device = os.stat(folder).st_dev
+        for name in os.listdir(f"/proc/{stat.pid}/fd")[:_MAX_OPEN_FILES]:
+            with contextlib.suppress(OSError):
+                found = os.stat(f"/proc/{stat.pid}/fd/{name}")
+                if found.st_nlink == 0 and found.st_dev == device:
+                    size += found.st_blocks * 512
+    if stat.addresses > limits.disk_mb << 20:  # else it cannot map that much either
+        size += _unlinked_maps(stat.pid, folder)
+    return size
+
+
+def _unlinked_maps(pid: int, folder: str) -> int:
+    size = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:
+        for line in lines:
+            if line.endswith(" (deleted)\n") and f" {folder}/" in line:
+                begin, end = line.split(" ", 1)[0].split("-")
+                size += int(end, 16) - int(begin, 16)
+    return size

@@ -1,0 +1,125 @@
+"""One turn of a chat: the question as tokens, the engine's reply, its judgement.
+
+What the shipped workflows have in common. Seeds come from `workflow_context`, so an episode that
+runs again draws the same tokens from the same weights; an aborted reply is a failure, never data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.workflow_context import workflow_context
+from areal.reward import check_reward_fn, get_reward_fn
+from areal.sandbox.pool import AsyncRewardWrapper
+from areal.utils import import_path
+from areal.utils.tokenizer import chat_prompt_ids, load_hf_tokenizer
+from areal.utils.waits import waiting
+
+if TYPE_CHECKING:
+    from areal.api.config.generation import GenerationHyperparameters
+    from areal.api.engine_api import InferenceEngine
+
+NUM_CACHED_PROMPTS = 1024  # more than the groups in flight at any time
+REWARD_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    text: str
+
+
+def messages_of(data: dict[str, Any]) -> Any:
+    if "messages" not in data:
+        raise ValueError(f"a row needs the key 'messages' (a chat), found {', '.join(data)}")
+    if has_images(data):
+        raise ValueError("a row with images: this workflow reads text alone")
+    return data["messages"]
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Whether a row brings images, beside its chat or in it."""
+    if row.get("images"):
+        return True
+    chat = row.get("messages")
+    contents = [m.get("content") for m in chat if isinstance(m, Mapping)] if chat else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts)
+
+
+def chat_input_ids(messages: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
+    return chat_prompt_ids(messages, tokenizer, enable_thinking=enable_thinking)
+
+
+class ChatTurn:
+    """Its arguments are those of the workflows, and are told there (`RLVRWorkflow`)."""
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float] | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        enable_thinking: bool = False,
+        get_input_ids_fn: Callable[..., list[int]] | str = chat_input_ids,
+        data_extract_prompt_fn: Callable[[dict[str, Any]], Any] | str = messages_of,
+        reward_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = load_hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(self.tokenizer).new(n_samples=1)
+        self.stop_ids = frozenset(self.gconfig.stop_token_ids)
+        self._enable_thinking = enable_thinking
+        self._extract_prompt = _function(data_extract_prompt_fn, "data_extract_prompt_fn")
+        self._get_input_ids = _function(get_input_ids_fn, "get_input_ids_fn")
+        self._tokenized = lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._tokenize)
+        if isinstance(reward_fn, str):
+            reward_fn = get_reward_fn(reward_fn)
+        check_reward_fn(reward_fn)
+        self._reward = AsyncRewardWrapper(reward_fn, **(reward_kwargs or {}))
+
+    def prompt(self, data: dict[str, Any]) -> Prompt:
+        """The row's question. The samples of a group tokenise it once."""
+        return self._tokenized(json.dumps(self._extract_prompt(data)))
+
+    async def generate(self, engine: InferenceEngine, input_ids: list[int]) -> ModelResponse:
+        seed = self.gconfig.seed if self.gconfig.seed is not None else workflow_context.next_seed()
+        request = ModelRequest(
+            input_ids=list(input_ids),
+            gconfig=self.gconfig.new(seed=seed),
+            tokenizer=self.tokenizer,
+        )
+        response = await engine.agenerate(request)
+        if response.stop_reason == "abort":
+            raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
+        return response
+
+    async def judge(self, prompt: Prompt, response: ModelResponse, data: dict[str, Any]) -> float:
+        """The reward of the reply, from the reward process."""
+        text_ids = response.output_tokens
+        if text_ids and text_ids[-1] in self.stop_ids:
+            text_ids = text_ids[:-1]
+        with waiting(f"reward {self._reward.name}"):
+            return await self._reward(
+                prompt.text,
+                self.tokenizer.decode(text_ids),
+                prompt.ids,
+                response.output_tokens,
+                **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
+            )
+
+    def close(self) -> None:
+        """End the reward processes."""
+        self._reward.close()
+
+    def _tokenize(self, chat_json: str) -> Prompt:
+        ids = self._get_input_ids(json.loads(chat_json), self.tokenizer, self._enable_thinking)
+        return Prompt(ids=ids, text=self.tokenizer.decode(ids))
+
+
+def _function(value: Callable | str, key: str) -> Callable[..., Any]:
+    return import_path.load(value, key=key) if isinstance(value, str) else value

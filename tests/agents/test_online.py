@@ -1,0 +1,128 @@
+"""Online: clients outside start sessions, talk, give rewards and end them."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from openai import OpenAI
+from sample_agents import QUESTION
+
+from areal.agents.preconditions import ADMIN_KEY
+from areal.agents.session import AgentError, AgentTimeoutError
+from areal.agents.workflow import online_workflow
+from areal.api.config.agent import AgentConfig
+from areal.api.config.generation import GenerationHyperparameters
+
+SECRET = "a secret of the test"
+
+
+@pytest.fixture
+def online(world, monkeypatch):
+    monkeypatch.setenv(ADMIN_KEY, SECRET)
+    workflow = online_workflow(
+        config=AgentConfig(mode="online", turn_discount=0.5, session_timeout_seconds=2.0),
+        tokenizer=world.tokenizer,
+        gconfig=GenerationHyperparameters(max_new_tokens=4),
+    )
+    yield workflow
+    workflow.close()
+
+
+class Outside:
+    """A client that knows the address and the admin key only."""
+
+    def __init__(self, workflow, world):
+        base_url = world.runner.run(workflow._proxy.get()).result(10).base_url
+        self.root = base_url.removesuffix("/v1")
+
+    def post(self, route: str, key: str, body: dict | None = None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.root}/rl/{route}", headers=headers, json=body or {})
+
+    def start(self) -> dict:
+        answer = self.post("start_session", SECRET)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def talk(session: dict, turns: int = 1) -> list[str]:
+    with OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
+        return [
+            client.chat.completions.create(model="policy", messages=QUESTION).id
+            for _ in range(turns)
+        ]
+
+
+def test_a_client_drives_an_episode(online, world):
+    running = world.start(online, {"question": "2+2="})
+    outside = Outside(online, world)
+    session = outside.start()
+    assert session["data"] == {"question": "2+2="}
+    first, _ = talk(session, 2)
+    reward = {"interaction_id": first, "reward": 1}
+    assert outside.post("set_reward", session["api_key"], reward).status_code == 200
+    ended = outside.post("end_session", session["api_key"], {"reward": 2.0})
+    assert ended.json() == {"interactions": 2}
+    interactions = running.result(10)
+    assert [item.reward for item in interactions.values()] == [2.0, 2.0]  # 1 + 0.5 * 2, and 2
+    assert outside.post("end_session", session["api_key"]).status_code in (401, 409)
+
+
+def test_sessions_start_while_episodes_wait(online, world):
+    outside = Outside(online, world)
+    assert outside.post("start_session", SECRET).status_code == 429
+    running = [world.start(online) for _ in range(2)]
+    keys = [outside.start()["api_key"] for _ in running]
+    assert len(set(keys)) == 2
+    assert outside.post("start_session", SECRET).status_code == 429
+    for key in keys:
+        outside.post("end_session", key)
+    assert [future.result(10) for future in running] == [None, None]
+
+
+def test_an_end_without_a_reward_is_a_rejection(online, world):
+    running = world.start(online)
+    outside = Outside(online, world)
+    session = outside.start()
+    talk(session)
+    outside.post("end_session", session["api_key"])
+    assert running.result(10) is None
+
+
+def test_a_client_that_leaves_is_a_failure(online, world):
+    running = world.start(online)
+    talk(Outside(online, world).start())
+    with pytest.raises(AgentTimeoutError, match="did not end session .* within 2 s"):
+        running.result(10)
+
+
+def test_only_the_admin_key_starts_sessions(online, world):
+    running = world.start(online)
+    outside = Outside(online, world)
+    for key in ("wrong", SECRET[:-1], SECRET + "x"):
+        assert outside.post("start_session", key).status_code == 401
+    session = outside.start()
+    assert outside.post("start_session", session["api_key"]).status_code == 401
+    outside.post("end_session", session["api_key"])
+    assert running.result(10) is None
+
+
+@pytest.mark.parametrize("secret", [None, "short"])
+def test_the_admin_key_must_be_a_secret(world, monkeypatch, secret):
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    if secret is not None:
+        monkeypatch.setenv(ADMIN_KEY, secret)
+    with pytest.raises(ValueError, match="set the environment variable AREAL_ADMIN_API_KEY"):
+        online_workflow(
+            config=AgentConfig(mode="online"),
+            tokenizer=world.tokenizer,
+            gconfig=GenerationHyperparameters(),
+        )
+
+
+def test_a_row_that_is_no_json_fails_its_episode(online, world):
+    running = world.start(online, {"image": object()})
+    answer = Outside(online, world).post("start_session", SECRET)
+    assert answer.status_code == 500 and "cannot be sent as JSON" in answer.text
+    with pytest.raises(AgentError, match="not JSON serializable"):
+        running.result(30)

@@ -1,0 +1,317 @@
+"""HttpEngine against servers that break, hang and lie: scripts behind real HTTP.
+
+The scripts stand for the network and for dying processes. What a healthy server does is tested with
+one that speaks SGLang's protocol (test_sglang_remote.py), and with vLLM itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from aiohttp import web
+from tiny import tiny_model, write_tiny_model
+
+from areal.api.alloc_mode import ModelAllocation
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.io_struct import HttpGenerationResult, ModelRequest, WeightUpdateMeta
+from areal.engine.remote.client import Draft
+from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.server_control import ServerError
+from areal.engine.remote.sglang import SGLangProtocol
+from areal.weight_sync.transports import PublicationRoot, send_weights
+
+
+def request(ids=(2, 3), **options):
+    gconfig = GenerationHyperparameters(**{"max_new_tokens": 4, **options})
+    return ModelRequest(input_ids=list(ids), gconfig=gconfig)
+
+
+def answer(tokens, reason="stop", **finish):
+    pairs = [[-0.5, token, None] for token in tokens]
+    return web.json_response(
+        {
+            "meta_info": {
+                "finish_reason": {"type": reason, **finish},
+                "output_token_logprobs": pairs,
+            }
+        }
+    )
+
+
+class ScriptedServer:
+    """Answers the nth POST /generate by scripts[n] (the last one for all later): a function from
+    the body, awaited when it is a coroutine. Control calls succeed unless `fails` names them."""
+
+    def __init__(self, *scripts, fails=()):
+        self.scripts = scripts
+        self.fails = fails
+        self.seen = []  # bodies of /generate
+        self.orders = []  # control routes, in order
+
+    async def generate(self, call):
+        self.seen.append(await call.json())
+        script = self.scripts[min(len(self.seen), len(self.scripts)) - 1]
+        result = script(self.seen[-1])
+        result = await result if asyncio.iscoroutine(result) else result
+        if result is None:
+            call.transport.close()
+            raise ConnectionError
+        return result
+
+    async def order(self, call):
+        self.orders.append(call.path)
+        if call.path in self.fails:
+            return web.json_response({"success": False, "message": "no such file"}, status=400)
+        return web.json_response({"success": True})
+
+
+@asynccontextmanager
+async def serving(server):
+    app = web.Application()
+    app.router.add_post("/generate", server.generate)
+    app.router.add_route("*", "/{other}", server.order)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield "{}:{}".format(*runner.addresses[0])
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def engine_of(*servers, model_path="unused", **options):
+    options = {"request_timeout_s": 20, "request_retries": 2, **options}
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(server)) for server in servers]
+        engine = HttpEngine(SGLangProtocol(), addresses, "token", model_path=model_path, **options)
+        yield engine
+        await asyncio.to_thread(engine.destroy)
+
+
+def hang_up(body):
+    return None
+
+
+async def never(body):
+    await asyncio.sleep(60)
+
+
+async def test_lost_requests_are_sent_again_within_a_bound():
+    server = ScriptedServer(hang_up, hang_up, lambda body: answer([7]))
+    async with engine_of(server) as engine:
+        assert (await engine.agenerate(request())).output_tokens == [7]
+    assert server.seen[0] == server.seen[2]
+    server = ScriptedServer(hang_up)
+    async with engine_of(server, request_retries=1) as engine:
+        with pytest.raises(ServerError, match="after 2 attempts"):
+            await engine.agenerate(request())
+    assert len(server.seen) == 2
+
+
+async def test_a_retry_goes_to_another_server():
+    dead, alive = ScriptedServer(hang_up), ScriptedServer(lambda body: answer([7]))
+    async with engine_of(dead, alive, request_retries=1) as engine:
+        replies = await asyncio.gather(*[engine.agenerate(request([n, 1])) for n in range(6)])
+    assert [reply.output_tokens for reply in replies] == [[7]] * 6
+
+
+async def test_samples_of_a_prompt_go_to_one_server():
+    async def slow(body):
+        await asyncio.sleep(0.2)
+        return answer([1])
+
+    servers = [ScriptedServer(slow), ScriptedServer(slow)]
+    async with engine_of(*servers) as engine:
+        requests = [request([prompt]) for _ in range(4) for prompt in range(6)]
+        await asyncio.gather(*map(engine.agenerate, requests))
+    prompts = [{body["input_ids"][0] for body in server.seen} for server in servers]
+    assert [len(each) for each in prompts] == [3, 3] and not prompts[0] & prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "message"),
+    [
+        (lambda body: web.json_response({"error": {"message": "too long"}}, status=400),
+         ValueError, "too long"),
+        (lambda body: web.Response(text="<html>proxy", status=502), ServerError, "502: <html>"),
+    ],
+)  # fmt: skip
+async def test_an_error_is_raised_at_once(script, error, message):
+    server = ScriptedServer(script)
+    async with engine_of(server) as engine:
+        with pytest.raises(error, match=message):
+            await engine.agenerate(request())
+    assert len(server.seen) == 1
+
+
+def odd(pairs, reason="stop", **more):
+    finish = {"finish_reason": {"type": reason}, "output_token_logprobs": pairs}
+    return lambda body: web.json_response({"meta_info": finish, **more})
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (lambda body: web.Response(text="nonsense"), "not JSON"),
+        (lambda body: web.json_response([1]), "expected a JSON object"),
+        (lambda body: web.json_response({"meta_info": None}), "TypeError"),
+        (lambda body: web.json_response({"meta_info": {"finish_reason": "stop"}}), "TypeError"),
+        (lambda body: answer([1, 2, 3, 4, 5]), "5 tokens came, 4 were asked for"),
+        (lambda body: answer([], "abort", status_code=500, message="boom"), "boom"),
+        (lambda body: answer([256]), "must lie in 0 .. 255, got 256"),
+        (lambda body: answer([-1]), "token ids must lie in 0 .. .*, got -1"),
+        (lambda body: answer([1.0]), "expected a list of token ids"),
+        (lambda body: answer([True]), "expected a list of token ids"),
+        (lambda body: answer([]), "none came, though the request ended with 'stop'"),
+        (odd(None), "none came, though the request ended with 'stop'"),
+        (odd(None, "length"), "none came, though the request ended with 'length'"),
+        (odd(None, "abort", output_ids=[5]), "expected one per token, got none"),
+        (odd([[-9999.0, 5, None]]), "of at least -1000, got -9999"),
+        (odd([[0.5, 5, None]]), "at or below 0"),
+        (odd([[True, 5, None]]), "expected a list of numbers"),
+        (odd([[None, 5, None]]), "expected a list of numbers"),
+        (odd([["-0.5", 5, None]]), "expected a list of numbers"),
+        (odd([[float("nan"), 5, None]]), "not JSON"),
+        (odd([[-0.5]]), "IndexError"),
+        (lambda body: web.Response(body=b'{"meta_info": ' + b"[" * 9000), "not JSON"),
+    ],
+)
+async def test_a_reply_that_cannot_be_trained_on_is_refused(script, message):
+    """Asked for again within the bound, counted, and never data."""
+    server = ScriptedServer(script, script, lambda body: answer([7]))
+    async with engine_of(server, vocab_size=256) as engine:
+        assert (await engine.agenerate(request())).output_tokens == [7]
+        stats = await asyncio.to_thread(engine.stats)
+        assert stats["replies_refused"] == 2 and stats["requests_resent"] == 2
+    server = ScriptedServer(script)
+    async with engine_of(server, vocab_size=256) as engine:
+        with pytest.raises(
+            ServerError, match=f"malformed reply.*{message}.*after 3 attempts"
+        ) as caught:
+            await engine.agenerate(request())
+        assert f"SGLang server {engine._seats.addresses[0]}" in str(caught.value)
+    assert len(server.seen) == 3
+
+
+async def test_float_rounding_is_no_fault():
+    async with engine_of(ScriptedServer(odd([[1e-4, 5, None]])), vocab_size=256) as engine:
+        assert (await engine.agenerate(request())).output_logprobs == [1e-4]
+
+
+async def test_no_reply_in_time():
+    async with engine_of(ScriptedServer(never), request_timeout_s=0.2) as engine:
+        with pytest.raises(ServerError, match="no reply within 0.2 s"):
+            await engine.agenerate(request())
+
+
+async def test_aborts_that_nobody_ordered_end_as_an_error():
+    server = ScriptedServer(lambda body: answer([], "abort"))
+    async with engine_of(server, request_retries=1) as engine:
+        with pytest.raises(ServerError, match="aborted the request .after 2 attempts"):
+            await engine.agenerate(request())
+
+
+async def test_what_was_aborted_goes_on_where_it_was():
+    server = ScriptedServer(lambda body: answer([7, 8], "abort"), lambda body: answer([9], "stop"))
+    async with engine_of(server) as engine:
+        reply = await engine.agenerate(request(seed=10, min_new_tokens=3))
+    assert reply.output_tokens == [7, 8, 9] and reply.stop_reason == "stop"
+    first, second = [body["sampling_params"] for body in server.seen]
+    assert server.seen[1]["input_ids"] == [2, 3, 7, 8]
+    assert (first["max_new_tokens"], second["max_new_tokens"]) == (4, 2)
+    assert (first["min_new_tokens"], second["min_new_tokens"]) == (3, 1)
+    assert (first["sampling_seed"], second["sampling_seed"]) == (10, 12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def publish(engine, root, version):
+    meta = root.meta().with_version(version)
+    send_weights(engine, meta, tiny_model().named_hf_tensors())
+
+
+async def test_a_request_that_the_order_missed_is_dropped_and_sent_again(model, tmp_path):
+    """It reached the server after the abort: it would come back with tokens of the new weights."""
+    server = ScriptedServer(never, lambda body: answer([7]))
+    with PublicationRoot("disk", run_name="t", disk_root=tmp_path / "w") as root:
+        async with engine_of(server, model_path=model) as engine:
+            task = asyncio.create_task(engine.agenerate(request()))
+            while not server.seen:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(publish, engine, root, 3)
+            reply = await task
+    assert reply.output_tokens == [7] and reply.output_versions == [3]
+    assert server.orders == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ]
+
+
+async def test_weights_that_do_not_load_stop_generation_with_the_cause(model, tmp_path):
+    server = ScriptedServer(lambda body: answer([7]), fails=["/update_weights_from_disk"])
+    with PublicationRoot("disk", run_name="t", disk_root=tmp_path / "w") as root:
+        async with engine_of(server, model_path=model) as engine:
+            with pytest.raises(RuntimeError, match="no such file"):
+                await asyncio.to_thread(publish, engine, root, 3)
+            with pytest.raises(RuntimeError, match="no weights serve: version 3 did not load"):
+                await engine.agenerate(request())
+            server.fails = ()
+            await asyncio.to_thread(publish, engine, root, 4)
+            assert (await engine.agenerate(request())).output_versions == [4]
+
+
+async def test_what_does_not_verify_or_does_not_fit_disturbs_nobody(model, tmp_path):
+    server = ScriptedServer(lambda body: answer([7]))
+    async with engine_of(server, model_path=model) as engine:
+        absent = WeightUpdateMeta.from_disk(tmp_path / "absent").with_version(5)
+        with pytest.raises(RuntimeError, match="no such publication"):
+            await asyncio.to_thread(engine.update_weights, absent)
+        with pytest.raises(ValueError, match="weight_update_mode"):
+            engine.update_weights(WeightUpdateMeta(type="direct", version=5), iter(()))
+        by_group = WeightUpdateMeta(
+            type="xccl", version=5, gen_allocation=ModelAllocation.from_str("sglang:d1")
+        )
+        with pytest.raises(ValueError, match="a SGLang server takes whole models from a folder, "):
+            engine.update_weights(by_group, iter(()))
+        assert server.orders == []
+        assert (await engine.agenerate(request())).output_versions == [0]
+
+
+async def test_an_update_that_cannot_interrupt_leaves_the_old_weights_serving(model, tmp_path):
+    server = ScriptedServer(lambda body: answer([7]), fails=["/pause_generation"])
+    with PublicationRoot("disk", run_name="t", disk_root=tmp_path / "w") as root:
+        async with engine_of(server, model_path=model) as engine:
+            with pytest.raises(RuntimeError, match="pause_generation"):
+                await asyncio.to_thread(publish, engine, root, 3)
+            assert (await engine.agenerate(request())).output_versions == [0]
+
+
+async def test_destroy_cancels_those_who_wait():
+    async with engine_of(ScriptedServer(never)) as engine:
+        task = asyncio.create_task(engine.agenerate(request()))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.destroy)
+        await asyncio.to_thread(engine.destroy)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize("options", [{"stop": ["x"]}, {"frequency_penalty": 0.5}])
+def test_a_request_whose_meaning_depends_on_its_start_starts_over(options):
+    draft = Draft(request(**options), budget=4)
+    draft.add(HttpGenerationResult([7, 8], [-1.0, -1.0], "abort"), version=1)
+    assert draft.next_request().input_ids == [2, 3] and draft.stop_reason is None
+    draft.add(HttpGenerationResult([9], [-1.0], "stop"), version=2)
+    assert (draft.tokens, draft.versions, draft.stop_reason) == ([9], [2], "stop")
+
+
+def test_an_abort_at_the_last_token_is_an_end_by_length():
+    draft = Draft(request(), budget=2)
+    draft.add(HttpGenerationResult([7, 8], [-1.0, -1.0], "abort"), version=1)
+    assert draft.stop_reason == "length"

@@ -1,0 +1,126 @@
+"""Members: a server that cannot be started again is left out, and the last one never.
+
+The processes are real and really killed; what answers under their addresses is a few lines of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from areal.api.engine_api import EngineLostError
+from areal.engine.remote.server_pool import Members
+from areal.engine.remote.server_process import ServerProcess
+from areal.utils.child_process import ChildProcess
+
+
+class FakeServer:
+    """Answers /health, takes weights, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.version, self.orders = 0, []
+        server = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self._say({"status": "ok", "version": server.version, "model": "m"})
+
+            def do_POST(self):
+                order = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.orders.append((self.path, order))
+                server.version = order.get("version", server.version)
+                self._say({})
+
+            def _say(self, content):
+                body = json.dumps(content).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.address = "{}:{}".format(*self._http.server_address)
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def end(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class Launcher:
+    """The nth start answers at `servers[n]`; when there is none left, it fails."""
+
+    def __init__(self, *servers: FakeServer) -> None:
+        self._servers = list(servers)
+        self.children: list[ChildProcess] = []
+
+    def __call__(self) -> tuple[ChildProcess, str]:
+        if not self._servers:
+            raise RuntimeError("no room for another")
+        self.children.append(ChildProcess(["sleep", "1000"], name="server"))
+        return self.children[-1], self._servers.pop(0).address
+
+
+@pytest.fixture
+def fakes():
+    servers = [FakeServer() for _ in range(3)]
+    yield servers
+    for server in servers:
+        server.end()
+
+
+def kill(server: FakeServer, launcher: Launcher) -> None:
+    server.end()
+    os.kill(launcher.children[-1].pid, signal.SIGKILL)
+
+
+def test_a_server_is_started_again_then_left_out_and_the_last_is_raised(fakes, caplog):
+    first, second, again = fakes
+    launchers = [Launcher(first, again), Launcher(second)]
+    processes = [ServerProcess(launcher) for launcher in launchers]
+    options = {"timeout_s": 10, "setup_timeout_s": 10, "processes": processes, "max_restarts": 2}
+    members = Members([p.address for p in processes], "token", **options)
+    order = {"path": "p", "version": 4, "recompute_kv": True}
+    try:
+        members.note_weights(4, order)  # nobody had sent them: both get them now
+        assert first.version == second.version == 4
+        members.set_paused(True)
+        kill(first, launchers[0])
+        assert members.is_gone(first.address) and not members.is_gone(second.address)
+        answers = members.on_all(lambda control: control.get("/health"))
+        assert {control.address for control in answers} == {again.address, second.address}
+        # The weights and the pause, before anybody could send it a request.
+        assert again.orders == [("/update_weights", order), ("/pause", {})]
+        assert members.addresses == [again.address, second.address] and members.num_restarts == 1
+        assert members.successor(first.address) == again.address
+
+        kill(again, launchers[0])
+        assert members.successor(again.address) is None
+        assert "no room for another" in caplog.text and "the others go on" in caplog.text
+        assert members.addresses == [second.address]
+        assert members.successor(first.address) is None  # who was slow does not stay behind
+        assert members.on_one(1, lambda control: control.address) == second.address
+
+        kill(second, launchers[1])
+        for call in (members.successor, lambda _: members.on_all(lambda c: c.get("/health"))):
+            with pytest.raises(EngineLostError, match="by signal SIGKILL"):
+                call(second.address)
+        assert members.addresses == [second.address]
+    finally:
+        for process in processes:
+            process.close()
+
+
+def test_weights_that_cannot_be_sent_again(fakes):
+    members = Members([fakes[0].address], "token", timeout_s=10, setup_timeout_s=10)
+    members.note_weights(0, None)
+    with pytest.raises(RuntimeError, match="lacks version 1 of the weights.*shm or disk"):
+        members.note_weights(1, None)

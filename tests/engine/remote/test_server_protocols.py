@@ -1,0 +1,138 @@
+"""What is said to vLLM and SGLang for each sampling option, and how their answers are read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from areal.api.config.generation import GenerationHyperparameters
+from areal.api.io_struct import ModelRequest
+from areal.engine.remote.protocol import read_metrics
+from areal.engine.remote.sglang import SGLangProtocol
+from areal.engine.remote.vllm import VLLMProtocol
+
+VLLM, SGLANG = VLLMProtocol(), SGLangProtocol()
+
+# option -> (value, what vLLM is told, what SGLang is told); the rest of a payload stays the same.
+SAID = {
+    "max_new_tokens": (9, {"max_tokens": 9}, {"max_new_tokens": 9}),
+    "min_new_tokens": (3, {"min_tokens": 3}, {"min_new_tokens": 3}),
+    "greedy": (True, {"temperature": 0.0}, {"temperature": 0.0}),
+    "top_p": (0.5, {"top_p": 0.5}, {"top_p": 0.5}),
+    "top_k": (4, {"top_k": 4}, {"top_k": 4}),
+    "temperature": (0.7, {"temperature": 0.7}, {"temperature": 0.7}),
+    "stop_token_ids": ([5, 6], {"stop_token_ids": [5, 6]}, {"stop_token_ids": [5, 6]}),
+    "ignore_eos": (True, {"ignore_eos": True}, {"ignore_eos": True}),
+    "skip_special_tokens": (False, {"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    "stop": (["x"], {"stop": ["x"]}, {"stop": ["x"], "no_stop_trim": True}),
+    "frequency_penalty": (0.5, {"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    "seed": (11, {"seed": 11}, {"sampling_seed": 11}),
+    "lora_name": ("mine", {"model": "mine"}, {"lora_path": "mine"}),
+}
+# What no server is told: a group is many requests, `max_tokens` bounds `max_new_tokens` here.
+NOT_SAID = {
+    "n_samples",
+    "max_tokens",
+    "use_beam_search",
+    "reward_normalization",
+    "drop_incomplete_group",
+}
+
+
+def said(protocol, **options):
+    """The payload, flat."""
+    gconfig = GenerationHyperparameters(**options)
+    payload = protocol.generation(ModelRequest([2, 3], gconfig=gconfig)).payload
+    return {**payload, **payload.get("sampling_params", {})}
+
+
+def test_every_option_is_accounted_for():
+    known = {field.name for field in dataclasses.fields(GenerationHyperparameters)}
+    assert known == SAID.keys() | NOT_SAID
+
+
+@pytest.mark.parametrize("option", SAID)
+@pytest.mark.parametrize("protocol", [VLLM, SGLANG], ids=["vllm", "sglang"])
+def test_an_option_changes_what_it_names_and_nothing_else(protocol, option):
+    value, to_vllm, to_sglang = SAID[option]
+    expected = to_vllm if isinstance(protocol, VLLMProtocol) else to_sglang
+    plain, changed = said(protocol), said(protocol, **{option: value})
+    difference = {
+        name: item
+        for name, item in changed.items()
+        if name != "sampling_params" and plain.get(name, "absent") != item
+    }
+    assert difference == expected
+
+
+@pytest.mark.parametrize("protocol", [VLLM, SGLANG], ids=["vllm", "sglang"])
+def test_defaults_of_the_model_cannot_change_the_distribution(protocol):
+    payload = said(protocol)
+    assert payload["temperature"] == 1.0 and payload["top_p"] == 1.0
+    assert payload["top_k"] in (0, -1)  # the word of each server for "all"
+    assert payload["repetition_penalty"] == 1.0 and payload["min_p"] == 0.0
+    with pytest.raises(ValueError, match="image_data"):
+        protocol.generation(ModelRequest([2], image_data=["aGVsbG8="]))
+
+
+def vllm_answer(**changes):
+    choice = {
+        "token_ids": [4, 5],
+        "logprobs": {"token_logprobs": [-0.5, -0.25]},
+        "finish_reason": "stop",
+    }
+    return {"choices": [{**choice, **changes}]}
+
+
+def sglang_answer(finish, pairs=((-0.5, 4, None), (-0.25, 5, None))):
+    return {"meta_info": {"finish_reason": finish, "output_token_logprobs": list(pairs)}}
+
+
+def test_answers_are_read():
+    for result in (
+        VLLM.read(vllm_answer()),
+        SGLANG.read(sglang_answer({"type": "stop", "matched": 5})),
+    ):
+        assert result.output_tokens == [4, 5] and result.output_logprobs == [-0.5, -0.25]
+        assert result.stop_reason == "stop"
+    early = VLLM.read(vllm_answer(token_ids=[], logprobs=None, finish_reason="abort"))
+    assert early.output_tokens == [] and early.stop_reason == "abort"
+    before_prefill = sglang_answer({"type": "abort", "message": "Abort before prefill"}, ())
+    assert SGLANG.read(before_prefill).output_tokens == []
+
+
+@pytest.mark.parametrize(
+    ("protocol", "answer"),
+    [
+        (VLLM, {}),
+        (VLLM, vllm_answer(finish_reason="error")),
+        (VLLM, vllm_answer(token_ids=[4])),
+        (VLLM, vllm_answer(logprobs={"token_logprobs": [-0.5, float("nan")]})),
+        (VLLM, vllm_answer(logprobs={"token_logprobs": [-0.5, -9999.0]})),
+        (VLLM, vllm_answer(logprobs={"token_logprobs": [-0.5, True]})),
+        (VLLM, vllm_answer(logprobs={"token_logprobs": [-0.5, None]})),
+        (VLLM, vllm_answer(logprobs={"token_logprobs": [-0.5, 0.25]})),
+        (VLLM, vllm_answer(logprobs=None)),
+        (VLLM, vllm_answer(token_ids=[4, True])),
+        (VLLM, vllm_answer(token_ids=[4, -5])),
+        (SGLANG, sglang_answer({"type": "odd"})),
+        (SGLANG, sglang_answer({"type": "abort", "status_code": 500, "message": "no"})),
+        (SGLANG, sglang_answer({"type": "stop"}, [(float("-inf"), 4, None)])),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_refused(protocol, answer):
+    with pytest.raises((ValueError, KeyError)):
+        protocol.read(answer)
+
+
+def test_metrics_are_summed_over_their_labels():
+    text = (
+        "# HELP vllm:num_requests_running Number of requests\n"
+        'vllm:num_requests_running{engine="0"} 2.0\n'
+        'vllm:num_requests_running{engine="1"} 3.0\n'
+        'vllm:num_requests_running_bucket{engine="1"} 99\n'
+        "vllm:generation_tokens_total 1e3\n"
+    )
+    names = {"vllm:num_requests_running": "running", "vllm:generation_tokens_total": "tokens"}
+    assert read_metrics(text, names) == {"running": 5.0, "tokens": 1000.0}

@@ -1,0 +1,90 @@
+"""The SGLang adapter against a server that speaks its protocol: tests/sglang_server.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from server_checks import (
+    ServerWorld,
+    check_generation,
+    check_grpo_run,
+    check_pause,
+    check_refusals,
+    check_update_in_the_middle,
+    check_updates_while_generating,
+    request,
+)
+from sglang_server import sglang_python
+from tiny import write_tiny_model
+
+from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
+
+TOKEN = "token-of-this-run"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [write_tiny_model(root / f"weights{seed}", seed=seed) for seed in (0, 7)]
+
+
+@pytest.fixture(scope="module")
+def address(folders, tmp_path_factory):
+    python = sglang_python(tmp_path_factory.mktemp("env"))
+    child, address = launch_sglang_server(
+        folders[0], python=python, token=TOKEN, dtype="float32", setup_timeout_s=120
+    )
+    yield address
+    child.terminate()
+
+
+@pytest.fixture
+async def world(address, folders):
+    engine = HttpEngine(
+        SGLangProtocol(), [address], TOKEN, model_path=folders[0], request_timeout_s=60
+    )
+    engine.initialize()
+    yield ServerWorld(engine, folders, "sglang-test", tolerance=1e-4)
+    await asyncio.to_thread(engine.destroy)
+
+
+async def test_one_server_through_its_life(world):
+    """One start of the server, and everything in the order of a run."""
+    await check_generation(world)
+    await check_refusals(world)
+    await check_pause(world)
+    await check_update_in_the_middle(world)
+    await check_update_in_the_middle(world, "disk")
+    await check_updates_while_generating(world)
+    version = next(world.versions) - 1
+    counts = {"running": 0, "waiting": 0, "restarts": 0}
+    counts |= {"requests_resent": 0, "replies_refused": 0}
+    assert world.engine.stats() == {"version": version, **counts}
+    with pytest.raises(RuntimeError, match="LoRA is not enabled"):
+        world.engine.load_adapter("mine", "adapter")
+    ((start, end),) = list(world.engine.busy_intervals(0.0).values())[0][-1:]
+    assert start < end
+
+
+async def test_the_wrong_key_is_an_error(address, folders):
+    engine = HttpEngine(SGLangProtocol(), [address], "wrong", model_path=folders[0])
+    with pytest.raises(RuntimeError, match="401: Unauthorized"):
+        await engine.agenerate(request())
+    await asyncio.to_thread(engine.destroy)
+
+
+def test_a_server_that_ends_says_why(folders, tmp_path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho 'No module named sglang' >&2\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(RuntimeError, match="(?s)exit code 1.*No module named sglang"):
+        launch_sglang_server(folders[0], python=script, token=TOKEN, setup_timeout_s=60)
+
+
+@pytest.mark.slow
+def test_asynchronous_grpo_through_it(tmp_path):
+    check_grpo_run(
+        tmp_path, "rollout.backend=sglang:d1", f"sglang.python={sglang_python(tmp_path)}"
+    )

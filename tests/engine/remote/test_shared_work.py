@@ -1,0 +1,64 @@
+"""Work that several wait for is done once, and outlives any one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from areal.engine.remote.single_flight import SharedWork
+
+
+async def test_all_get_what_was_done_once():
+    shared, calls = SharedWork(), []
+
+    async def work(value: int) -> int:
+        calls.append(value)
+        await asyncio.sleep(0)
+        return value
+
+    assert await asyncio.gather(*(shared.do("key", work, n) for n in (1, 2, 3))) == [1, 1, 1]
+    assert await shared.do("other", work, 4) == 4
+    assert await shared.do("key", work, 5) == 5  # the first has ended
+    assert calls == [1, 4, 5]
+
+
+async def test_it_goes_on_when_one_who_waits_is_cancelled():
+    shared, go = SharedWork(), asyncio.Event()
+
+    async def work() -> bool:
+        return await go.wait()
+
+    first, second = (asyncio.create_task(shared.do("key", work)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    go.set()
+    assert await second
+    assert first.cancelled()
+
+
+async def test_a_failure_is_raised_to_all_who_wait_and_to_nobody_else():
+    shared, complaints = SharedWork(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    for waits in await asyncio.gather(
+        shared.do("key", fail), shared.do("key", fail), return_exceptions=True
+    ):
+        assert isinstance(waits, ValueError)
+    shared.start("key", fail)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
+
+
+async def test_close_ends_what_runs():
+    shared = SharedWork()
+    task = shared.start("key", asyncio.sleep, 3600)
+    await shared.close()
+    with pytest.raises(asyncio.CancelledError):
+        await task

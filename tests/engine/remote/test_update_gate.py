@@ -1,0 +1,54 @@
+"""UpdateGate: who is inside when it closes leaves before it opens, and sees one version."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from areal.engine.remote.update_gate import UpdateGate
+
+
+async def test_closing_holds_those_who_come_and_waits_for_those_inside():
+    gate = UpdateGate()
+    assert await gate.enter(1) == 0
+    gate.close()
+    late = asyncio.create_task(gate.enter(10))
+    await asyncio.sleep(0.01)
+    assert not gate.wait_empty(0.01) and not late.done()
+    emptied = asyncio.create_task(asyncio.to_thread(gate.wait_empty, 10))
+    gate.leave()
+    assert await emptied
+    await asyncio.to_thread(gate.open, 3)
+    assert await late == 3
+    assert gate.serves(3) and not gate.serves(2)
+    assert not gate.wait_empty(0)
+
+
+async def test_the_wait_has_an_end_and_leaves_nothing_behind():
+    gate = UpdateGate()
+    gate.close()
+    with pytest.raises(TimeoutError):
+        await gate.enter(0.01)
+    task = asyncio.create_task(gate.enter(10))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gate.wait_empty(0) and not gate._waiters
+    gate.open(1)
+    assert await gate.enter(1) == 1
+
+
+async def test_a_failure_reaches_who_waits_and_who_comes_until_it_is_mended():
+    gate = UpdateGate()
+    gate.close()
+    waiting = asyncio.create_task(gate.enter(10))
+    await asyncio.sleep(0.01)
+    gate.fail("no weights")
+    with pytest.raises(RuntimeError, match="no weights"):
+        await waiting
+    with pytest.raises(RuntimeError, match="no weights"):
+        await gate.enter(1)
+    gate.open(2)
+    assert await gate.enter(1) == 2

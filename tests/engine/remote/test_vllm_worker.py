@@ -1,0 +1,158 @@
+"""Weights through a process group into the workers of vLLM servers: which ranks they have, what
+they are given, and what is refused. The real vLLM is in test_vllm_remote.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from server_checks import RECEIVER, request
+from tiny import tiny_model, write_tiny_model
+from vllm_server import KeepingWorker, vllm_python
+from weight_sync.test_collective import open_groups
+
+from areal.api.engine_api import EngineLostError
+from areal.api.io_struct import WeightUpdateMeta
+from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.server_process import ServerProcess
+from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
+from areal.engine.remote.vllm_worker import WeightReceiver
+from areal.weight_sync.collective import GroupError
+from areal.weight_sync.transports import send_weights
+
+TOKEN = "token-of-this-run"
+
+
+class Worker(KeepingWorker, WeightReceiver):
+    pass
+
+
+def meta_of(version):
+    return WeightUpdateMeta(
+        type="xccl", version=version, gen_allocation=RECEIVER, weight_chunked_mem_mb=1
+    )
+
+
+def weights_of(version):
+    return tiny_model(seed=version, vocab_size=8000).named_hf_tensors()  # several buckets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=8000)
+
+
+@pytest.fixture(scope="module")
+def launched(folder, tmp_path_factory):
+    """Servers of two workers and of one, and the children of their processes."""
+    root, children = tmp_path_factory.mktemp("servers"), []
+
+    def start(index):
+        def launch():
+            child, address = launch_vllm_server(
+                folder,
+                python=vllm_python(root),
+                token=TOKEN,
+                scratch=root / f"scratch{index}",
+                tensor_parallel=2 - index,
+                log_path=root / f"server{index}.log",
+                setup_timeout_s=120,
+            )
+            children.append(child)
+            return child, address
+
+        return ServerProcess(launch)
+
+    with ThreadPoolExecutor(2) as pool:
+        processes = list(pool.map(start, range(2)))
+    yield processes, children
+    for process in processes:
+        process.close()
+
+
+def test_every_worker_of_two_servers_takes_every_version(folder, launched):
+    processes, children = launched
+    engine = HttpEngine(
+        VLLMProtocol(),
+        [process.address for process in processes],
+        TOKEN,
+        model_path=folder,
+        processes=processes,
+        request_timeout_s=60,
+        request_retries=0,
+    )
+    engine.initialize()
+    assert engine.get_version() == 0
+    places = set()
+    for version in (1, 2):
+        send_weights(engine, meta_of(version), weights_of(version))
+        expected = {name: t.double().sum().item() for name, t in weights_of(version)}
+        assert "lm_head.weight" not in expected
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        reports = [report for control in engine._controls for report in reports_of(control)]
+        assert [report["place"][1:] for report in reports] == [[1, 4], [2, 4], [3, 4]]
+        places |= {report["place"][0] for report in reports}
+        for report in reports:
+            assert report["loads"] == version and report["sums"] == expected
+        assert engine.get_version() == version
+    assert len(places) == 1  # one group for both versions
+
+    breaks_off_and_recovers(engine)
+
+    os.kill(children[0].pid, signal.SIGKILL)
+    os.kill(children[1].pid, signal.SIGKILL)
+    lost = "SIGKILL.* cannot be replaced: the weights of version 4 came through a process group"
+    with pytest.raises(EngineLostError, match=f"(?s){lost}"):
+        engine.stats()
+    with pytest.raises(EngineLostError, match=f"(?s){lost}"):
+        asyncio.run(engine.agenerate(request()))
+    assert len(children) == 2
+    engine.destroy()
+
+
+def reports_of(control):
+    return control.post("/collective_rpc", method="report", kwargs={})["results"]
+
+
+def breaks_off_and_recovers(engine):
+    def broken():
+        yield "model.norm.weight", torch.ones(32)
+        raise OSError("the trainer lost a weight")
+
+    with pytest.raises(OSError, match="the trainer lost a weight"):
+        engine.update_weights(meta_of(3), broken())
+    with pytest.raises(RuntimeError, match="no weights serve: version 3 did not load"):
+        asyncio.run(engine.agenerate(request()))
+    engine.update_weights(meta_of(4), weights_of(4))  # through a new group
+    reports = [report for control in engine._controls for report in reports_of(control)]
+    assert [report["loads"] for report in reports] == [3, 3, 3] and engine.get_version() == 4
+
+
+def test_what_does_not_verify_is_not_loaded():
+    worker = Worker(rank=0)
+    for group in ("g", "none"):
+        with pytest.raises(GroupError, match=f"through the group {group}, this worker is in none"):
+            worker.areal_take(group=group, version=1, with_lm_head=False)
+    with ThreadPoolExecutor(2) as pool:
+        sender, worker._areal_group = open_groups(pool, 1)
+        taking = pool.submit(worker.areal_take, group="g", version=1, with_lm_head=False)
+        header = {"weights": [["a", "F32", [4], 0]], "checksum": 1, "nbytes": 16}
+        sender._send_header({"version": 1, **header})
+        flat = torch.zeros(16, dtype=torch.uint8)
+        sender._finish(sender._broadcast(flat, sender._buckets))
+        with pytest.raises(GroupError, match=r"\(a ...\) is not what was sent"):
+            taking.result()
+        assert worker.num_loads == 0 and worker._areal_group is None
+        sender.close()
+
+        sender, worker._areal_group = open_groups(pool, 1)
+        taking = pool.submit(worker.areal_take, group="g", version=1, with_lm_head=True)
+        sender.send(1, [("model.norm.weight", torch.ones(4))], bucket_bytes=100)
+        with pytest.raises(ValueError, match=r"version 1: expected one weight named \*embed_tok"):
+            taking.result()
+        assert worker.num_loads == 0
+        sender.close()

@@ -1,0 +1,134 @@
+"""Every layout computes what one rank computes: losses, gradients, weights, log-probabilities.
+
+Batches do not divide by the number of ranks, ranks have unequal numbers of micro-batches, and in
+one step all data-parallel places but one have no rows at all.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.train.archon_world import assert_parity
+from tiny import write_tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"family": "qwen3"},  # a norm of queries and keys, a tied head
+    "qwen2": {"family": "qwen2", "tie_word_embeddings": False},  # biases of q, k, v
+    "llama": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen3_moe": {"family": "qwen3_moe"},
+    "deep": {"family": "qwen3", "num_hidden_layers": 5},  # enough for two stages on each rank
+    "deep_untied": {"family": "llama", "num_hidden_layers": 4, "tie_word_embeddings": False},
+    "deep_moe": {"family": "qwen3_moe", "num_hidden_layers": 4},
+    "deep_gemma3": {"family": "gemma3_text", "num_hidden_layers": 4, "sliding_window_pattern": 2},
+    "gemma3": {
+        "family": "gemma3_text",
+        "final_logit_softcapping": 5.0,
+    },  # four norms a block, windows, a capped head
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def build(name: str) -> Path:
+        options = dict(MODELS[name])
+        return write_tiny_model(tmp_path_factory.mktemp(name), options.pop("family"), **options)
+
+    return build
+
+
+@pytest.fixture
+def check_parity(folder_of, tmp_path):
+    def check(num_ranks: int, *cases: tuple[str, str, dict[str, Any]]) -> None:
+        """Each case, (model, backend, changes of the engine), against one rank."""
+        jobs = [
+            (str(folder_of(model)), backend, changes, str(tmp_path / f"{i}.pt"))
+            for i, (model, backend, changes) in enumerate(cases)
+        ]
+        assert_parity(num_ranks, jobs)
+
+    return check
+
+
+def test_two_ranks(check_parity):
+    check_parity(
+        2, *(("qwen3", backend, {}) for backend in ("archon:d2", "archon:t2", "archon:c2"))
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_of_other_models(check_parity):
+    critic = {"is_critic": True}
+    check_parity(
+        2,
+        ("qwen2", "archon:t2", {"temperature": 0.7, "logprobs_chunk_size": 7}),
+        ("llama", "archon:t2", {}),
+        ("llama", "archon:c2", {}),
+        ("qwen3_moe", "archon:d2", {}),
+        ("qwen3_moe", "archon:t2", {}),
+        ("gemma3", "archon:t2", {}),
+        ("gemma3", "archon:c2", {}),
+        ("qwen3", "archon:d2", critic),
+        ("qwen3", "archon:t2", critic),
+        ("qwen3", "archon:c2", critic),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks(check_parity):
+    check_parity(
+        4,
+        ("qwen3", "archon:d2t2", {}),
+        ("qwen2", "archon:d2c2", {}),
+        ("qwen3_moe", "archon:d2t2", {"num_replicas": 2}),
+        ("qwen3", "archon:c2t2", {}),
+        ("qwen3", "archon:c4", {}),  # more ranks than key-value heads
+        ("qwen3", "archon:d4", {"num_replicas": 2}),
+    )
+
+
+def schedule(name: str, **changes: Any) -> dict[str, Any]:
+    return {"pp_schedule": name, **changes}
+
+
+def test_two_ranks_of_a_pipeline(check_parity):
+    check_parity(
+        2,
+        ("deep", "archon:p2", schedule("1F1B")),
+        ("deep", "archon:p2", schedule("ZBVZeroBubble")),
+        ("deep_untied", "archon:p2", schedule("Interleaved1F1B")),
+        ("deep_untied", "archon:p2", schedule("InterleavedZeroBubble")),
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_of_other_pipelines(check_parity):
+    check_parity(
+        2,
+        ("deep", "archon:p2", schedule("Interleaved1F1B")),
+        ("deep", "archon:p2", schedule("InterleavedZeroBubble")),
+        ("deep_untied", "archon:p2", schedule("1F1B")),
+        ("deep_untied", "archon:p2", schedule("ZBVZeroBubble")),
+        ("deep_moe", "archon:p2", schedule("Interleaved1F1B")),
+        ("deep_gemma3", "archon:p2", schedule("1F1B", temperature=0.7)),
+        ("deep", "archon:p2", schedule("Interleaved1F1B", gradient_checkpointing=True)),
+        ("deep", "archon:p2", schedule("1F1B", is_critic=True, init_from_scratch=True)),
+        ("deep", "archon:p2", schedule("ZBVZeroBubble", is_critic=True, init_from_scratch=True)),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks_of_pipelines_beside_each_other(check_parity):
+    check_parity(
+        4,
+        ("deep", "archon:d2p2", schedule("1F1B")),
+        ("deep", "archon:d2p2", schedule("ZBVZeroBubble", num_replicas=2)),
+        ("deep_untied", "archon:d2p2", schedule("InterleavedZeroBubble")),
+        ("deep", "archon:p2t2", schedule("ZBVZeroBubble")),
+        ("deep", "archon:p2c2", schedule("Interleaved1F1B")),
+        ("deep", "archon:p4", schedule("1F1B")),
+        ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B")),
+    )

@@ -1,0 +1,78 @@
+"""Chats as prompt tokens."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_tokenizer import IM_START, byte_tokenizer
+
+from areal.openai import WireError, chat_prompt_ids, chat_prompt_text, parse_chat
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def prompt_text(tokenizer, messages, **fields):
+    call = parse_chat({"messages": messages, **fields})
+    ids = chat_prompt_ids(tokenizer, call)
+    assert ids[0] == IM_START
+    assert tokenizer.decode(ids) == chat_prompt_text(tokenizer, call)
+    return tokenizer.decode(ids)
+
+
+def test_messages_and_the_header_of_the_answer(tokenizer):
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hü"}]
+    assert prompt_text(tokenizer, messages) == (
+        "<|im_start|>system be brief<|im_end|><|im_start|>user hü<|im_end|><|im_start|>assistant "
+    )
+
+
+def test_tools_and_earlier_calls(tokenizer):
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "tool_calls": [{"id": "x", "function": function}]},
+        {"role": "tool", "content": "3", "tool_call_id": "x"},
+    ]
+    text = prompt_text(tokenizer, messages, tools=[TOOL])
+    assert text.startswith('<|im_start|>tools{"type": "function", "function": {"name": "add"}}')
+    assert '<tool_call>add{"a": 1}</tool_call><|im_end|>' in text
+    function["arguments"] = "no JSON"
+    assert '<tool_call>add"no JSON"</tool_call>' in prompt_text(tokenizer, messages, tools=[TOOL])
+
+
+def test_variables_of_the_template(tokenizer):
+    text = tokenizer.decode(
+        chat_prompt_ids(
+            tokenizer,
+            parse_chat(
+                {
+                    "messages": [{"role": "user", "content": ""}],
+                    "chat_template_kwargs": {"shout": True},
+                }
+            ),
+        )
+    )
+    assert text.startswith("LOUD")
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "conversation", "return_dict"])
+def test_arguments_of_the_renderer_are_not_variables(tokenizer, name):
+    body = {"messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {name: "x"}}
+    with pytest.raises(WireError, match=f"chat_template_kwargs.{name}"):
+        chat_prompt_ids(tokenizer, parse_chat(body))
+
+
+def test_a_template_that_refuses_and_none_at_all():
+    call = parse_chat({"messages": [{"role": "user", "content": "a"}]})
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(WireError, match="roles must alternate") as caught:
+        chat_prompt_ids(tokenizer, call)
+    assert caught.value.status == 400 and caught.value.param == "messages"
+    tokenizer.chat_template = None
+    with pytest.raises(WireError, match="no chat template"):
+        chat_prompt_ids(tokenizer, call)

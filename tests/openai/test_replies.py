@@ -1,0 +1,114 @@
+"""Replies and chunks, as the `openai` package's own types read them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tiny_tokenizer import EOS, byte_tokenizer
+
+from areal.openai import (
+    Output,
+    chat_chunk,
+    chat_logprobs,
+    chat_reply,
+    completion_chunk,
+    completion_logprobs,
+    completion_reply,
+    parse_chat,
+    parse_completion,
+    usage_chunk,
+    usage_of,
+)
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+CALL_TEXT = 'Well.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def chat_call(**fields):
+    return parse_chat({"model": "m", "messages": [{"role": "user", "content": "a"}], **fields})
+
+
+def test_chat_reply(tokenizer):
+    outputs = [
+        Output([10, 11, EOS], [-0.5, -1.0, -0.1], "stop", "hi"),
+        Output([10], [-0.5], "length", "h"),
+    ]
+    reply = chat_reply(chat_call(n=2), "chatcmpl-1", 17, outputs, 5, tokenizer)
+    typed = ChatCompletion.model_validate(json.loads(json.dumps(reply)), strict=True)
+    assert (typed.id, typed.object, typed.created, typed.model) == (
+        "chatcmpl-1", "chat.completion", 17, "m",
+    )  # fmt: skip
+    assert [c.message.content for c in typed.choices] == ["hi", "h"]
+    assert [c.finish_reason for c in typed.choices] == ["stop", "length"]
+    assert [c.index for c in typed.choices] == [0, 1]
+    assert typed.choices[0].logprobs is None and typed.choices[0].message.tool_calls is None
+    assert (typed.usage.prompt_tokens, typed.usage.completion_tokens) == (5, 4)
+    assert typed.usage.total_tokens == 9
+
+
+def test_tool_calls_of_a_chat(tokenizer):
+    output = Output([10], [-0.5], "stop", CALL_TEXT)
+    (choice,) = chat_reply(chat_call(tools=[TOOL]), "c", 1, [output], 5, tokenizer)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Well."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    # Without tools the text is text; cut off by length it is no finished call.
+    (choice,) = chat_reply(chat_call(), "c", 1, [output], 5, tokenizer)["choices"]
+    assert choice["message"]["content"] == CALL_TEXT and choice["finish_reason"] == "stop"
+    cut = Output([10], [-0.5], "length", CALL_TEXT)
+    (choice,) = chat_reply(chat_call(tools=[TOOL]), "c", 1, [cut], 5, tokenizer)["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_log_probabilities_name_their_tokens(tokenizer):
+    ids = [*tokenizer.encode("aü"), *tokenizer.encode("😀"), EOS]
+    assert len(ids) == 1 + 1 + 4 + 1
+    content = chat_logprobs(tokenizer, ids, [-0.5] * 7)["content"]
+    assert [entry["token"] for entry in content[:2]] == ["a", "ü"]
+    assert bytes(sum((entry["bytes"] for entry in content[1:6]), [])) == "ü😀".encode()
+    assert content[6]["token"] == "<|eos|>"
+    output = Output(ids, [-0.5] * 7, "stop", "aü😀")
+    reply = chat_reply(chat_call(logprobs=True), "c", 1, [output], 1, tokenizer)
+    typed = ChatCompletion.model_validate(reply, strict=True)
+    assert [entry.logprob for entry in typed.choices[0].logprobs.content] == [-0.5] * 7
+
+
+def test_completion_reply(tokenizer):
+    call = parse_completion({"model": "m", "prompt": ["a", "b"], "logprobs": 0})
+    ids = tokenizer.encode("he the")
+    outputs = [Output(ids, [-0.25] * len(ids), "abort", "he the"), Output([], [], "stop", "")]
+    reply = completion_reply(call, "cmpl-1", 17, outputs, 2, tokenizer)
+    typed = Completion.model_validate({**reply, "choices": []}, strict=True)
+    assert typed.object == "text_completion" and typed.usage.total_tokens == 2 + len(ids)
+    first = reply["choices"][0]
+    assert first["text"] == "he the" and first["finish_reason"] == "abort"
+    logprobs = first["logprobs"]
+    assert "".join(logprobs["tokens"]) == "he the"
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert "he the"[offset : offset + len(token)] == token
+    later = completion_logprobs(tokenizer, ids, [-1.0] * len(ids), text_offset=5)
+    assert later["text_offset"] == [5 + offset for offset in logprobs["text_offset"]]
+
+
+def test_chunks():
+    call = chat_call(stream=True, stream_options={"include_usage": True})
+    chunk = chat_chunk(call, "c", 1, 2, {"content": "x"}, finish_reason="stop")
+    typed = ChatCompletionChunk.model_validate(chunk, strict=True)
+    assert typed.choices[0].index == 2 and typed.choices[0].delta.content == "x"
+    assert chunk["usage"] is None
+    last = usage_chunk(call, "c", 1, usage_of(3, 4))
+    typed = ChatCompletionChunk.model_validate(last, strict=True)
+    assert typed.choices == [] and typed.usage.total_tokens == 7
+    plain = parse_completion({"model": "m", "prompt": "a", "stream": True})
+    chunk = completion_chunk(plain, "c", 1, 0, "x")
+    assert "usage" not in chunk and chunk["choices"][0]["text"] == "x"
+    assert usage_chunk(plain, "c", 1, usage_of(1, 1))["object"] == "text_completion"

@@ -1,0 +1,116 @@
+"""The loop thread: order, failures that reach the waiting side, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from areal.rollout.event_loop import TaskRunner
+
+
+@pytest.fixture
+def runner():
+    runner = TaskRunner()
+    runner.start()
+    yield runner
+    runner.close(1.0)
+
+
+def settle(runner: TaskRunner) -> None:
+    """Wait until everything asked of the loop so far has run."""
+    runner.run(asyncio.sleep(0)).result(5)
+
+
+def test_calls_run_in_order_in_the_loop_thread(runner):
+    seen = []
+    for i in range(5):
+        runner.call(lambda i=i: seen.append((i, threading.current_thread().name)))
+    settle(runner)
+    assert seen == [(i, "rollout-loop") for i in range(5)]
+
+
+def test_run_gives_back_result_or_exception(runner):
+    async def divide(a, b):
+        return a / b
+
+    assert runner.run(divide(6, 3)).result(5) == 2
+    with pytest.raises(ZeroDivisionError):
+        runner.run(divide(1, 0)).result(5)
+    assert runner.failure is None, "the caller saw it: the loop is fine"
+
+
+@pytest.mark.parametrize("how", ["call", "spawn"])
+def test_an_unhandled_failure_is_kept_and_announced(runner, how):
+    announced = threading.Event()
+    runner.on_failure(announced.set)
+
+    def explode():
+        raise OSError("disk full")
+
+    async def explode_later():
+        explode()
+
+    if how == "call":
+        runner.call(explode)
+    else:
+        runner.call(lambda: runner.spawn(explode_later(), name="x"))
+    assert announced.wait(5)
+    with pytest.raises(RuntimeError, match="rollout loop stopped: disk full") as caught:
+        runner.raise_if_failed()
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_loop_stopped_from_outside_is_a_failure(runner):
+    announced = threading.Event()
+    runner.on_failure(announced.set)
+    runner.call(lambda: asyncio.get_running_loop().stop())
+    assert announced.wait(5)
+    with pytest.raises(RuntimeError, match="stopped from outside"):
+        runner.raise_if_failed()
+
+
+def test_close_cancels_what_runs_and_ends_the_thread(runner):
+    ended = []
+
+    async def forever():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def helper_of_a_workflow():
+        await forever()
+
+    runner.call(lambda: runner.spawn(forever(), name="a"))
+    runner.run(helper_of_a_workflow())
+    settle(runner)
+    runner.close(2.0)
+    assert ended == [True, True]
+    assert not any(thread.name == "rollout-loop" for thread in threading.enumerate())
+    runner.close()
+
+
+def test_close_does_not_hang_on_a_task_that_ignores_cancellation(runner):
+    async def stubborn():
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            try:
+                await asyncio.sleep(0.2)
+            except asyncio.CancelledError:
+                continue
+
+    runner.call(lambda: runner.spawn(stubborn(), name="stubborn"))
+    settle(runner)
+    began = time.monotonic()
+    runner.cancel_tasks(0.1)
+    assert time.monotonic() - began < 0.6
+
+
+def test_using_it_before_start():
+    runner = TaskRunner()
+    with pytest.raises(RuntimeError, match="start"):
+        runner.raise_if_failed()
+    runner.close()

@@ -1,0 +1,165 @@
+"""One prompt, several episodes: concatenation, rejection, retries, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from rollout_world import FakeEngine, FakeWorkflow, trajectory
+
+from areal.api.interaction import InteractionWithTokenLogpReward
+from areal.api.io_struct import ModelResponse
+from areal.api.workflow_api import RolloutWorkflow
+from areal.api.workflow_context import workflow_context
+from areal.rollout.failures import FailureLimits
+from areal.rollout.group import GroupRunner, copy_row
+
+
+def group_runner(
+    workflow, group_size, *, max_retries=1, on_attempt_failed=lambda error, retried: None, **options
+):
+    return GroupRunner(
+        engine=FakeEngine(),
+        workflow=workflow,
+        group_size=group_size,
+        run_seed=0,
+        is_eval=False,
+        limits=FailureLimits(max_retries=max_retries, retry_delay_s=0.0),
+        on_attempt_failed=on_attempt_failed,
+        **options,
+    )
+
+
+async def test_samples_run_at_once_and_are_concatenated():
+    runner = group_runner(FakeWorkflow(act=lambda *_: (0.01, "ok")), 4)
+    group = await runner.run(3, {"i": 5})
+    assert group["input_ids"].tolist() == [[3, 7, 7]] * 4
+    assert group["rewards"].tolist() == [5.0] * 4
+    assert runner.engine.most_in_flight == 4
+
+
+async def test_none_is_filtered_and_all_none_rejects_the_group():
+    def some_none(task_id, sample, attempt):
+        return 0.0, "none" if sample % 2 else "ok"
+
+    group = await group_runner(FakeWorkflow(act=some_none), 4).run(0, {"i": 0})
+    assert len(group["input_ids"]) == 2
+    assert await group_runner(FakeWorkflow(act=lambda *_: (0.0, "none")), 4).run(0, {}) is None
+
+
+async def test_an_incomplete_group_can_be_dropped():
+    def one_none(task_id, sample, attempt):
+        return 0.0, "none" if sample == 1 and task_id == 0 else "ok"
+
+    runner = group_runner(FakeWorkflow(act=one_none), 3, drop_incomplete_group=True)
+    assert await runner.run(0, {"i": 0}) is None
+    assert len((await runner.run(1, {"i": 0}))["input_ids"]) == 3
+
+
+async def test_rewards_can_be_normalised_within_the_group():
+    class Graded(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return trajectory([0], float(workflow_context.get().sample))
+
+    group = await group_runner(Graded(), 2, reward_normalization=True).run(0, {})
+    assert group["rewards"].tolist() == pytest.approx([-1.0, 1.0])
+    assert group["original_rewards"].tolist() == [0.0, 1.0]
+
+
+async def test_an_agents_episodes_are_rows_of_one_group():
+    class Agent(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            replies = [ModelResponse([1], [5] * n, [-0.5] * n, [0] * n, "stop") for n in (1, 2)]
+            return {
+                f"chatcmpl-{n}": InteractionWithTokenLogpReward(reply, reward=float(n))
+                for n, reply in enumerate(replies)
+            }
+
+    group = await group_runner(Agent(), 2).run(0, {})
+    assert group["input_ids"].tolist() == [[1, 5, 0], [1, 5, 5]] * 2
+    assert group["rewards"].tolist() == [0.0, 1.0] * 2
+    assert group["episode_ids"].tolist() == [0, 0, 1, 1]
+
+
+async def test_an_episode_keeps_its_number_when_another_is_rejected():
+    def some_none(task_id, sample, attempt):
+        return 0.0, "none" if sample == 1 else "ok"
+
+    group = await group_runner(FakeWorkflow(act=some_none), 3).run(0, {"i": 0})
+    assert group["episode_ids"].tolist() == [0, 2]
+
+
+async def test_a_raising_episode_is_retried_with_the_same_seed():
+    seeds, errors = [], []
+
+    class Flaky(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            seeds.append(workflow_context.next_seed())
+            if len(seeds) == 1:
+                raise OSError("connection reset")
+            return trajectory([0])
+
+    runner = group_runner(Flaky(), 1, on_attempt_failed=lambda error, retried: errors.append(error))
+    assert await runner.run(0, {}) is not None
+    assert seeds[0] == seeds[1] and len(seeds) == 2
+    assert [type(error) for error in errors] == [OSError]
+
+
+async def test_past_the_retries_the_group_fails_and_its_siblings_end():
+    def act(task_id, sample, attempt):
+        return (0.0, ValueError("bad")) if sample == 0 else (60.0, "ok")
+
+    workflow = FakeWorkflow(act=act)
+    runner = group_runner(workflow, 3, max_retries=2)
+    with pytest.raises(ValueError, match="bad"):
+        await runner.run(0, {"i": 0})
+    assert workflow.attempts[0, 0] == 3
+    assert runner.engine.in_flight == 0
+
+
+async def test_cancelling_a_group_ends_its_episodes():
+    runner = group_runner(FakeWorkflow(act=lambda *_: (60.0, "ok")), 3)
+    task = asyncio.create_task(runner.run(0, {"i": 0}))
+    await asyncio.sleep(0.01)
+    assert runner.engine.in_flight == 3
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert runner.engine.in_flight == 0
+
+
+async def test_each_episode_and_attempt_has_its_own_copy_of_the_row():
+    class Spoiler(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            data["messages"].append("answer")
+            assert len(data["messages"]) == 1
+            return trajectory([0])
+
+    row = {"messages": []}
+    assert await group_runner(Spoiler(), 4).run(0, row) is not None
+    assert row == {"messages": []}
+
+
+@pytest.mark.parametrize("result", [1.0, {"input_ids": torch.zeros(1, 2)}])
+async def test_what_is_no_trajectory_is_a_failure(result):
+    class Wrong(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return result
+
+    with pytest.raises((TypeError, ValueError)):
+        await group_runner(Wrong(), 2).run(0, {})
+
+
+def test_copy_row_is_deep_for_any_value():
+    row = {"a": [1, {"b": "c"}], "t": torch.zeros(2), "s": {1, 2}}
+    twin = copy_row(row)
+    twin["a"][1]["b"] = "d"
+    twin["t"][0] = 1
+    twin["s"].add(3)
+    assert row["a"] == [1, {"b": "c"}] and row["t"].sum() == 0 and row["s"] == {1, 2}
+
+
+def test_empty_group_is_refused():
+    with pytest.raises(ValueError, match="n_samples"):
+        group_runner(FakeWorkflow(), 0)
