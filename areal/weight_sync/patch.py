@@ -48,7 +48,7 @@ def apply_patch(patch: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         raise ValueError("the patch was made for other values than these")
     bits = content[_HEAD.size : _HEAD.size + num_bits]
     try:
-        after = _patched(before, zlib.decompress(bits), content[_HEAD.size + num_bits :])
+        after = _apply(before, zlib.decompress(bits), content[_HEAD.size + num_bits :])
     except (zlib.error, ValueError) as error:
         raise ValueError(f"the patch is damaged: {error}") from error
     if zlib.crc32(after.data) != new_crc:
@@ -56,7 +56,7 @@ def apply_patch(patch: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(after.view(np.uint8)).view(old.dtype).view(old.shape)
 
 
-def _patched(before: np.ndarray, bits: bytes, steps: bytes) -> np.ndarray:
+def _apply(before: np.ndarray, bits: bytes, steps: bytes) -> np.ndarray:
     packed = np.frombuffer(bits, np.uint8)
     changed = np.unpackbits(packed, count=before.size).view(bool)
     by_byte = np.frombuffer(zlib.decompress(steps), np.uint8).reshape(before.itemsize, -1)

@@ -1,6 +1,6 @@
 """A packed micro-batch as the tokens one rank computes: padded, labelled, cut over cp.
 
-    laid = lay_out(mb, multiple=cp.size() * tp.size(), cp=cp)
+    laid = pack_rows(mb, multiple=cp.size() * tp.size(), cp=cp)
     outputs_t = model(laid.tokens_t, laid.positions_t, laid.attend, laid.labels_t)
     logprobs_T, entropy_T = laid.whole(outputs_t)
 
@@ -41,7 +41,7 @@ class LaidOut:
         return tuple(x_P[: self.num_tokens] for x_P in outputs_P)
 
 
-def lay_out(
+def pack_rows(
     mb: dict[str, Any],
     *,
     multiple: int = 1,

@@ -4,7 +4,7 @@
 
 On a mesh, the ranks of the axes cp and tp call with the same micro-batch and all get the outputs of
 all its tokens. A micro-batch is padded to a multiple of cp * tp and cut over cp (token_layout.py);
-inside the model also over tp (models/parallelize.py). Its two halves, `lay_out` and `outputs_of`,
+inside the model also over tp (models/parallelize.py). Its two halves, `pack_micro_batch` and `outputs_of`,
 are what a pipeline needs.
 
 Shape legend: T tokens of the micro-batch, t a rank's part of them over cp, D model dim.
@@ -18,10 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.engine.train import token_layout
 from areal.engine.train.invariant_attention import InvariantPackedAttention
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
-from areal.engine.train.token_layout import LaidOut
+from areal.engine.train.token_layout import LaidOut, pack_rows
 from areal.models.common.attention_varlen import PackedAttention
 from areal.models.common.decoder import Decoder
 from areal.models.parallel_dims import ParallelMesh
@@ -35,12 +34,12 @@ def token_outputs(
 
     At a sequence's last token, log p and entropy are junk.
     """
-    laid = lay_out(mb, config, mesh)
+    laid = pack_micro_batch(mb, config, mesh)
     hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend)
     return outputs_of(model, hidden_tD, laid, config, mesh)
 
 
-def lay_out(
+def pack_micro_batch(
     mb: dict[str, Any],
     config: TrainEngineConfig,
     mesh: ParallelMesh | None,
@@ -50,8 +49,8 @@ def lay_out(
     """`mb` as this rank's tokens; on a mesh padded, also to `min_tokens`."""
     packed = InvariantPackedAttention if config.batch_invariant else PackedAttention
     if mesh is None:
-        return token_layout.lay_out(mb, packed=packed)
-    return token_layout.lay_out(
+        return pack_rows(mb, packed=packed)
+    return pack_rows(
         mb,
         multiple=mesh["cp_tp"].size(),
         cp=mesh.get_group("cp"),

@@ -36,7 +36,7 @@ from areal.engine.train.fsdp.weights import draw_weights, load_weights, whole_we
 from areal.engine.train.hf_folder import refuse_optimizer, save_beside
 from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.process_group import join_ranks, side_group
-from areal.engine.train.token_layout import lay_out
+from areal.engine.train.token_layout import pack_rows
 from areal.engine.train.weight_stream import Weights, hand_over, sender
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
@@ -193,7 +193,7 @@ class FSDPEngine(base.Backend):
         """
         mesh = self._mesh if self._dims.cp > 1 else None
         cp = None if mesh is None else mesh.get_group("cp")
-        laid = lay_out(mb, multiple=self._dims.cp, cp=cp)
+        laid = pack_rows(mb, multiple=self._dims.cp, cp=cp)
         outputs_t = self.model(
             laid.tokens_t,
             laid.positions_t,

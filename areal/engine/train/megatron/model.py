@@ -34,7 +34,7 @@ from torch import nn
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.engine.train.megatron.layout import Layout
-from areal.engine.train.token_layout import lay_out
+from areal.engine.train.token_layout import pack_rows
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import Attend
 from areal.models.common.rope import RotaryEmbedding, rotate
@@ -242,7 +242,7 @@ class Stage(GPTModel):
         together; on the last stage log p of the next token and entropy, `[T]`, or a critic's values
         `[T]`."""
         layout = self.layout
-        laid = lay_out(mb, multiple=layout.token_multiple, cp=layout.cp, min_tokens=min_tokens)
+        laid = pack_rows(mb, multiple=layout.token_multiple, cp=layout.cp, min_tokens=min_tokens)
         packed = PackedTokens(
             qkv_format="thd",
             attend=laid.attend,
