@@ -29,19 +29,19 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.rollout import ledger_balance
+    from areal.rollout.ledger_balance import read_balance, read_reasons, read_task
     from areal.run.database import open_read_only
     from areal.run.paths import RunPaths
 
     with closing(open_read_only(RunPaths(Path(args.folder)).database)) as connection:
         connection.execute("BEGIN")  # one moment of a run that goes on
         if args.prompt is not None:
-            story = ledger_balance.task(connection, args.prompt)
+            story = read_task(connection, args.prompt)
             if story is None:
                 raise ValueError(f"--prompt: no prompt {args.prompt} was issued in {args.folder}")
             print(json.dumps(story) if args.json else _story(story))
             return 0
-        counts, reasons = ledger_balance.balance(connection), ledger_balance.reasons(connection)
+        counts, reasons = read_balance(connection), read_reasons(connection)
     if args.json:
         lost = [dict(zip(("state", "why", "prompts"), row, strict=True)) for row in reasons]
         print(json.dumps({"counts": counts, "untrained": lost, "balanced": True}))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areal.api.redact import hide_secrets
-from areal.rollout.ledger_balance import balance
+from areal.rollout.ledger_balance import read_balance
 from areal.rollout.outcome import Finished, Outcome
 from areal.rollout.trajectory import decode, encode, mean_reward
 
@@ -169,7 +169,7 @@ class Ledger:
     def balance(self) -> dict[str, int]:
         """Tasks per state and in all; raises RuntimeError if the books do not agree."""
         with self._db.transaction() as connection:
-            return balance(connection)
+            return read_balance(connection)
 
     def _resume(self, version: int) -> Resume:
         waiting = self._db.query(

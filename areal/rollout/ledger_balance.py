@@ -40,7 +40,7 @@ _STEP_FAULTS = {
 }
 
 
-def balance(connection: sqlite3.Connection) -> dict[str, int]:
+def read_balance(connection: sqlite3.Connection) -> dict[str, int]:
     """Tasks per state and in all; RuntimeError if the books do not agree."""
     counts = dict.fromkeys(STATES, 0)
     for state, count in connection.execute("SELECT state, count(*) FROM tasks GROUP BY state"):
@@ -55,7 +55,7 @@ def balance(connection: sqlite3.Connection) -> dict[str, int]:
     return counts | {"total": sum(counts.values())}
 
 
-def reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
+def read_reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
     """(state, why, number of prompts) of those that ended without being trained on."""
     rows = connection.execute(
         """SELECT state, why, count(*) FROM tasks WHERE state IN ('rejected', 'stale', 'failed')
@@ -64,7 +64,7 @@ def reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
     return [tuple(row) for row in rows]
 
 
-def task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | None:
+def read_task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | None:
     """All that is known of one prompt; None when it was never issued."""
     found = connection.execute(
         """SELECT tasks.*, trajectories.task_id IS NOT NULL AS trajectory_kept
@@ -74,7 +74,7 @@ def task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | No
     return None if found is None else dict(found)
 
 
-def trained(connection: sqlite3.Connection, step: int) -> list[tuple[int, bytes | None]]:
+def read_trained(connection: sqlite3.Connection, step: int) -> list[tuple[int, bytes | None]]:
     """(task id, stored trajectory) of the batch of `step` in its order; None: forgotten since."""
     # A batch is in prompt order (selection.py), so the order need not be stored.
     rows = connection.execute(

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from areal.utils import logging
 from areal.utils.waits import waiting
 
-logger = logging.getLogger("BackgroundWriter")
+logger = logging.getLogger("Recover")
 
 
 class BackgroundWriter:

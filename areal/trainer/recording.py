@@ -17,7 +17,7 @@ from pathlib import Path
 
 from areal.api.cli_args import PPOConfig, experiment_class, load_expr_config
 from areal.api.scratch import ScratchFolder
-from areal.rollout import ledger_balance
+from areal.rollout.ledger_balance import read_trained, steps_with_trajectories
 from areal.run.database import Start, open_read_only, read_ledger_view, read_start, read_steps
 from areal.run.fingerprint import run_identity, trainer_name
 from areal.run.paths import RunPaths
@@ -47,10 +47,10 @@ def read_recording(folder: str | Path, step: int) -> Recording:
         identity = run_identity(config, start.dataset_size)
         store = RecoverStore(paths.recover, lambda: ledger, identity=identity)
         points = {point.global_step: point for point in store.points()}
-        batch = [data for _, data in ledger_balance.trained(connection, step)]
+        batch = [data for _, data in read_trained(connection, step)]
         kept = [data for data in batch if data is not None]
         if step - 1 not in points or len(kept) < len(batch):
-            stored = ledger_balance.steps_with_trajectories(connection)
+            stored = steps_with_trajectories(connection)
             whole = sorted(n for n in stored if n - 1 in points and n in statistics)
             raise ValueError(_why_not(step, whole, points, paths))
     before, after = points[step - 1], points.get(step)

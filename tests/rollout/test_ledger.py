@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_world import trajectory
 
-from areal.rollout import ledger_balance
 from areal.rollout.failures import describe
 from areal.rollout.ledger import Ledger, Outcome, Resume
+from areal.rollout.ledger_balance import read_trained, steps_with_trajectories
 from areal.rollout.source import Prompt
 from areal.run.database import RunDatabase
 
@@ -173,13 +173,13 @@ def test_the_batch_of_a_step_can_be_read_again_in_its_order():
         ledger.trained([0, 2, 3], step=1, version=1)
         stored = dict(db.query("SELECT task_id, data FROM trajectories"))
         with db.transaction() as connection:
-            assert ledger_balance.trained(connection, 1) == [(i, stored[i]) for i in (0, 2, 3)]
-            assert ledger_balance.steps_with_trajectories(connection) == {0, 1}
+            assert read_trained(connection, 1) == [(i, stored[i]) for i in (0, 2, 3)]
+            assert steps_with_trajectories(connection) == {0, 1}
         ledger.prune(step=0)
         with db.transaction() as connection:
-            assert ledger_balance.trained(connection, 0) == [(1, None), (4, None)]
-            assert ledger_balance.steps_with_trajectories(connection) == {1}
-            assert ledger_balance.trained(connection, 2) == []
+            assert read_trained(connection, 0) == [(1, None), (4, None)]
+            assert steps_with_trajectories(connection) == {1}
+            assert read_trained(connection, 2) == []
 
 
 def test_books_that_do_not_agree_are_found():

@@ -6,10 +6,11 @@ and not interpolated yet; keys are not checked yet.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -26,8 +27,8 @@ class Source:
     """What the user wrote."""
 
     path: str  # the config file
-    tree: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, str] = field(default_factory=dict)  # key -> "grpo.yaml:12"
+    tree: dict[str, Any] = dataclasses.field(default_factory=dict)
+    places: dict[KeyPath, str] = dataclasses.field(default_factory=dict)  # key -> "grpo.yaml:12"
 
     def place(self, key: KeyPath) -> str:
         """Where `key`, or the innermost section around it, was written."""

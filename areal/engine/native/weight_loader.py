@@ -10,9 +10,10 @@ two steps. Every call blocks and may come from any thread; one at a time is carr
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -39,7 +40,9 @@ class Order:
     version: int
     recompute_kv: bool
     path: str = ""
-    key: str = field(default="", repr=False)  # with which the sender marks what it writes there
+    key: str = dataclasses.field(
+        default="", repr=False
+    )  # with which the sender marks what it writes there
     group: str = ""
 
 

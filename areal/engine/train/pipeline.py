@@ -36,7 +36,7 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.train import base
 from areal.engine.train.fit import stage_layout
 from areal.engine.train.token_layout import LaidOut
-from areal.engine.train.token_outputs import lay_out, outputs_of
+from areal.engine.train.token_outputs import outputs_of, pack_micro_batch
 from areal.models.common.decoder import Decoder
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import parallelize, write_own_part
@@ -116,7 +116,9 @@ class Pipeline:
     def train(self, mbs: list[base.MicroBatch], output_fn: base.OutputFn) -> list[torch.Tensor]:
         """`output_fn`, a scalar, of each micro-batch; gradients of their sum."""
         longest = max(len(mb.data["input_ids"]) for mb in mbs)
-        laid = [lay_out(mb.data, self._config, self._mesh, min_tokens=longest) for mb in mbs]
+        laid = [
+            pack_micro_batch(mb.data, self._config, self._mesh, min_tokens=longest) for mb in mbs
+        ]
         num_mbs = num_micro_batches(len(mbs), self._config.archon.pp_schedule, self.layout)
         laid += laid[:1] * (num_mbs - len(mbs))
 
@@ -163,7 +165,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, mbs: list[base.MicroBatch], output_fn: base.OutputFn) -> list[torch.Tensor]:
         """`output_fn` of each micro-batch."""
-        laid = [lay_out(mb.data, self._config, self._mesh) for mb in mbs]
+        laid = [pack_micro_batch(mb.data, self._config, self._mesh) for mb in mbs]
         inbox: dict[Unit, torch.Tensor] = {}
         with self._computing(laid, output_fn) as outputs:
             for wave in forward_waves(self.layout, len(mbs)):

@@ -4,8 +4,8 @@
 
 On a mesh, the ranks of the axes cp and tp call with the same micro-batch and all get the outputs of
 all its tokens. A micro-batch is padded to a multiple of cp * tp and cut over cp (token_layout.py);
-inside the model also over tp (models/parallelize.py). Its two halves, `pack_micro_batch` and `outputs_of`,
-are what a pipeline needs.
+inside the model also over tp (models/parallelize.py). Its two halves, `pack_micro_batch` and
+`outputs_of`, are what a pipeline needs.
 
 Shape legend: T tokens of the micro-batch, t a rank's part of them over cp, D model dim.
 """
