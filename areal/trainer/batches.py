@@ -8,7 +8,7 @@ and 2i + 1 rejected, and `PAIR` keeps them neighbours in every micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -42,3 +42,10 @@ def _padded(ids: list[list[int]], masks: list[list[int]]) -> dict[str, torch.Ten
         "loss_mask": pad(masks, torch.int32),
         "attention_mask": pad([[True] * len(row) for row in ids], torch.bool),
     }
+
+
+class EvalLoss(NamedTuple):
+    """The loss of a batch, and how much it counts beside that of other batches."""
+
+    mean: float
+    weight: float  # tokens or pairs

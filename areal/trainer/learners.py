@@ -14,8 +14,7 @@ import torch
 from areal.algorithm.advantage import shift_left
 from areal.algorithm.sft import sft_loss
 from areal.api.engine_api import TrainEngine
-from areal.trainer.batches import Rows, text_batch
-from areal.trainer.offline import EvalLoss
+from areal.trainer.batches import EvalLoss, Rows, text_batch
 
 
 class LMLearner:

@@ -8,8 +8,9 @@ would have seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from areal.trainer.batches import EvalLoss
 from areal.utils import stats_tracker
 from areal.utils.perf_tracer import phase
 
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
     from areal.trainer.base import Rows, Trainer
 
     Batch = dict[str, torch.Tensor]
-
-
-class EvalLoss(NamedTuple):
-    """The loss of a batch, and how much it counts beside that of other batches."""
-
-    mean: float
-    weight: float  # tokens or pairs
 
 
 class Learner(Protocol):

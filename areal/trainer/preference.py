@@ -18,8 +18,7 @@ from areal.algorithm.advantage import shift_left
 from areal.algorithm.preference import reward_model_loss
 from areal.api.config.preference import DPOActorConfig
 from areal.api.engine_api import TrainEngine
-from areal.trainer.batches import PAIR, Rows, pair_batch
-from areal.trainer.offline import EvalLoss
+from areal.trainer.batches import PAIR, EvalLoss, Rows, pair_batch
 from areal.utils import stats_tracker
 from areal.utils.import_path import load_named
 
