@@ -12,7 +12,7 @@ from __future__ import annotations
 from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
 from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
 from areal.api.config.errors import ConfigError
-from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
+from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig
 from areal.api.config.generation import GenerationHyperparameters
 from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
 from areal.api.config.limits import ProcessLimits
@@ -22,9 +22,9 @@ from areal.api.config.loader import (
     load_experiment,
     load_expr_config,
 )
+from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig, SFTConfig
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.ppo import PPOActorConfig
-from areal.api.config.preference import DPOActorConfig, DPOConfig, RWConfig
 from areal.api.config.rejection import RejectionSamplingConfig
 from areal.api.config.roles import PPOCriticConfig, RefConfig, TeacherConfig
 from areal.api.config.servers import SGLangConfig, VLLMConfig

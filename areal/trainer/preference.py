@@ -16,7 +16,7 @@ import torch
 from areal.algorithm import PREFERENCE_LOSSES
 from areal.algorithm.advantage import shift_left
 from areal.algorithm.preference import reward_model_loss
-from areal.api.config.preference import DPOActorConfig
+from areal.api.config.offline import DPOActorConfig
 from areal.api.engine_api import TrainEngine
 from areal.trainer.batches import PAIR, EvalLoss, Rows, pair_batch
 from areal.utils import stats_tracker

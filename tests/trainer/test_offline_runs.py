@@ -12,8 +12,8 @@ from tiny_run import query
 from areal.api.config.cluster import ClusterSpecConfig
 from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
 from areal.api.config.experiment import SFTConfig
+from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig
 from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.preference import DPOActorConfig, DPOConfig, RWConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.cli.demo import make_model

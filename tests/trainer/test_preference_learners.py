@@ -9,8 +9,8 @@ from tiny import write_tiny_model
 from tiny_ppo import PLAIN_SGD, open_engine, weights_of
 from transformers import AutoModel, AutoModelForCausalLM
 
+from areal.api.config.offline import DPOActorConfig
 from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.preference import DPOActorConfig
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.engine.train.archon import ArchonEngine
 from areal.trainer.offline import evaluate_on_rows

@@ -201,23 +201,6 @@ class BaseExperimentConfig:
 
 
 @config_section
-class SFTConfig(BaseExperimentConfig):
-    """Supervised fine-tuning."""
-
-    trainer: Literal["sft"] = "sft"
-    """Which trainer `areal train` runs."""
-    actor: TrainEngineConfig
-    """The trained model."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._inherit_from_trainer(self.actor, "sft")
-        self._check_placement(self.actor)
-        if self.allocation_mode:
-            check_allocation(self.allocation_mode, {"training": self.actor.backend})
-
-
-@config_section
 class PPOConfig(BaseExperimentConfig):
     """Reinforcement learning with PPO or GRPO."""
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 from areal.api.config.build import build, check_keys, with_defaults
 from areal.api.config.effects import idle_keys
 from areal.api.config.errors import ConfigError
-from areal.api.config.experiment import BaseExperimentConfig, PPOConfig, SFTConfig
-from areal.api.config.preference import DPOConfig, RWConfig
+from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+from areal.api.config.offline import DPOConfig, RWConfig, SFTConfig
 from areal.api.config.source import KeyPath, Source, read_source
 from areal.api.redact import without_secrets
 

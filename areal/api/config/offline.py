@@ -1,6 +1,7 @@
-"""Learning from pairs of a chosen and a rejected answer: reward models and DPO.
+"""Experiments without generation: SFT, reward models and DPO.
 
-`train_dataset.batch_size` counts pairs; a pair is never torn apart.
+For the latter two `train_dataset.batch_size` counts pairs of a chosen and a rejected answer; a pair
+is never split.
 """
 
 from __future__ import annotations
@@ -13,6 +14,23 @@ from areal.api.config.experiment import BaseExperimentConfig
 from areal.api.config.roles import RefConfig
 from areal.api.config.section import config_section
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
+
+
+@config_section
+class SFTConfig(BaseExperimentConfig):
+    """Supervised fine-tuning."""
+
+    trainer: Literal["sft"] = "sft"
+    """Which trainer `areal train` runs."""
+    actor: TrainEngineConfig
+    """The trained model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherit_from_trainer(self.actor, "sft")
+        self._check_placement(self.actor)
+        if self.allocation_mode:
+            check_allocation(self.allocation_mode, {"training": self.actor.backend})
 
 
 @config_section
