@@ -13,18 +13,16 @@ if TYPE_CHECKING:
     from areal.infra.train_controller import TrainController
     from areal.rollout.executor import WorkflowExecutor
     from areal.rollout.staleness import StalenessManager
-    from areal.trainer.dpo_trainer import DPOTrainer
+    from areal.trainer.offline import DPOTrainer, RWTrainer, SFTTrainer
     from areal.trainer.rl_trainer import PPOTrainer
-    from areal.trainer.rw_trainer import RWTrainer
-    from areal.trainer.sft_trainer import SFTTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DPOTrainer": "areal.trainer.dpo_trainer",
+    "DPOTrainer": "areal.trainer.offline",
     "PPOTrainer": "areal.trainer.rl_trainer",
-    "RWTrainer": "areal.trainer.rw_trainer",
-    "SFTTrainer": "areal.trainer.sft_trainer",
+    "RWTrainer": "areal.trainer.offline",
+    "SFTTrainer": "areal.trainer.offline",
     "StalenessManager": "areal.rollout.staleness",
     "TrainController": "areal.infra.train_controller",
     "WorkflowExecutor": "areal.rollout.executor",

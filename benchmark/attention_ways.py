@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from report import Row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.attention import PackedAttention
 
 _HEADS, _KV_HEADS, _DIM = 12, 2, 128
 _MIXED = (9000, 5200, 3100, 2800, 2100, 1900, 1500, 1300, 1100, 900, 800, 700, 600, 500, 400, 300)

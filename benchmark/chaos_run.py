@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal.cli.demo import recipe_path
-from areal.rollout.ledger_balance import balance
+from areal.rollout.ledger import balance
 from areal.run.database import open_read_only
 from areal.sandbox.watch import descendants
 
@@ -43,7 +43,7 @@ COMMANDS = {
     "server": (3, b"serve"),
     "controller": (3, b"train"),
     "rollout worker": (2, b"areal.rollout.worker_process"),
-    "rank": (2, b"areal.infra.scheduler.local_worker"),
+    "rank": (2, b"areal.infra.worker"),
 }
 
 

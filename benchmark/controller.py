@@ -41,7 +41,7 @@ import numpy as np
 from report import Row, print_table, write_json
 from stack_samples import StackSampler
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.api.workflow_api import RolloutWorkflow
 from areal.api.workflow_context import workflow_context
@@ -67,7 +67,7 @@ PARTS = {
     "idle": ("selectors.py:select",),
     "encode": ("rollout/trajectory.py:encode",),
     "ledger": ("rollout/ledger.py", "run/database.py"),
-    "checks": ("rollout/trajectory.py", "rollout/outcome.py"),
+    "checks": ("rollout/trajectory.py", "rollout/buffer.py"),
     "grouping": ("rollout/group.py", "utils/data.py", "api/workflow_context.py"),
     "executor": ("rollout/",),
     "workflow": ("workflow/", "benchmark/controller.py"),

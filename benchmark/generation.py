@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from report import Row, print_table, write_json
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop

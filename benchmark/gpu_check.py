@@ -35,15 +35,14 @@ from pathlib import Path
 import torch
 from report import Row, print_table, write_json
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.train.archon import ArchonEngine
-from areal.models.common.attention_varlen import PackedAttention
-from areal.models.common.decoder import Decoder
-from areal.models.common.lm_head import float32_logits
+from areal.models.common.attention import PackedAttention
+from areal.models.common.decoder import Decoder, float32_logits
 from areal.models.hf_io import build_model, save_hf
 
 ROOT = Path(__file__).resolve().parent.parent

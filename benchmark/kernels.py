@@ -37,7 +37,7 @@ from triton.runtime.errors import OutOfResources
 
 from areal.engine.native.cuda import decode_attention as decode
 from areal.engine.native.cuda import prefill_attention as prefill
-from areal.engine.native.cuda.flashinfer_prefill import FlashInferPrefill, flashinfer_prefill
+from areal.engine.native.cuda.prefill_attention import FlashInferPrefill, flashinfer_prefill
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.shared_prompts import (
     Heads,

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from report import Row, print_table, write_json
 
+from areal.rollout.buffer import Outcome
 from areal.rollout.ledger import Ledger
-from areal.rollout.outcome import Outcome
 from areal.rollout.source import Prompt
 from areal.run.database import RunDatabase
 

@@ -39,8 +39,7 @@ from report import Row, print_table, write_json
 from transformers import AutoModelForCausalLM
 
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.engine import train_engine_class

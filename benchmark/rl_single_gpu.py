@@ -26,9 +26,13 @@ import torch
 from report import Row, print_table, write_json
 from training import SHAPE, TINY, DrawnEngine, grpo_loss, synchronize
 
-from areal.api.config.generation import GenerationHyperparameters
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import ArchonEngineConfig, MicroBatchSpec, TrainEngineConfig
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.train_engine import (
+    ArchonEngineConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from areal.api.io_struct import FinetuneSpec
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop

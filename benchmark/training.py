@@ -42,8 +42,12 @@ from attention_ways import attention_rows
 from report import Row, print_table, write_json
 
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import ArchonEngineConfig, MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import (
+    ArchonEngineConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from areal.api.io_struct import FinetuneSpec
 from areal.engine.train.archon import ArchonEngine
 from areal.models.common.decoder import Decoder

@@ -33,8 +33,7 @@ from generation import SHAPES
 from report import Row, print_table, write_json
 
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec
 from areal.engine.train.archon import ArchonEngine
 

@@ -39,7 +39,7 @@ from generation import SHAPES
 from report import Row, print_table, write_json
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.local_engine import NativeLocalEngine

@@ -25,7 +25,7 @@ import mdformat
 
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.api.config.loader import EXPERIMENTS
-from areal.api.config.schema import field_types, item_class, section_class
+from areal.api.config.section import field_types, item_class, section_class
 from areal.cli.main import COMMANDS
 
 FOLDER = Path(__file__).parent / "reference"

@@ -17,8 +17,7 @@ from sample_agents import client_of
 from tiny import write_tiny_model
 
 from areal.agents.workflow import agent_workflow
-from areal.api.config.agent import AgentConfig
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import AgentConfig, GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.workflow_context import episode
 from areal.engine.native.local_engine import NativeLocalEngine

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from areal.algorithm.sft import sft_loss
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import TrainEngineConfig
+from areal.algorithm.loss import sft_loss
+from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec
 from areal.engine import train_engine_class

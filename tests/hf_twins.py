@@ -13,7 +13,7 @@ import tempfile
 import torch
 from tiny import tiny_config, tiny_model
 
-from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.attention import PackedAttention
 from areal.models.hf_io import save_hf
 
 

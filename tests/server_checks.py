@@ -21,7 +21,7 @@ from safetensors import safe_open
 from tiny_run import grpo_config, query
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.engine import HttpEngine

@@ -21,10 +21,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from safetensors import safe_open
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
-from areal.engine.native.loop import EngineLoop
-from areal.engine.native.receiver import Receiver
+from areal.engine.native.loop import EngineLoop, Receiver
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.server import bind, serve
 from areal.engine.native.wire import Refusal

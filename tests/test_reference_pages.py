@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from areal.api.config.loader import EXPERIMENTS
-from areal.api.config.schema import all_keys
+from areal.api.config.section import all_keys
 from areal.cli.main import COMMANDS
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "generate_config_reference.py"

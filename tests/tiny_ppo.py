@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from tiny import draw_score_head
 
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.ppo import PPOActorConfig
-from areal.api.config.roles import PPOCriticConfig
-from areal.api.config.train_engine import MicroBatchSpec, NormConfig
+from areal.api.config.ppo import PPOActorConfig, PPOCriticConfig
+from areal.api.config.train_engine import MicroBatchSpec, NormConfig, OptimizerConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec
 from areal.engine import train_engine_class

@@ -4,6 +4,11 @@
 
 Token in, token out: what a model wrote stays as it was sampled. With `chat_template_type: concat`
 a later turn puts the new messages' tokens after it and never tokenises the past again.
+
+A chat completion as server-sent events.
+
+The engine answers whole, so the reply is known when the stream begins: the agent's interaction is
+recorded before its first event, and a client that leaves in the middle changes nothing.
 """
 
 from __future__ import annotations
@@ -26,18 +31,21 @@ from areal.openai import (
     Output,
     WireError,
     begins_in_reasoning,
+    chat_chunk,
     chat_prompt_ids,
     chat_prompt_text,
     chat_reply,
     error_body,
     parse_chat,
+    usage_chunk,
     visible_text,
 )
 from areal.utils import logging
 
 if TYPE_CHECKING:
     from areal.agents.session import Session, SessionOptions
-    from areal.api.config.generation import GenerationHyperparameters
+    from areal.api.config.inference import GenerationHyperparameters
+
 
 logger = logging.getLogger("AgentProxy")
 
@@ -223,3 +231,28 @@ def _warn_of_temperature(given: float, wanted: float) -> None:
         given,
         wanted,
     )
+
+
+def chat_events(done: Completion) -> Iterator[bytes]:
+    for chunk in _chunks(done):
+        yield f"data: {dumps(chunk)}\n\n".encode()
+    yield b"data: [DONE]\n\n"
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """An event that says its type twice, as Anthropic's clients and those of /v1/responses want."""
+    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
+
+
+def _chunks(done: Completion) -> Iterator[dict[str, Any]]:
+    reply, choice = done.reply, done.reply["choices"][0]
+    place = (done.call, reply["id"], reply["created"])
+    yield chat_chunk(*place, 0, {"role": "assistant", "content": ""})
+    if done.message["content"]:
+        delta = {"content": done.message["content"]}
+        yield chat_chunk(*place, 0, delta, logprobs=choice["logprobs"])
+    for index, call in enumerate(done.message.get("tool_calls", ())):
+        yield chat_chunk(*place, 0, {"tool_calls": [{"index": index, **call}]})
+    yield chat_chunk(*place, 0, {}, finish_reason=done.finish_reason)
+    if done.call.include_usage:
+        yield usage_chunk(*place, reply["usage"])

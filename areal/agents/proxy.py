@@ -41,12 +41,12 @@ from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_server import (
     CLIENT_LEFT,
     JsonReply,
+    json_body,
     new_app,
     read_body,
     server_config,
     trust,
 )
-from areal.utils.route_schema import json_body
 
 logger = logging.getLogger("AgentProxy")
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from areal.agents.completions import Completion
-from areal.agents.streaming import named_event
+from areal.agents.completions import Completion, named_event
 from areal.openai import WireError
 
 if TYPE_CHECKING:

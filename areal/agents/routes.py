@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from areal.agents import anthropic, responses
-from areal.agents.completions import Completion, Route
-from areal.agents.streaming import chat_events
+from areal.agents.completions import Completion, Route, chat_events
 
 
 def _note_completion(done: Completion) -> None:

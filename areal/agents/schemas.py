@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal.openai.schemas import CHAT, FUNCTION, NAME, SAMPLING
-from areal.utils.route_schema import (
+from areal.utils.http_server import (
     ANY_OBJECT,
     FLAG,
     NUMBER,

@@ -25,8 +25,7 @@ from areal.api.workflow_context import workflow_context
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from areal.api.config.agent import AgentConfig
-    from areal.api.config.generation import GenerationHyperparameters
+    from areal.api.config.inference import AgentConfig, GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
     from areal.api.interaction import InteractionWithTokenLogpReward
 

@@ -24,14 +24,14 @@ KL_ESTIMATORS = {
 
 # fn(LambdaContext, **gae_lambda_kwargs) -> [B]
 LAMBDA_FUNCTIONS = {
-    "vapo": "areal.algorithm.lambdas.vapo_lambda",  # alpha
-    "relative_position": "areal.algorithm.lambdas.relative_position_lambda",  # q
+    "vapo": "areal.algorithm.advantage.vapo_lambda",  # alpha
+    "relative_position": "areal.algorithm.advantage.relative_position_lambda",  # q
 }
 
 # fn(values, returns) -> error per token
 VALUE_ERRORS = {
-    "squared": "areal.algorithm.value.squared_error",
-    "huber": "areal.algorithm.value.huber_error",
+    "squared": "areal.algorithm.loss.squared_error",
+    "huber": "areal.algorithm.loss.huber_error",
 }
 
 # fn(logprobs, ref_logp, mask, cu_seqlens, *, beta) -> (loss, metrics per pair)
@@ -42,5 +42,5 @@ PREFERENCE_LOSSES = {
 
 # fn(trajectory) -> keep the group?
 DYNAMIC_FILTERS = {
-    "keep_mixed_groups": "areal.algorithm.filters.keep_mixed_groups",
+    "keep_mixed_groups": "areal.algorithm.normalization.keep_mixed_groups",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.utils.signatures import Call
+from areal.utils.import_path import Call
 
 FILTER_CALL = Call("fn(trajectory)", 1)
 

@@ -13,6 +13,20 @@ Every mean divides by the mask's count, whatever the weights are: a token that w
 by rejection sampling or M2PO) counts as a loss of 0, so parts of a batch add up to the whole.
 
 `own_loss` makes such a loss of a user's function, which may return a loss per token instead.
+
+The critic's loss: values towards returns, each step kept near the values of the rollout.
+
+Supervised fine-tuning: mean cross-entropy of the tokens under the loss mask.
+
+Learn from a teacher's log-probabilities of the student's own tokens.
+
+With t the teacher's log-probability of a sampled token, pi the student and N the tokens to learn:
+
+    distillation alone   w_d * -sum (pi / pi_old) (t - sg log pi) / N    a policy gradient whose
+                         reward is the teacher's advantage over the student (sg: no gradient)
+    beside RL            w_rl * loss_rl + w_d * sum (log pi - t) / N     the reverse KL added
+
+The first is chosen by rl_loss_weight 0.
 """
 
 from __future__ import annotations
@@ -22,6 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from areal.algorithm.segments import sequence_mean, spread
 
@@ -196,3 +211,89 @@ def _masked_mean(
     loss_T = loss_T.masked_fill(off_T, 0.0)
     metrics["loss"] = loss_T.detach()
     return loss_T.sum() / inputs.mask_T.sum().clamp(min=1), metrics
+
+
+HUBER_DELTA = 10.0  # above this error the pull stays constant; rewards are of order 1
+
+
+def squared_error(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+    return (values - returns).square() / 2
+
+
+def huber_error(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+    return F.huber_loss(values, returns, reduction="none", delta=HUBER_DELTA)
+
+
+def value_loss(
+    values_T: torch.Tensor,
+    old_values_T: torch.Tensor,
+    returns_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    *,
+    eps_clip: float,
+    error: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = squared_error,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean over the mask of the larger error, of V and of V clipped to V_old +- eps_clip.
+
+    A value that has already moved by more than eps_clip towards its return gets no gradient.
+    """
+    mask_T = mask_T.bool()
+    # Off the mask anything may lie, also what is not finite.
+    values_T, old_values_T, returns_T = (
+        x_T.masked_fill(~mask_T, 0.0)
+        for x_T in (values_T, old_values_T.detach(), returns_T.detach())
+    )
+    near_T = old_values_T + (values_T - old_values_T).clamp(-eps_clip, eps_clip)
+    plain_T, clipped_T = error(values_T, returns_T), error(near_T, returns_T)
+    loss_T = torch.maximum(plain_T, clipped_T)
+    metrics = {
+        "loss": loss_T.detach(),
+        "clip_ratio": (plain_T < clipped_T).detach() & mask_T,
+    }
+    return loss_T.sum() / mask_T.sum().clamp(min=1), metrics
+
+
+def sft_loss(logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """`mask_T` is aligned to predictions: True at t when the token at t + 1 is to be learned."""
+    mask_T = mask_T.bool()
+    return -logprobs_T.masked_fill(~mask_T, 0.0).sum() / mask_T.sum().clamp(min=1)
+
+
+def distillation_loss(
+    rl_loss: torch.Tensor,
+    logprobs_T: torch.Tensor,
+    old_logp_T: torch.Tensor,
+    teacher_logp_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    *,
+    rl_loss_weight: float,
+    distill_loss_weight: float,
+) -> torch.Tensor:
+    """`rl_loss` is the policy loss of the same micro-batch; with rl_loss_weight 0 it is not read.
+
+    `old_logp_T` is of the policy that sampled the tokens.
+    """
+    if rl_loss_weight == 0:
+        alone = teacher_policy_loss(logprobs_T, old_logp_T, teacher_logp_T, mask_T)
+        return distill_loss_weight * alone
+    beside = reverse_kl_loss(logprobs_T, teacher_logp_T, mask_T)
+    return rl_loss_weight * rl_loss + distill_loss_weight * beside
+
+
+def teacher_policy_loss(
+    logprobs_T: torch.Tensor,
+    old_logp_T: torch.Tensor,
+    teacher_logp_T: torch.Tensor,
+    mask_T: torch.Tensor,
+) -> torch.Tensor:
+    off_T = ~mask_T.bool()
+    ratio_T = (logprobs_T - old_logp_T.detach()).masked_fill(off_T, 0.0).exp()
+    advantage_T = (teacher_logp_T - logprobs_T).detach().masked_fill(off_T, 0.0)
+    return -(ratio_T * advantage_T).sum() / mask_T.sum().clamp(min=1)
+
+
+def reverse_kl_loss(
+    logprobs_T: torch.Tensor, teacher_logp_T: torch.Tensor, mask_T: torch.Tensor
+) -> torch.Tensor:
+    difference_T = (logprobs_T - teacher_logp_T.detach()).masked_fill(~mask_T.bool(), 0.0)
+    return difference_T.sum() / mask_T.sum().clamp(min=1)

@@ -9,13 +9,15 @@ torch, and OmegaConf is imported only when a file is read.
 
 from __future__ import annotations
 
-from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
-from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
-from areal.api.config.errors import ConfigError
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig
-from areal.api.config.generation import GenerationHyperparameters
-from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
-from areal.api.config.limits import ProcessLimits
+from areal.api.config.inference import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    NativeServerConfig,
+    ProcessLimits,
+    SGLangConfig,
+    VLLMConfig,
+)
 from areal.api.config.loader import (
     dump_yaml,
     experiment_class,
@@ -23,22 +25,37 @@ from areal.api.config.loader import (
     load_expr_config,
 )
 from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig, SFTConfig
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.ppo import PPOActorConfig
-from areal.api.config.rejection import RejectionSamplingConfig
-from areal.api.config.roles import PPOCriticConfig, RefConfig, TeacherConfig
-from areal.api.config.servers import SGLangConfig, VLLMConfig
-from areal.api.config.stats import (
+from areal.api.config.ppo import (
+    PPOActorConfig,
+    PPOCriticConfig,
+    RefConfig,
+    RejectionSamplingConfig,
+    TeacherConfig,
+)
+from areal.api.config.run import (
+    ClusterSpecConfig,
+    DatasetConfig,
+    EvaluatorConfig,
     PerfTracerConfig,
+    RecoverConfig,
+    SaverConfig,
+    SchedulerConfig,
     StatsLoggerConfig,
     SwanlabConfig,
     TensorBoardConfig,
+    TimerConfig,
     TrackioConfig,
+    ValidDatasetConfig,
     WandBConfig,
+    WatchdogConfig,
 )
-from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig, TimerConfig
-from areal.api.config.train_engine import MicroBatchSpec, NormConfig, TrainEngineConfig
-from areal.api.config.watchdog import WatchdogConfig
+from areal.api.config.section import ConfigError
+from areal.api.config.train_engine import (
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 
 __all__ = [
     "BaseExperimentConfig",

@@ -1,4 +1,22 @@
-"""What a training engine and an inference engine are to the rest of areal.
+"""How a call travels to an object that lives on several ranks: marks on the methods of a contract.
+
+    class TrainEngine(ABC):
+        @split                      # each data-parallel place gets its rows of the first argument
+        def train_batch(self, input_, ...): ...
+
+        @split(merges_rows=True)    # and the rows of the answers are put back in their order
+        def forward_batch(self, input_): ...
+
+        @broadcast                  # the same call on every rank; the first rank's answer
+        def save(self, meta): ...
+
+        @head                       # the first rank alone: nothing in it may need another rank
+        def get_version(self): ...
+
+A method without a mark does not travel. Marks change nothing about the method itself, so an object
+in this process is called as ever; `infra/train_controller.py` reads them for one that is not.
+
+What a training engine and an inference engine are to the rest of areal.
 
 Both are small on purpose: everything that can be derived is written once elsewhere (micro-batching
 and loss scaling in `engine/train/base.py`, queues and staleness in `rollout/executor.py`).
@@ -8,9 +26,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from areal.api.dispatch import broadcast, head, split
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +42,52 @@ if TYPE_CHECKING:
         SaveLoadMeta,
         WeightUpdateMeta,
     )
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_ATTRIBUTE = "__areal_mark__"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    kind: Literal["split", "broadcast", "head"]
+    merges_rows: bool = False  # of split: the answer has the rows of the argument
+
+
+@overload
+def split(method: Method) -> Method: ...
+@overload
+def split(*, merges_rows: bool) -> Callable[[Method], Method]: ...
+def split(method: Any = None, *, merges_rows: bool = False) -> Any:
+    """Rows of the padded batch in the first argument are divided by their tokens. Every
+    `rows_per_unit` (a keyword of the method, default 1) neighbours stay together; a place may get
+    none. What is not merged must be the same on every rank."""
+
+    def mark(marked: Method) -> Method:
+        return _mark(marked, Mark("split", merges_rows))
+
+    return mark if method is None else mark(method)
+
+
+def broadcast(method: Method) -> Method:
+    return _mark(method, Mark("broadcast"))
+
+
+def head(method: Method) -> Method:
+    return _mark(method, Mark("head"))
+
+
+def marks_of(contract: type) -> dict[str, Mark]:
+    """Method name -> its mark, for every marked method of the class and its bases."""
+    names = {name for cls in contract.__mro__ for name in vars(cls)}
+    marks = {name: getattr(getattr(contract, name), _ATTRIBUTE, None) for name in names}
+    return {name: mark for name, mark in marks.items() if mark is not None}
+
+
+def _mark(method: Method, mark: Mark) -> Method:
+    setattr(method, _ATTRIBUTE, mark)
+    return method
 
 
 class EngineLostError(RuntimeError):
@@ -140,7 +203,7 @@ class TrainEngine(ABC):
     A critic's engine has values in place of log-probabilities: `loss_fn(values_T, mb)`, where
     `values[t]` is the value before the token at t + 1.
 
-    The marks (api/dispatch.py) say how a call reaches an engine whose ranks are other processes.
+    The marks (api/engine_api.py) say how a call reaches an engine whose ranks are other processes.
     What such a call takes and returns must pickle: loss functions are functions of a module, bound
     methods of small objects, or partials of those.
     """

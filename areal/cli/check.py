@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from areal.api.config.dataset import DatasetConfig
     from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+    from areal.api.config.run import DatasetConfig
     from areal.utils.hub import Found
-    from areal.utils.signatures import Call
+    from areal.utils.import_path import Call
 
 _HUB_DEADLINE_S = 5.0
 
@@ -155,7 +155,7 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 
 def _check_import_paths(config: PPOConfig) -> None:
-    from areal.agents.preconditions import check_agent_options
+    from areal.agents.workflow import check_agent_options
     from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS, POLICY_LOSSES
     from areal.algorithm.calls import FILTER_CALL, lambda_call, policy_loss_call
     from areal.cli.static_import import has_blocking_run

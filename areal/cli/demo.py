@@ -4,6 +4,12 @@
 
 Each stage is an ordinary run of a file under `examples/math/` inside the folder `--out`, so a demo
 that was interrupted or killed goes on where it stood when the command is given again.
+
+A progress bar over a training run: the observer the command line puts on a trainer.
+
+Draws a training curve twice: in the terminal as braille dots, and as a PNG file.
+
+In: the reward of every step and, where measured, the greedy accuracy. Out: text, or a file.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +91,6 @@ class DemoResult:
 
 
 def _run_stages(out: Path, overrides: list[str], console: Any) -> DemoResult:
-    from areal.cli.progress import run_with_progress
     from areal.run.paths import RunPaths
 
     fileroot = f"cluster.fileroot={out}"
@@ -184,7 +190,6 @@ def _read_result(run_dir: Path, database: Path) -> DemoResult:
 
 
 def _show(result: DemoResult, seconds: float, console: Any) -> None:
-    from areal.cli.curve import draw_terminal, save_png, smooth
 
     png = result.run_dir / "reward.png"
     save_png(png, result.rewards, result.evaluations, title="areal demo: asynchronous GRPO")
@@ -202,3 +207,103 @@ def _show(result: DemoResult, seconds: float, console: Any) -> None:
             "next: edit examples/math/arithmetic_grpo.yaml and run `areal train` on it, "
             "or start over with `areal demo --fresh`"
         )
+
+
+def run_with_progress(config: Any, console: Any, *, title: str, metric: str) -> None:
+    """Run the experiment `config` describes; show steps done, `metric` and the time left.
+
+    Where nobody can watch a bar grow (a file, a pipe) the run's own lines tell the story.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from areal.trainer.experiment import run_experiment
+    from areal.utils import logging
+
+    if not console.is_terminal:
+        console.print(title)
+        return run_experiment(config)
+    columns = (
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[value]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    # The bar tells the story; warnings and errors still come through.
+    with logging.quiet(), Progress(*columns, console=console) as progress:
+        bar = progress.add_task(title, total=None, value="")
+
+        def on_step(step: int, total: int, stats: Mapping[str, float]) -> None:
+            value = f"{metric.rpartition('/')[2]} {stats[metric]:.3f}"
+            progress.update(bar, completed=step, total=total, value=value)
+
+        run_experiment(config, on_step=on_step)
+
+
+# Bit of a dot inside one braille cell, by row (top to bottom) and column.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Trailing mean over `window` values, so that the first points are honest too."""
+    out, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value
+        if i >= window:
+            total -= values[i - window]
+        out.append(total / min(i + 1, window))
+    return out
+
+
+def draw_terminal(values: Sequence[float], *, title: str, width: int = 60, height: int = 10) -> str:
+    """`values` as a braille plot of `width` x `height` characters with its scale at the left."""
+    if not values:
+        return f"{title}: no points yet"
+    low, high = min(0.0, min(values)), max(1.0, max(values))
+    columns, rows = 2 * width, 4 * height
+    cells = [[0] * width for _ in range(height)]
+    for x in range(columns):
+        value = values[min(x * len(values) // columns, len(values) - 1)]
+        y = round((1 - (value - low) / (high - low)) * (rows - 1))
+        cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    lines = [f"{'':>6}{title}"]
+    for row, line in enumerate(cells):
+        level = high - (high - low) * row / (height - 1)
+        label = f"{level:5.2f} " if row % 3 == 0 or row == height - 1 else " " * 6
+        lines.append(label + "│" + "".join(chr(0x2800 + cell) for cell in line))
+    lines.append(" " * 6 + "└" + "─" * width)
+    lines.append(f"{'':>7}step 1{f'step {len(values)}':>{max(width - 6, 1)}}")
+    return "\n".join(lines)
+
+
+def save_png(
+    path: Path, rewards: Sequence[float], evaluations: Sequence[tuple[int, float]], *, title: str
+) -> None:
+    """The reward of every step, its running mean, and the evaluated (step, accuracy) points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    steps = range(1, len(rewards) + 1)
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.25, linewidth=1)
+    axes.plot(
+        steps, smooth(rewards, 20), color="tab:blue", label="sampled reward, mean of 20 steps"
+    )
+    if evaluations:
+        axes.plot(*zip(*evaluations, strict=True), "o-", color="tab:green", label="greedy accuracy")
+    axes.set(xlabel="step", ylabel="reward", title=title, ylim=(-0.02, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

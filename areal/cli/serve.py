@@ -144,7 +144,7 @@ def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine]:
     import torch
 
     from areal.engine.native.engine import NativeEngine
-    from areal.engine.native.ranks import leading_engine
+    from areal.engine.native.tensor_parallel import leading_engine
 
     _check_device(args.device)
     options = {

@@ -5,15 +5,45 @@ paths. A user who needs more writes a script with the same trainers (see example
 
 Training runs in a child process (supervise.py), so that somebody is there whatever becomes of it;
 with `recover.mode=on` it is started again when it dies.
+
+Runs the rest of the command in a child process, and starts that again when it dies.
+
+    code = supervise(retries=3, newest_point=..., stacks_file=...)
+    if code is not None:       # the parent: the last child has ended
+        return code
+    ...                        # the child: train
+
+    parent   waits for: the child             unblocked by: its end
+             on SIGINT, SIGTERM: hands them on, and starts nothing any more; a child that does not
+             react (a call that holds its interpreter) is killed
+    child    a session of its own, so that Ctrl-C reaches it once, through the parent; the kernel
+             ends it when the parent dies (Linux)
+
+The fork is taken before torch is loaded: the parent is small, has one thread and opens no device.
+
+    how the child ended            what follows
+    0, 2 (user's mistake), 130     the end
+    after `stay_down()`            the end, with exit code 1 (run/restart.py)
+    1 (a fault of the world)       started again if it got as far as a new recover point
+    a signal (kill -9, segfault),  started again, `retries` times without a new recover point
+    or 1 after `come_again()`
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
+
+from areal.run import restart
+from areal.utils import stacks
 
 FIRST_CONFIG = """\
 trainer: ppo                    # or sft, rw, dpo
@@ -114,7 +144,6 @@ def tell_parent(error: BaseException) -> None:
 
 def _supervise(config: Any) -> int | None:
     """None in the process that is to train."""
-    from areal.cli.supervise import supervise
     from areal.run.paths import RunPaths
     from areal.run.recover import newest_step
 
@@ -141,3 +170,138 @@ def load_config(argv: list[str]) -> Any:
 
     config, _ = load_experiment(argv)
     return config
+
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+_INTERRUPTED = 130
+_REACTION_S = 15.0  # a signal is heard between two lines of Python, or never
+_POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+
+
+def supervise(
+    *, retries: int, newest_point: Callable[[], int | None], stacks_file: Path
+) -> int | None:
+    """None in every child, which is to do the work; in the parent the exit code of the last one.
+
+    `newest_point` is the step of the newest recover point: by it the run is seen to get on.
+    `stacks_file` gets the stacks of a child that does not react to a signal.
+    """
+    strikes = 0
+    while True:
+        before = newest_point()
+        child = _Child(stacks_file)
+        if child.is_here:
+            return None
+        code = child.wait()
+        point = newest_point()
+        got_on = point != before
+        if child.signalled_at is not None:
+            return _INTERRUPTED
+        if code in (0, 2, _INTERRUPTED):
+            return code
+        if child.wish == restart.STAY_DOWN:
+            return 1
+        how = _how_it_ended(code)
+        if retries == 0 or (code > 0 and not (got_on or child.wish == restart.COME_AGAIN)):
+            if code < 0:
+                _say(f"error: the training process {how}")
+            return 1
+        strikes = 1 if got_on else strikes + 1
+        if strikes > retries:
+            _say(f"error: the training process {how}, {strikes} times without a new recover point")
+            return 1
+        origin = "the start" if point is None else f"the recover point of step {point + 1}"
+        _say(f"the training process {how}; going on from {origin} (restart {strikes} of {retries})")
+
+
+class _Child:
+    """A fork of this process; `is_here` tells the two apart."""
+
+    def __init__(self, stacks_file: Path) -> None:
+        self.signalled_at: float | None = None  # time.monotonic() of the first one handed on
+        self.wish = b""  # what it said of being started again
+        self._has_heard = False  # of a signal
+        self._is_killed = False  # by us
+        self._stacks_file = stacks_file
+        self._reader, writer = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent_pid = os.getpid()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        self._pid = os.fork()
+        self.is_here = self._pid == 0
+        if self.is_here:
+            os.close(self._reader)
+            restart.answer_to(writer)
+            os.setsid()
+            _die_with(parent_pid)
+        else:
+            os.close(writer)
+            os.set_blocking(self._reader, False)
+            self._previous = {signum: signal.signal(signum, self._hand_on) for signum in _FORWARDED}
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def wait(self) -> int:
+        """Its exit code, negative for the signal that ended it."""
+        status = None
+        while status is None:
+            time.sleep(_POLL_S)
+            pid, found = os.waitpid(self._pid, os.WNOHANG)
+            status = found if pid == self._pid else None
+            self._listen()
+            if status is None:
+                self._kill_if_deaf()
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        os.close(self._reader)
+        return os.waitstatus_to_exitcode(status)
+
+    def _hand_on(self, signum: int, frame: object) -> None:
+        self.signalled_at = self.signalled_at or time.monotonic()
+        os.kill(self._pid, signum)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has said nothing
+            for byte in os.read(self._reader, 64):
+                word = bytes([byte])
+                if word == restart.HEARD:
+                    self._has_heard = True
+                else:
+                    self.wish = self.wish or word
+
+    def _kill_if_deaf(self) -> None:
+        """A child that has not noticed a signal never will; one that has may take its time."""
+        if self.signalled_at is None or self._has_heard or self._is_killed:
+            return
+        if time.monotonic() - self.signalled_at < _REACTION_S:
+            return
+        frames = ""
+        with contextlib.suppress(OSError):  # a full disk must not save it
+            stacks.collect(self._stacks_file, self._pid)
+            frames = stacks.busy_frames(self._stacks_file, self._pid)
+        _say(
+            f"the training process did not react to a signal for {_REACTION_S:g} s and is killed; "
+            f"its busiest thread is in {frames or '?'} (stacks: {self._stacks_file})"
+        )
+        os.kill(self._pid, signal.SIGKILL)
+        self._is_killed = True
+
+
+def _die_with(parent_pid: int) -> None:
+    """End when that parent does (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _say(text: str) -> None:
+    print(f"areal: {text}", file=sys.stderr, flush=True)

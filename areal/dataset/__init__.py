@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from areal.utils import import_path
 
 if TYPE_CHECKING:
-    from areal.api.config.dataset import DatasetConfig
+    from areal.api.config.run import DatasetConfig
 
 COLUMN_LOADERS = {
-    "rl": "areal.dataset.columns.load_rl",
-    "sft": "areal.dataset.columns.load_sft",
+    "rl": "areal.dataset.source_files.load_rl",
+    "sft": "areal.dataset.source_files.load_sft",
 }
 LOADERS = {
     ("arithmetic", "dpo"): "areal.dataset.arithmetic.load_pairs",

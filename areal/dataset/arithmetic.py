@@ -17,9 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.dataset.chat_rows import drop_long_prompts, pair_rows, sft_rows, user_says
-from areal.dataset.held_out import ONE_IN, is_held_out, wants_held_out
-from areal.dataset.options import known_options
+from areal.dataset.chat_rows import (
+    ONE_IN,
+    drop_long_prompts,
+    is_held_out,
+    known_options,
+    pair_rows,
+    sft_rows,
+    user_says,
+    wants_held_out,
+)
 
 Digits = int | Sequence[int]
 MISSES = (1, -1, 2, -2, 10, -10)  # how far a rejected answer is off

@@ -1,10 +1,20 @@
 """Rows from chats: what each kind of training needs, made the same way for every data set.
 
 In: chat messages and replies to them. Out: lists of rows no longer than `max_length` tokens.
+
+Which problems of a data set without a test split are held out: a hash of the problem says so.
+
+The seed and the number of rows do not matter, so no run can train on a problem that another one
+tests with.
+
+Loaders that hand `dataset_kwargs` on to a function: which ones that function takes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from areal.utils import logging
@@ -83,3 +93,35 @@ def report_dropped(num_rows: int, num_kept: int, max_length: int) -> None:
     if num_kept < num_rows:
         dropped = num_rows - num_kept
         logger.warning("left out %d of %d rows over %d tokens", dropped, num_rows, max_length)
+
+
+ONE_IN = 10
+TEST_SPLITS = ("test", "valid", "validation")
+
+
+def is_held_out(problem: str) -> bool:
+    digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % ONE_IN == 0
+
+
+def wants_held_out(split: str) -> bool:
+    """Whether `split` names the held-out part."""
+    if split != "train" and split not in TEST_SPLITS:
+        raise ValueError(f"dataset.split must be train or one of {TEST_SPLITS}, got {split!r}")
+    return split in TEST_SPLITS
+
+
+def known_options(
+    options: dict[str, Any], function: Callable[..., Any], *, besides: tuple[str, ...]
+) -> dict[str, Any]:
+    """`options`, all of them parameters of `function`.
+
+    `besides` are keys the loader takes itself; an error lists them too.
+    """
+    known = {*inspect.signature(function).parameters, *besides} - {"split"}
+    for name in options:
+        if name not in known - {*besides}:
+            raise ValueError(
+                f"dataset_kwargs.{name}: unknown; expected one of {', '.join(sorted(known))}"
+            )
+    return options

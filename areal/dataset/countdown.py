@@ -15,9 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal.dataset.chat_rows import drop_long_prompts, sft_rows, user_says
-from areal.dataset.held_out import is_held_out, wants_held_out
-from areal.dataset.options import known_options
+from areal.dataset.chat_rows import (
+    drop_long_prompts,
+    is_held_out,
+    known_options,
+    sft_rows,
+    user_says,
+    wants_held_out,
+)
 from areal.dataset.source_files import read_rows
 
 HUB_NAME = "Jiayi-Pan/Countdown-Tasks-3to4"

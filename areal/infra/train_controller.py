@@ -5,25 +5,40 @@
     controller.train_batch(batch, loss_fn, weight_fn)     # every rank its rows, one answer
     controller.destroy()
 
-Which calls travel, and how, is said by the marks on the contract (api/dispatch.py), read once:
+Which calls travel, and how, is said by the marks on the contract (api/engine_api.py), read once:
 there is no method here for any of them. A call goes to all ranks at once and has one deadline.
 
 When a rank fails, the others may wait for it in a collective. They get a moment to say what they
 know, then the role's workers are ended, and the error that came first is raised: an exception of
 the engine itself, as from an engine in this process, or how the process of that rank ended.
+
+A batch over data-parallel places, and what they answer back in its order.
+
+rows = divide_rows(data, num_places=2, rows_per_unit=1)       # [[0, 2], [1]]
+parts = [select_rows(data, own) for own in rows]
+merge_rows([outputs of each place], rows)                      # rows as in `data`
+
+One rank of an engine, in its worker process: the engine, and what its calls leave behind.
+
+Statistics that a call records travel back with its result. A result that is itself a function (the
+writer of a snapshot) stays here: the caller gets a number, starts it by that, and asks until it has
+ended. It runs in a thread of its own, so that other calls go on meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 from areal.api.alloc_mode import ParallelStrategy
-from areal.api.dispatch import Mark, marks_of
-from areal.api.engine_api import TrainEngine
+from areal.api.engine_api import Mark, TrainEngine, marks_of
 from areal.api.scheduler_api import (
     EngineCallError,
     EngineCreationError,
@@ -32,16 +47,17 @@ from areal.api.scheduler_api import (
     WorkerNotFoundError,
     WorkerTimeoutError,
 )
-from areal.infra.rank import Held, Outcome
-from areal.infra.split import divide_rows, merge_rows
 from areal.utils import logging, stats_tracker
 from areal.utils.data import select_rows
+from areal.utils.import_path import load
 from areal.utils.in_thread import in_thread
+from areal.utils.prefix_tree import pack_trees
+from areal.utils.seqpack import pack_sequences
 from areal.utils.waits import progress, waiting
 
 logger = logging.getLogger("TrainController")
 
-_RANK = "areal.infra.rank.Rank"
+_RANK = "areal.infra.train_controller.Rank"
 _POLL_S = 0.05  # between questions to a function that runs on the ranks beside other calls
 _LAST_WORDS_S = 3.0  # for ranks that another one's failure wakes from a collective
 
@@ -240,3 +256,101 @@ class TrainController:
 def _failure_time(error: BaseException) -> float:
     """A process that ended, or a rank that does not answer, comes before what it caused."""
     return error.failed_at if isinstance(error, EngineCallError) else 0.0
+
+
+Rows = list[int]
+
+
+def divide_rows(
+    batch: Mapping[str, Any],
+    *,
+    num_places: int,
+    rows_per_unit: int = 1,
+    shares_prefixes: bool = False,
+) -> list[Rows]:
+    """The rows of each place, ascending, nearly equal in tokens; some have none when there are
+    fewer units of `rows_per_unit` neighbours than places.
+
+    With `shares_prefixes` the engines compute once what rows begin with alike: such rows stay
+    together, unless there are fewer groups of them than places, and count as their tree does.
+    """
+    lengths = batch["attention_mask"].sum(dim=1)
+    if len(lengths) % rows_per_unit:
+        raise ValueError(
+            f"the batch has {len(lengths)} rows, which do not make units of {rows_per_unit} rows"
+        )
+    limits = {"min_bins": num_places, "algorithm": "kk"}
+    if not len(lengths):
+        parts = []
+    elif shares_prefixes:
+        ids = batch["input_ids"].numpy(force=True)
+        sequences = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
+        parts = pack_trees(sequences, rows_per_unit=rows_per_unit, **limits)
+    else:
+        units = lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
+        parts = pack_sequences(units, **limits)
+    rows = [
+        [unit * rows_per_unit + row for unit in part for row in range(rows_per_unit)]
+        for part in parts
+    ]
+    return rows + [[]] * (num_places - len(rows))
+
+
+def merge_rows(parts: Sequence[torch.Tensor], rows: Sequence[Rows]) -> torch.Tensor:
+    """Row `rows[i][j]` of the result is row j of `parts[i]`."""
+    order = torch.tensor([row for own in rows for row in own])
+    joined = torch.cat(list(parts))
+    merged = torch.empty_like(joined)
+    merged[order] = joined
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    result: Any
+    stats: dict[str, stats_tracker.Partial]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A function that stayed on the ranks; the same number on all of them."""
+
+    number: int
+
+
+class Rank:
+    """Built by a scheduler; called by `TrainController` alone."""
+
+    def __init__(self, engine: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """`engine` is an import path."""
+        self._engine = load(engine, key="engine")(*args, **kwargs)
+        self._numbers = itertools.count()
+        self._held: dict[int, Callable[..., Any]] = {}
+        self._running: dict[int, Future] = {}
+
+    def place(self) -> tuple[int, bool]:
+        """(which rows it computes, whether it answers for the ranks that compute the same)."""
+        return self._engine.data_parallel_rank, self._engine.is_data_parallel_head()
+
+    def call(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], scope: str
+    ) -> Outcome:
+        """The method under the caller's scope of statistics."""
+        with stats_tracker.scope(scope) if scope else nullcontext():
+            result = getattr(self._engine, method)(*args, **kwargs)
+        if callable(result):
+            held = Held(next(self._numbers))
+            self._held[held.number] = result
+            result = held
+        return Outcome(result, stats_tracker.take())
+
+    def start(self, number: int, args: Sequence[Any]) -> None:
+        """Let a held function run, once."""
+        self._running[number] = in_thread(f"held-{number}", self._held.pop(number), *args)
+
+    def has_ended(self, number: int) -> bool:
+        """Whether a started function has returned; what it raised is raised here."""
+        if not self._running[number].done():
+            return False
+        self._running.pop(number).result()
+        return True

@@ -52,9 +52,9 @@ def build_model(
     args = dataclasses.replace(args, is_critic=is_critic)
     with torch.device("meta"):
         if ranks is None:
-            model = spec.load_model_class()(args)
+            model = spec.model_class(args)
         else:
-            model = build_share(spec.load_model_class(), args, ranks)
+            model = build_share(spec.model_class, args, ranks)
     return model.to(dtype).to_empty(device=device)
 
 

@@ -1,4 +1,27 @@
-"""Spreading a decoder over a mesh: tensor parallel first, then shards of the weights (FSDP2).
+"""What a block keeps of its forward pass for its backward pass; the rest is computed again.
+
+| mode          | kept                                              | computed again               |
+|---------------|---------------------------------------------------|------------------------------|
+| none          | what autograd asks for                            | nothing                      |
+| selective, op | results of matrix products and of attention       | norms, rotation, activations |
+| selective, n  | of every n-th block its input, of the others all  | every n-th block             |
+| full          | the input of each block                           | each block                   |
+| memory_budget | what the compiler chooses within the given memory | the cheapest rest            |
+
+Losses and gradients are those of `none`: the same operations on the same numbers, later.
+
+A compiled block (models/parallelize.py) keeps what `selective, op` keeps without being told: its
+compiler computes again whatever it can fuse into the backward pass. So does `memory_budget`, with
+less: 1.0 is that, 0.0 as little as `full` within each of a block's two compiled halves.
+
+torch.compile for the two halves of each block: one kernel between two matrix products.
+
+Before attention: norm, projections, rotation. After it: projection, residual, norm, feed-forward,
+residual. Attention itself stays outside: it is a kernel of its own already, and what it does
+depends on the lengths of the sequences. All blocks share one compiled program per half, for any
+number of tokens; the first training step and the first pass without gradients wait for it.
+
+Spreading a decoder over a mesh: tensor parallel first, then shards of the weights (FSDP2).
 
     model = build_model(config, device="meta", dtype=torch.float32)
     parallelize(model, mesh, torch.bfloat16)
@@ -22,6 +45,8 @@ Shape legend: T tokens, D model dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +64,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from areal.models.common.moe import MoE
 from areal.models.expert_parallel import SpreadExperts, WholeTokens
@@ -46,6 +76,88 @@ from areal.models.parallel_dims import ParallelMesh
 
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder, DecoderBlock
+
+
+_EXPENSIVE_OPS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_grouped_mm",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",
+}
+
+
+def checkpoint_blocks(model: Decoder, mode: str, *, selective_option: str, compiled: bool) -> None:
+    """Change what the blocks of `model` keep, in place. Parameters and their names stay."""
+    for number, block in enumerate(model.blocks):
+        if mode == "full" or (
+            mode == "selective" and selective_option != "op" and number % int(selective_option) == 0
+        ):
+            block.forward = partial(_recomputed, block.forward)
+        elif mode == "selective" and selective_option == "op" and not compiled:
+            block.forward = partial(_recomputed, block.forward, context_fn=_keep_expensive)
+
+
+def _recomputed(forward: Any, *args: Any, **context: Any) -> torch.Tensor:
+    # Nothing random happens in a block, so the state of no generator needs to be kept.
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context)
+
+
+def _keep_expensive() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_expensive = op.name() in _EXPENSIVE_OPS
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(model: Decoder, memory_budget: float | None = None) -> None:
+    """Compile the blocks of `model` in place, when they first run.
+
+    memory_budget: the share of the memory kept for the backward pass, 1 being what costs no matrix
+    product twice; None is 1.
+    """
+    for block in model.blocks:
+        block.before = _half(block, "before", memory_budget)
+        if not isinstance(block.feed_forward, MoE):  # how many rows an expert gets is data
+            block.after = _half(block, "after", memory_budget)
+
+
+def _half(block: DecoderBlock, name: str, memory_budget: float | None) -> Callable[..., Any]:
+    run = _compiled(getattr(type(block), name))
+    if memory_budget is None:
+
+        def call(*tensors: torch.Tensor) -> Any:
+            _any_number_of_tokens(tensors)
+            return run(block, *tensors)
+
+        return call
+
+    from torch._functorch import config
+
+    def call_within_budget(*tensors: torch.Tensor) -> Any:
+        _any_number_of_tokens(tensors)
+        # Around each call, since the first one compiles, and other models have other budgets.
+        with config.patch(activation_memory_budget=memory_budget):
+            return run(block, *tensors)
+
+    return call_within_budget
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+def _any_number_of_tokens(tensors: tuple[torch.Tensor, ...]) -> None:
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def parallelize(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from areal.models.common.args import DecoderArgs
-from areal.utils import import_path
 
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
@@ -15,16 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A class that needs torch may be given by its import path: who only asks whether a model is
-    known, as `areal check` does, then does not load it."""
+    """One family of models."""
 
     name: str
-    model_class: type[Decoder] | str
+    model_class: type[Decoder]
     model_args_class: type[DecoderArgs]
-    state_dict_adapter_class: type[StateDictAdapter] | str
+    state_dict_adapter_class: type[StateDictAdapter]
     supported_model_types: frozenset[str]  # values of `model_type` in config.json
-
-    def load_model_class(self) -> type[Decoder]:
-        if isinstance(self.model_class, str):
-            return import_path.load(self.model_class, key=self.name)
-        return self.model_class

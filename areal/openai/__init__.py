@@ -10,7 +10,6 @@
 Pure translation: no HTTP, no torch, and not the `openai` package.
 """
 
-from areal.openai.errors import WireError, error_body
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
 from areal.openai.replies import (
     Output,
@@ -24,9 +23,15 @@ from areal.openai.replies import (
     usage_chunk,
     usage_of,
 )
-from areal.openai.requests import ChatCall, CompletionCall, parse_chat, parse_completion
-from areal.openai.text_stream import TextStream, visible_text
-from areal.openai.token_text import token_text
+from areal.openai.requests import (
+    ChatCall,
+    CompletionCall,
+    WireError,
+    error_body,
+    parse_chat,
+    parse_completion,
+)
+from areal.openai.text_stream import TextStream, token_text, visible_text
 from areal.openai.tool_calls import (
     TOOL_PARSERS,
     begins_in_reasoning,

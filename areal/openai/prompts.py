@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal.api.json_text import loads_written
-from areal.openai.errors import WireError
-from areal.openai.requests import ChatCall
+from areal.openai.requests import ChatCall, WireError
 from areal.utils.chat_template import TemplateError, render_chat
 
 # Arguments of transformers' renderer: a request may set variables of the template, not these.

@@ -13,7 +13,7 @@ from typing import Any
 
 from areal.api.io_struct import StopReason
 from areal.openai.requests import ChatCall, CompletionCall
-from areal.openai.token_text import token_bytes, token_text
+from areal.openai.text_stream import token_bytes, token_text
 from areal.openai.tool_calls import parse_tool_calls
 
 

@@ -4,18 +4,25 @@ Whatever JSON comes in, the result is a call or a `WireError` that names the fie
 change the output and is not supported is refused; other unknown keys are kept in `extra`. Options
 OpenAI has no name for (`top_k`, `stop_token_ids`, `ignore_eos`, ...) have the names of `gconfig`;
 `max_total_tokens` is its bound of prompt and output together.
+
+The messages and tools of a chat request, checked and in one shape.
+
+Contents become plain text: a list of text parts is joined, null is the empty text.
+
+Reading one field of a request body: its value when it is as expected, else a WireError.
+
+A field that is null counts as left out, as in OpenAI's API.
+
+What is wrong with a request, and how OpenAI's clients expect to be told.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
-from areal.api.config.generation import GenerationHyperparameters
-from areal.openai.errors import WireError
-from areal.openai.fields import Fields, is_text, is_token_ids, show
-from areal.openai.messages import parse_messages, parse_tools
+from areal.api.config.inference import GenerationHyperparameters
 
 _MAX_N = 128
 _MAX_STOPS = 64
@@ -223,3 +230,222 @@ def _extra(fields: Fields) -> dict[str, Any]:
             raise WireError(400, message, name[:60])
         extra[name] = value
     return extra
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def parse_messages(fields: Fields) -> list[dict[str, Any]]:
+    messages = fields.items("messages")
+    if not messages:
+        raise fields.wrong("messages", "a list with at least one message")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def parse_tools(fields: Fields) -> list[dict[str, Any]]:
+    """The tools the model may use: none when `tool_choice` is "none"."""
+    tools = fields.items("tools")
+    for i, tool in enumerate(tools):
+        own = Fields(tool, f"tools[{i}]")
+        if own.any("type") != "function":
+            raise own.wrong("type", "'function'")
+        function = Fields(own.any("function"), f"tools[{i}].function")
+        if not function.text("name"):
+            raise function.wrong("name", "a name")
+        function.text("description", None)
+        function.object("parameters")
+    choice = fields.any("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise fields.wrong("tool_choice", "'auto' or 'none': a call cannot be forced")
+    return [] if choice == "none" else tools
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    fields = Fields(message, where)
+    role = fields.any("role")
+    if role not in _ROLES:
+        raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
+    checked = {**message, "content": _content(fields, where, may_be_absent=role == "assistant")}
+    if fields.has("tool_calls"):
+        calls = fields.items("tool_calls")
+        checked["tool_calls"] = [_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]
+    return {key: value for key, value in checked.items() if value is not None}
+
+
+def _content(fields: Fields, where: str, *, may_be_absent: bool) -> str:
+    content = fields.any("content")
+    if content is None and may_be_absent:
+        return ""
+    if is_text(content):
+        return content
+    if not isinstance(content, list):
+        raise fields.wrong("content", "a text or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        own = Fields(part, f"{where}.content[{i}]")
+        if own.any("type") != "text":
+            raise own.wrong("type", "'text': only text is understood here")
+        texts.append(own.text("text"))
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call the model made earlier."""
+    fields = Fields(call, where)
+    function = Fields(fields.any("function"), f"{where}.function")
+    if not isinstance(function.any("arguments"), str | dict):
+        raise function.wrong("arguments", "JSON in a text")
+    function.text("name")
+    kind = fields.any("type")
+    if kind not in (None, "function"):
+        raise WireError(
+            400, f"{where}.type: expected 'function', got {show(kind)}", f"{where}.type"
+        )
+    return call
+
+
+_INT_END = 1 << 63
+_REQUIRED = object()
+
+
+class Fields:
+    """The fields of one JSON object; remembers which ones nobody asked for."""
+
+    def __init__(self, body: Any, where: str = "") -> None:
+        if not isinstance(body, dict):
+            raise WireError(400, f"{where or 'body'}: expected a JSON object, got {show(body)}")
+        self._body = body
+        self._where = f"{where}." if where else ""
+        self.asked: set[str] = set()  # names, given or not
+
+    def rest(self) -> dict[str, Any]:
+        """What was given and not asked for."""
+        return {name: v for name, v in self._body.items() if name not in self.asked}
+
+    def has(self, name: str) -> bool:
+        return self._body.get(name) is not None
+
+    def any(self, name: str) -> Any:
+        self.asked.add(name)
+        return self._body.get(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.any(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise self.wrong(name, "true or false")
+        return value
+
+    def integer(
+        self, name: str, default: Any, *, low: int = -_INT_END, high: int = _INT_END - 1
+    ) -> Any:
+        value = self.any(name)
+        if value is None:
+            return default
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(name, f"an integer{_bounds(low, high)}")
+        return value
+
+    def number(self, name: str, default: float, *, low: float, high: float) -> float:
+        value = self.any(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.wrong(name, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self.any(name)
+        if value is None and default is not _REQUIRED:
+            return default
+        if not is_text(value):
+            raise self.wrong(name, "a text")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        value = self.any(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.wrong(name, "a list")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self.any(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.wrong(name, "a JSON object")
+        return value
+
+    def wrong(self, name: str, expected: str) -> WireError:
+        found = show(self._body[name]) if name in self._body else "nothing"
+        param = f"{self._where}{name}"
+        return WireError(400, f"{param}: expected {expected}, got {found}", param)
+
+
+def _bounds(low: int, high: int) -> str:
+    if high < _INT_END - 1:
+        return f" from {low} to {high}"
+    return f" of at least {low}" if low > -_INT_END else " of 64 bits"
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """A string that can be written as UTF-8: JSON allows halves of characters, models do not."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_token_ids(value: Any) -> TypeGuard[list[int]]:
+    """A list of integers that can be token ids; checked by extremes, because prompts are long."""
+    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
+        return False
+    return min(value) >= 0 and max(value) < 1 << 31
+
+
+def show(value: Any) -> str:
+    """A value as the caller would recognise it, never long."""
+    if isinstance(value, int) and abs(value) >= _INT_END:
+        return "an integer beyond 64 bits"
+    try:
+        text = ascii(value[:60] if isinstance(value, list | str) else value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, lists in lists in lists
+        return f"a {type(value).__name__}"
+    return f"{text[:60]}..." if len(text) > 60 else text
+
+
+_TYPES = {
+    429: "rate_limit_error"
+}  # other statuses: the caller's fault below 500, else the server's
+_CODES = {401: "invalid_api_key"}
+
+
+class WireError(Exception):
+    """`param` is the field of the request at fault; `code` a name programs can test for."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def error_body(err: WireError) -> dict[str, Any]:
+    fallback = "invalid_request_error" if err.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": err.message,
+            "type": _TYPES.get(err.status, fallback),
+            "param": err.param,
+            "code": err.code or _CODES.get(err.status),
+        }
+    }

@@ -6,7 +6,7 @@ others beside them, and keys that are not listed may be ignored or not supported
 
 from __future__ import annotations
 
-from areal.utils.route_schema import (
+from areal.utils.http_server import (
     ANY_OBJECT,
     FLAG,
     INTEGER,

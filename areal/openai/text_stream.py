@@ -6,13 +6,17 @@
 Invariant: however the tokens are cut into pushes, the pieces join to the same text. A piece never
 ends within a UTF-8 character, nor within what may become a stop string: both wait for the next
 push. The text ends before the first stop string that is complete.
+
+What one token is by itself: its text, and its bytes when it is only a part of a character.
 """
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from typing import Any
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
@@ -117,3 +121,38 @@ class _Decoder:
             skip_special_tokens=self._skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes | None:
+    """None when the tokenizer does not tell."""
+    text = token_text(tokenizer, token)
+    if "\ufffd" not in text:
+        return text.encode()
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if match := _BYTE_FALLBACK.fullmatch(piece or ""):
+        return bytes([int(match[1], 16)])
+    byte_of = _byte_of_letter()
+    if piece and all(letter in byte_of for letter in piece):
+        return bytes(byte_of[letter] for letter in piece)
+    return None
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Byte-level vocabularies write every byte as one visible letter.
+
+    Bytes that are visible in Latin-1 stand for themselves; the others take the letters from 256 on,
+    in their order.
+    """
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = {chr(byte): byte for byte in visible}
+    letters.update({chr(256 + i): byte for i, byte in enumerate(hidden)})
+    return letters

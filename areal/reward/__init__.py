@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from areal.utils import import_path
-from areal.utils.signatures import Call, signature_of
+from areal.utils.import_path import Call, signature_of
 
 # Names for `reward_fn` in the YAML. Any other function is given by its import path.
 REWARD_FNS = {

@@ -5,20 +5,42 @@ sentences about who waits for whom. It keeps the gate's counts in step with its 
 
 No lock inside: the executor's condition guards every call. Invariant: a task is running, or waiting
 in the pool, or gone to exactly one of batch, rejection, failure or staleness.
+
+Which finished groups form the next batch: a pure function of what is finished and running.
+
+In: the version that admitted each task. Out: the task ids of the batch, or None for "wait".
+
+Two rules. (1) Nothing may turn too old. A task admitted at version u can be trained up to the step
+of version u + eta, and each step has room for one batch; so what is left of the tasks up to u,
+finished and running, must fit into the steps until then. While it would not, because newer answers
+overtook slow ones, the slow ones are waited for: they are never overtaken and then thrown away, so
+long answers are not under-represented. (2) The oldest admission goes first, then the prompt order;
+the batch itself is in prompt order.
+
+How a group ends: the verdict on what its workflow returned or raised.
+
+In: a trajectory, None, or an exception. Out: an `Outcome`, which the ledger records and the pool
+counts. Pure: nothing is written or counted here.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from areal.rollout.outcome import Finished, Outcome, Running
-from areal.rollout.selection import select_batch
+from areal.rollout.failures import describe
+from areal.rollout.trajectory import version_span
 
 if TYPE_CHECKING:
+    import torch
+
+    from areal.rollout.source import Prompt
     from areal.rollout.staleness import StalenessManager
+
+    Trajectory = dict[str, torch.Tensor]
 
 
 class GroupPool:
@@ -138,3 +160,113 @@ class GroupPool:
             "rejected": self.rejections.total(),
             **{f"rejected/{why}": count for why, count in self.rejections.items()},
         }
+
+
+def select_batch(
+    finished: Mapping[int, int],
+    running: Mapping[int, int],
+    *,
+    count: int,
+    oldest_fresh: int,
+) -> list[int] | None:
+    """Both mappings are task id -> version at admission; `count` tasks are wanted.
+
+    `oldest_fresh` is the oldest admission this step may still use, so a task as old as that is
+    useless to the next step.
+    """
+    if len(finished) < count:
+        return None
+    oldest_first = sorted(finished, key=lambda task_id: (finished[task_id], task_id))
+    left = [finished[task_id] for task_id in oldest_first[count:]]
+    if _must_wait(left, running.values(), count, oldest_fresh):
+        return None
+    return sorted(oldest_first[:count])
+
+
+def _must_wait(left: Iterable[int], running: Iterable[int], count: int, oldest_fresh: int) -> bool:
+    """Whether running tasks and those `left`, given by their admission, would not all find room in
+    later steps, and it helps to wait: some that run would be in time for this one."""
+    num_running, num_finished = Counter(running), Counter(left)
+    num_left, some_run = 0, False
+    for version in sorted(num_running | num_finished):
+        num_left += num_running[version] + num_finished[version]
+        some_run = some_run or version in num_running
+        if some_run and num_left > count * max(0, version - oldest_fresh):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A group between its admission and its outcome."""
+
+    prompt: Prompt
+    issued_version: int  # policy version at its admission
+    since: float  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`rejected` may carry the trajectory that was turned down."""
+
+    task_id: int
+    state: Literal["finished", "rejected", "failed"]
+    issued_version: int
+    head_version: int  # oldest token version
+    tail_version: int  # newest token version
+    why: str = ""
+    trajectory: Trajectory | None = None
+    error: Exception | None = None  # of a failed group
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A result that waits for its batch. Without a trajectory: a rejected group that counts."""
+
+    task_id: int
+    issued_version: int
+    head_version: int
+    trajectory: Trajectory | None
+
+
+def judge(
+    group: Running,
+    trajectory: Trajectory | None,
+    should_accept: Callable[[Trajectory], bool] | None,
+    *,
+    version: int,
+) -> Outcome:
+    """`version` is the policy version now. Exceptions of `should_accept` are the caller's."""
+    state, why = "finished", ""
+    if trajectory is None:
+        state, why = "rejected", "workflow returned None"
+    elif not accepts(should_accept, trajectory):
+        state, why = "rejected", "should_accept_fn"
+    # Without recorded versions the safe bounds are: as old as its admission, as new as now.
+    span = None if trajectory is None else version_span(trajectory)
+    head, tail = span or (group.issued_version, version)
+    task_id = group.prompt.task_id
+    return Outcome(task_id, state, group.issued_version, head, tail, why, trajectory)
+
+
+def accepts(
+    should_accept: Callable[[Trajectory], bool] | None, trajectory: Trajectory | None
+) -> bool:
+    """Whether the user's filter keeps a group. It sees the rewards as the workflow gave them:
+    normalised ones have a mean of 0 in every group, so there would be nothing to tell by."""
+    if trajectory is None or should_accept is None:
+        return True
+    raw = trajectory.get("original_rewards")
+    return bool(should_accept(trajectory if raw is None else {**trajectory, "rewards": raw}))
+
+
+def failed(group: Running, error: Exception, *, version: int) -> Outcome:
+    return Outcome(
+        task_id=group.prompt.task_id,
+        state="failed",
+        issued_version=group.issued_version,
+        head_version=group.issued_version,
+        tail_version=version,
+        why=describe(error),
+        error=error,
+    )

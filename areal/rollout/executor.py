@@ -39,13 +39,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import EngineLostError
-from areal.rollout.buffer import GroupPool
-from areal.rollout.direct import run_rows
+from areal.rollout.buffer import GroupPool, Outcome, Running, failed, judge
 from areal.rollout.failures import FailureLimits, FailureMeter, RejectionStreak
 from areal.rollout.group import GroupRunner
 from areal.rollout.ledger import Resume
-from areal.rollout.outcome import Outcome, Running, failed, judge
-from areal.rollout.tasks import SubmittedTasks
+from areal.rollout.tasks import SubmittedTasks, run_rows
 from areal.rollout.trajectory import version_span
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.utils import import_path, logging

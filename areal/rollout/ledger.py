@@ -11,18 +11,24 @@ task `finished`, so there is no moment at which one exists without the other.
 
 Invariant: each write names the state it leaves, and fails as a whole if any task is not in it;
 nothing can be trained twice or end twice. Many tasks per transaction keep it under 0.1 ms a task.
+
+What the ledger's tables add up to: read by the run itself and by anybody beside it.
+
+    counts = balance(read_only_connection)       # raises when the books do not agree
+
+Only reads, and loads no torch: `areal ledger` looks at a run that is going on.
 """
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areal.api.redact import hide_secrets
-from areal.rollout.ledger_balance import read_balance
-from areal.rollout.outcome import Finished, Outcome
+from areal.rollout.buffer import Finished, Outcome
 from areal.rollout.trajectory import decode, encode, mean_reward
 
 if TYPE_CHECKING:
@@ -236,3 +242,89 @@ def _delete_trajectories(connection: sqlite3.Connection, condition: str) -> None
         f"""DELETE FROM trajectories WHERE task_id IN
             (SELECT task_id FROM trajectories CROSS JOIN tasks USING (task_id) WHERE {condition})"""
     )
+
+
+STATES = ("issued", "finished", "trained", "rejected", "stale", "failed")
+
+_FAULTS = {
+    "task ids are missing before": """
+        SELECT task_id FROM tasks WHERE task_id > 0
+        AND task_id - 1 NOT IN (SELECT task_id FROM tasks)""",
+    "finished tasks have no trajectory": """
+        SELECT task_id FROM tasks WHERE state = 'finished'
+        AND task_id NOT IN (SELECT task_id FROM trajectories)""",
+    "trajectories belong to no finished or trained task": """
+        SELECT task_id FROM trajectories WHERE task_id NOT IN
+        (SELECT task_id FROM tasks WHERE state IN ('finished', 'trained'))""",
+    "trained tasks have no step, or untrained ones have": """
+        SELECT task_id FROM tasks WHERE (state = 'trained' AND step IS NULL)
+        OR (state NOT IN ('trained', 'rejected') AND step IS NOT NULL)""",
+    "ended tasks lack the version of their end": """
+        SELECT task_id FROM tasks
+        WHERE (state IN ('issued', 'finished')) = (closed_version IS NOT NULL)""",
+}
+# Every step trains on one prompt at least, also a dynamic batch: steps are 0, 1, ... without a
+# hole, and the statistics of a step come after its prompts. A run of rows has no prompts.
+_STEP_FAULTS = {
+    "trained steps come after a step that trained on nothing": """
+        SELECT DISTINCT step FROM tasks WHERE state = 'trained' AND step > 0 AND step - 1 NOT IN
+        (SELECT step FROM tasks WHERE state = 'trained')""",
+    "recorded steps trained on nothing": """
+        SELECT step FROM steps WHERE step >= 0 AND EXISTS (SELECT 1 FROM tasks) AND step NOT IN
+        (SELECT step FROM tasks WHERE state = 'trained')""",
+}
+
+
+def read_balance(connection: sqlite3.Connection) -> dict[str, int]:
+    """Tasks per state and in all; RuntimeError if the books do not agree."""
+    counts = dict.fromkeys(STATES, 0)
+    for state, count in connection.execute("SELECT state, count(*) FROM tasks GROUP BY state"):
+        counts[state] = count
+    for kind, faults in (("tasks", _FAULTS), ("steps", _STEP_FAULTS)):
+        for fault, sql in faults.items():
+            found = sorted(number for (number,) in connection.execute(sql))
+            if found:
+                raise RuntimeError(
+                    f"the ledger does not balance: {len(found)} {fault}, e.g. {kind} {found[:5]}"
+                )
+    return counts | {"total": sum(counts.values())}
+
+
+def read_reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
+    """(state, why, number of prompts) of those that ended without being trained on."""
+    rows = connection.execute(
+        """SELECT state, why, count(*) FROM tasks WHERE state IN ('rejected', 'stale', 'failed')
+           GROUP BY state, why ORDER BY count(*) DESC"""
+    )
+    return [tuple(row) for row in rows]
+
+
+def read_task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | None:
+    """All that is known of one prompt; None when it was never issued."""
+    found = connection.execute(
+        """SELECT tasks.*, trajectories.task_id IS NOT NULL AS trajectory_kept
+           FROM tasks LEFT JOIN trajectories USING (task_id) WHERE task_id = ?""",
+        (task_id,),
+    ).fetchone()
+    return None if found is None else dict(found)
+
+
+def read_trained(connection: sqlite3.Connection, step: int) -> list[tuple[int, bytes | None]]:
+    """(task id, stored trajectory) of the batch of `step` in its order; None: forgotten since."""
+    # A batch is in prompt order (selection.py), so the order need not be stored.
+    rows = connection.execute(
+        """SELECT task_id, data FROM tasks LEFT JOIN trajectories USING (task_id)
+           WHERE state = 'trained' AND step = ? ORDER BY task_id""",
+        (step,),
+    )
+    return [tuple(row) for row in rows]
+
+
+def steps_with_trajectories(connection: sqlite3.Connection) -> set[int]:
+    """The steps whose whole batch is still stored."""
+    # From the trajectories, which are few; a trained task without one was forgotten with its step.
+    rows = connection.execute(
+        """SELECT DISTINCT step FROM trajectories CROSS JOIN tasks USING (task_id)
+           WHERE state = 'trained'"""
+    )
+    return {step for (step,) in rows}

@@ -10,6 +10,10 @@ before a `flush` the machine's power. Whatever SQLite or the disk refuses is a R
 Each recover point leaves a random mark here before it is written, and carries the same mark. So a
 database that holds the mark of a point has all that was recorded before it; an older copy, an
 emptied file or the database of another run has not (run/recover.py).
+
+Which processes hold a lock on a file, for errors that name them (Linux; elsewhere nobody is).
+
+Read from /proc: opening the file itself and closing it again would drop the locks this process has.
 """
 
 from __future__ import annotations
@@ -29,7 +33,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal.api.redact import hide_secrets
-from areal.run.file_locks import describe_holders
 from areal.utils.fs import open_private, private_folder, set_private
 from areal.utils.waits import waiting
 
@@ -385,3 +388,31 @@ def _open_writer(path: Path) -> sqlite3.Connection:
     connection.executescript(_SCHEMA)
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     return connection
+
+
+def describe_holders(path: Path, first: int = 0, last: int = 0) -> str:
+    """`process 4711 (python train.py)`, several in a row, that hold one of the bytes from `first`
+    to `last`; nothing when none is known."""
+    try:
+        inode = path.stat().st_ino
+        table = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    pids = set()
+    for line in table:  # 1: POSIX  ADVISORY  READ 4711 fe:01:1234567 120 120
+        pid, place, begin, end = line.split()[-4:]
+        is_held = "->" not in line  # else it is waited for
+        covers = int(begin) <= last and (end == "EOF" or first <= int(end))
+        if is_held and covers and int(place.rpartition(":")[2]) == inode:
+            pids.add(int(pid))
+    pids.discard(os.getpid())
+    return " and ".join(f"process {pid}{_command(pid)}" for pid in sorted(pids) if pid > 0)
+
+
+def _command(pid: int) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return ""
+    text = " ".join(line.decode(errors="replace").split())
+    return f" ({text[:80]})" if text else ""

@@ -1,4 +1,19 @@
-"""Recover points: what a killed run goes on from.
+"""Recover points of a run: copied at the end of a step, written beside the steps that follow.
+
+    with Recovery(paths.recover, config.recover, identity, database) as recovery:
+        point = recovery.read(run.load)                         # None: a fresh run
+        recovery.wait()                                         # for the point before
+        recovery.start(step, roles.capture(), state)
+        recovery.poll()                                         # once per step
+
+A point is everything or nothing (run/recover.py), and what it says is the run when `start` was
+called, however long the writing takes. Until a point is whole on the disk the one before it counts.
+A write that failed is raised by the next `poll` or `wait`; leaving the block waits for the last.
+
+The run's ledger marks the place of each point (run/database.py) and is on the disk before the point
+is: whatever is lost, no point is ever taken with a ledger that ends before it.
+
+Recover points: what a killed run goes on from.
 
 A point is a folder `step_{G}` with the engines' files, `state.json` (the run's small state) and
 `manifest.json` (checksums of every other file, the run's identity, and the mark of its place in the
@@ -17,20 +32,31 @@ twice. And a ledger that knows of points whose folder is gone belongs to no fres
 
 Engines check their own files when they load them (see utils/manifest.py), so that each byte is read
 once, by the rank that wants it.
+
+One write at a time beside the work: what failed there is raised where it is asked for.
+
+writer = BackgroundWriter("recover")
+writer.wait()                             # for the write before, if any
+writer.start(lambda: store.save(...))
+writer.poll()                             # True once per write that ended well
+writer.close()                            # nothing is left unwritten
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from areal.run.database import LedgerView
+from areal.api.config.run import RecoverConfig
+from areal.run.database import LedgerView, RunDatabase, RunDatabaseError
 from areal.utils import logging
-from areal.utils.fs import atomic_folder, remove_folder, remove_leftovers
+from areal.utils.fs import atomic_folder, is_disk_fault, remove_folder, remove_leftovers
 from areal.utils.manifest import (
     DamagedError,
     check_files,
@@ -39,6 +65,84 @@ from areal.utils.manifest import (
     read_manifest,
     write_manifest,
 )
+from areal.utils.waits import waiting
+
+
+class Recovery:
+    def __init__(
+        self,
+        root: Path,
+        config: RecoverConfig,
+        identity: Mapping[str, Any],
+        database: RunDatabase,
+    ) -> None:
+        self._reads = config.mode == "on"
+        self._database = database
+        self._store = RecoverStore(
+            root,
+            database.ledger_view,
+            identity=identity,
+            keep=config.keep,
+            on_damage=config.on_damage,
+        )
+        self._writer = BackgroundWriter("recover")
+        self.poll, self.wait = self._writer.poll, self._writer.wait
+
+    def check_origin(self) -> None:
+        """ValueError or RecoverError when the newest point is of another run or ledger, or lost."""
+        if self._reads:
+            self._store.read_newest(RecoverPoint.check_origin)
+
+    def read(self, load: Callable[[RecoverPoint], RecoverPoint]) -> RecoverPoint | None:
+        """The newest point, which `load` has taken over."""
+        point = self._store.read_newest(load) if self._reads else None
+        if point is not None:  # its writer may have been killed before it did so
+            self._database.confirm_recover_point(point.global_step)
+        return point
+
+    def start(
+        self, global_step: int, write_roles: Callable[[Path], None], state: Mapping[str, Any]
+    ) -> None:
+        """Begin to write the point after `global_step`, which the ledger has recorded."""
+        frozen = json.loads(json.dumps(state))
+        mark = self._database.mark_recover_point(global_step)
+
+        def write() -> None:
+            self._database.flush()
+            self._store.save(global_step, mark, write_roles, frozen)
+            self._database.confirm_recover_point(global_step)
+
+        self._writer.start(write)
+
+    def oldest_step(self) -> int | None:
+        """No recovery goes back behind this step."""
+        return self._store.oldest_step()
+
+    @contextmanager
+    def stopping_in_order(self, num_steps_done: int) -> Iterator[None]:
+        """A disk that is full or cannot be written ends the run with a word on where it stands."""
+        try:
+            yield
+        except (OSError, RunDatabaseError) as error:
+            if isinstance(error, OSError) and not is_disk_fault(error):
+                raise
+            self._writer.close()  # the point being written may still become the last good one
+            newest = self._store.newest_path()
+            good = "no recover point was written"
+            if newest is not None:
+                good = f"started again it goes on from {newest}, the last good recover point"
+            cause = getattr(error, "strerror", None) or str(error)
+            text = f"{cause}. Training stopped after step {num_steps_done}; {good}"
+            if isinstance(error, OSError):
+                raise OSError(error.errno, text) from error
+            raise RunDatabaseError(text) from error
+
+    def __enter__(self) -> Recovery:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._writer.close()
+
 
 logger = logging.getLogger("Recover")
 
@@ -253,3 +357,44 @@ def _refusal(point: RecoverPoint, error: DamagedError, *, has_previous: bool) ->
     return RecoverError(
         f"recover point {point.path} is damaged: {file}: {fault}. To go on, {advice}"
     )
+
+
+logger = logging.getLogger("Recover")
+
+
+class BackgroundWriter:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._pending: Future[object] | None = None
+
+    def start(self, write: Callable[[], object]) -> None:
+        assert self._pending is None, "wait for the write before"
+        self._pending = self._thread.submit(write)
+
+    def poll(self) -> bool:
+        """Whether a write has ended since the last call; what it raised is raised here."""
+        if self._pending is None or not self._pending.done():
+            return False
+        return self.wait()
+
+    def wait(self) -> bool:
+        """`poll` that waits for the write under way."""
+        if self._pending is None:
+            return False
+        pending = self._pending
+        with waiting(f"the write of {self._name}"):
+            pending.exception()  # an interrupted wait leaves it pending
+        self._pending = None
+        pending.result()
+        return True
+
+    def close(self) -> None:
+        """Wait for the last write. A failure nobody asked for is logged."""
+        try:
+            self.wait()
+        except Exception as error:
+            # An earlier error is on its way to the user, or a caller closes without having waited.
+            logger.error("the last write failed: %s", error)
+        finally:
+            self._thread.shutdown()

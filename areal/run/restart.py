@@ -1,4 +1,4 @@
-"""What a supervised process says to its parent (cli/supervise.py), through a pipe.
+"""What a supervised process says to its parent (cli/train.py), through a pipe.
 
     stay_down()        what ends it now (a full disk, a hang) would end the next one, too
     come_again()       what ends it now (a killed rank) is as good as a signal to itself

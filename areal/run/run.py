@@ -16,6 +16,16 @@ one needs is kept. A write that fails stops the run at the end of the next step.
             ...                                  # train
             run.finish_step(step, tokenizer, stats)
         run.finish(tokenizer)
+
+The trained models of a run, by role: each has a name, a saver and frequency counters of its own.
+
+    roles.add("actor", engine); roles.add("critic", engine)
+    roles.save_if_due(step, tokenizer)     # checkpoints/{role}/..., each when its own timer says so
+    write = roles.capture()                # all of them as they are now, copied
+    write(point); roles.read(point)        # one recover point: {point}/{role}/
+
+A recover point holds every role or it is none: the manifest over all its files is written last, by
+`run/recover.py`. Models that are not trained (reference, teacher) have no state to keep.
 """
 
 from __future__ import annotations
@@ -24,30 +34,26 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api import scratch
 from areal.api.cli_args import dump_yaml
-from areal.api.config.timers import TimerConfig
-from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.api.config.run import TimerConfig
+from areal.api.engine_api import TrainEngine
+from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, StepInfo
 from areal.api.redact import without_secrets
-from areal.run.checkpoints import save_checkpoint
+from areal.run.checkpoints import FrequencyTimer, Saver, save_checkpoint
 from areal.run.database import RunDatabase, Start
-from areal.run.fingerprint import run_identity
+from areal.run.fingerprint import RandomStates, numeric_world, run_identity
 from areal.run.model_paths import actor_section, fetch_models, pin_models
 from areal.run.paths import RunPaths
-from areal.run.random_states import RandomStates
-from areal.run.recover import RecoverError, newest_step
-from areal.run.recovery import Recovery
-from areal.run.roles import Roles
+from areal.run.recover import RecoverError, Recovery, newest_step
 from areal.run.stats_logger import StatsLogger
-from areal.run.timers import FrequencyTimer
 from areal.run.trackers import open_trackers
 from areal.run.watchdog import watched
-from areal.run.world import numeric_world
-from areal.sandbox.environment import hidden_from_rewards
+from areal.sandbox.process import hidden_from_rewards
 from areal.utils import logging, perf_tracer, stats_tracker
 from areal.utils.fs import atomic_write_text, raise_file_limit
 from areal.utils.perf_tracer import phase
@@ -56,6 +62,7 @@ from areal.utils.startup import stage
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
     from areal.run.recover import RecoverPoint
+
 
 logger = logging.getLogger("Run")
 
@@ -305,3 +312,54 @@ def _timer(config: TimerConfig) -> FrequencyTimer:
     return FrequencyTimer(
         freq_epochs=config.freq_epochs, freq_steps=config.freq_steps, freq_secs=config.freq_secs
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    engine: TrainEngine
+    saver: Saver
+
+
+class Roles:
+    def __init__(
+        self,
+        checkpoints: Path,
+        new_timer: Callable[[], FrequencyTimer],
+        *,
+        keep: int | None = None,
+    ) -> None:
+        """`new_timer` makes the timer of one role's saver, which keeps its newest `keep`."""
+        self._checkpoints = checkpoints
+        self._new_timer = new_timer
+        self._keep = keep
+        self._roles: dict[str, _Role] = {}
+
+    def add(self, role: str, engine: TrainEngine) -> None:
+        assert role not in self._roles, f"role {role} is taken"
+        saver = Saver(self._checkpoints, role, self._new_timer(), keep=self._keep)
+        self._roles[role] = _Role(engine, saver)
+
+    def engine(self, role: str) -> TrainEngine:
+        return self._roles[role].engine
+
+    def timers(self) -> dict[str, FrequencyTimer]:
+        return {f"saver.{name}": role.saver.timer for name, role in self._roles.items()}
+
+    def save_if_due(self, step: StepInfo, tokenizer: Any) -> None:
+        for role in self._roles.values():
+            role.saver.save_if_due(role.engine, step, tokenizer)
+
+    def capture(self) -> Callable[[Path], None]:
+        """What is returned writes their state of this moment; training may go on meanwhile."""
+        writers = {name: role.engine.capture() for name, role in self._roles.items()}
+
+        def write(point: Path) -> None:
+            for name, write_role in writers.items():
+                write_role(point / name)
+
+        return write
+
+    def read(self, point: Path) -> None:
+        for name, role in self._roles.items():
+            path = str(point / name)
+            role.engine.load(SaveLoadMeta(path=path, weight_format="dcp", with_optim=True))

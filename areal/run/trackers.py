@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from areal.api.config.stats import (
+from areal.api.config.run import (
     StatsLoggerConfig,
     SwanlabConfig,
     TrackioConfig,

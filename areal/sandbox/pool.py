@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from areal.api.config.limits import ProcessLimits
+from areal.api.config.inference import ProcessLimits
 from areal.api.scratch import ScratchFolder
 from areal.sandbox.output import OutputRelay
 from areal.sandbox.process import BadReplyError, RewardProcess, describe_function, frame

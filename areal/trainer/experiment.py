@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areal.api.config.dataset import DatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
+from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.run.fingerprint import trainer_name
 from areal.run.model_paths import pin_models
 from areal.run.paths import RunPaths
 from areal.run.run import StepObserver
 from areal.run.watchdog import watched
-from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.episodes import refuse_images
+from areal.trainer.offline import DPOTrainer, RWTrainer, SFTTrainer
 from areal.trainer.preflight import check_rows, run_trial
 from areal.trainer.rl_trainer import PPOTrainer
-from areal.trainer.rw_trainer import RWTrainer
-from areal.trainer.sft_trainer import SFTTrainer
 from areal.utils.startup import stage
 from areal.utils.tokenizer import load_hf_tokenizer
 

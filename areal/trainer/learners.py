@@ -2,19 +2,38 @@
 
 A batch is padded `[B, S]` with `input_ids`, `attention_mask` and `loss_mask` (1 on the tokens to
 learn). The loss is the mean cross-entropy over those tokens, however the batch is cut.
+
+Learning from pairs on any training engine: what RWTrainer and DPOTrainer do with one batch.
+
+Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer to one prompt. The engine is
+told to keep such rows together, so a micro-batch always holds whole pairs; the loss is the mean
+over pairs, however the batch is cut. Statistics per pair go to `stats_tracker`.
+
+Rows of a data set as padded batches `[B, S]`.
+
+Text rows have `input_ids` and `loss_mask`. Preference rows have `chosen_ids` and `rejected_ids`,
+which both begin with the same `prompt_len` tokens; they become two neighbouring rows, 2i chosen
+and 2i + 1 rejected, and `PAIR` keeps them neighbours in every micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from areal.algorithm import PREFERENCE_LOSSES
 from areal.algorithm.advantage import shift_left
-from areal.algorithm.sft import sft_loss
+from areal.algorithm.loss import sft_loss
+from areal.algorithm.preference import reward_model_loss
+from areal.api.config.offline import DPOActorConfig
 from areal.api.engine_api import TrainEngine
-from areal.trainer.batches import EvalLoss, Rows, text_batch
+from areal.utils import stats_tracker
+from areal.utils.import_path import load_named
 
 
 class LMLearner:
@@ -54,3 +73,130 @@ def _loss(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, mb: dict[str, Any])
 
 def _loss_tokens(mb: dict[str, Any]) -> torch.Tensor:
     return mb["loss_mask"].sum()
+
+
+class RWLearner:
+    """A reward model: the score at the last token of the chosen answer above the other's."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    def collate(self, rows: Rows) -> dict[str, torch.Tensor]:
+        return pair_batch(rows)
+
+    def train(self, batch: dict[str, Any]) -> dict[str, float]:
+        return _train(self.engine, batch, _score_loss)
+
+    def evaluate(self, batch: dict[str, Any]) -> EvalLoss:
+        return _evaluate(self.engine, batch, _score_loss)
+
+    def summary(self, loss: float) -> dict[str, float]:
+        return {"loss": loss}
+
+
+class DPOLearner:
+    """A policy that prefers the chosen answer more than the reference model does."""
+
+    def __init__(self, config: DPOActorConfig, engine: TrainEngine, ref: TrainEngine) -> None:
+        self.engine = engine
+        self.ref = ref
+        pair_loss = load_named(config.loss_type, PREFERENCE_LOSSES, key="actor.loss_type")
+        self._loss = partial(_policy_loss, pair_loss=pair_loss, beta=config.beta)
+
+    def collate(self, rows: Rows) -> dict[str, torch.Tensor]:
+        return pair_batch(rows)
+
+    def train(self, batch: dict[str, Any]) -> dict[str, float]:
+        return _train(self.engine, self._with_reference(batch), self._loss)
+
+    def evaluate(self, batch: dict[str, Any]) -> EvalLoss:
+        return _evaluate(self.engine, self._with_reference(batch), self._loss)
+
+    def summary(self, loss: float) -> dict[str, float]:
+        return {"loss": loss}
+
+    def _with_reference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch aligned to predictions, with what the reference model says of its tokens."""
+        learned_BS = shift_left(batch["loss_mask"]).bool()
+        return {**batch, "loss_mask": learned_BS, "ref_logp": self.ref.forward_batch(batch)}
+
+
+def _policy_loss(
+    logprobs_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    mb: dict[str, Any],
+    *,
+    pair_loss: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    beta: float,
+) -> torch.Tensor:
+    loss, metrics = pair_loss(
+        logprobs_T, mb["ref_logp"], mb["loss_mask"], mb["cu_seqlens"], beta=beta
+    )
+    _record(metrics)
+    return loss
+
+
+def _score_loss(values_T: torch.Tensor, mb: dict[str, Any]) -> torch.Tensor:
+    loss, metrics = reward_model_loss(values_T, mb["cu_seqlens"])
+    _record(metrics)
+    return loss
+
+
+def _train(engine: TrainEngine, batch: dict[str, Any], loss_fn: Any) -> dict[str, float]:
+    stats = engine.train_batch(batch, loss_fn, _num_pairs, rows_per_unit=PAIR)
+    engine.step_lr_scheduler()
+    return stats
+
+
+def _evaluate(engine: TrainEngine, batch: dict[str, Any], loss_fn: Any) -> EvalLoss:
+    loss = engine.eval_batch(batch, loss_fn, _num_pairs, rows_per_unit=PAIR).item()
+    return EvalLoss(loss, len(batch["input_ids"]) // PAIR)
+
+
+def _num_pairs(mb: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor((len(mb["cu_seqlens"]) - 1) // PAIR)
+
+
+def _record(metrics: dict[str, torch.Tensor]) -> None:
+    """Means over pairs; the loss itself the engine reports."""
+    stats_tracker.denominator(n_pairs=torch.ones_like(metrics["loss"], dtype=torch.bool))
+    means = {name: value_P for name, value_P in metrics.items() if name != "loss"}
+    stats_tracker.stat("n_pairs", stats_tracker.ReduceType.AVG, **means)
+
+
+PAIR = 2  # rows_per_unit of a preference batch
+
+Rows = Sequence[dict[str, Any]]
+
+
+def text_batch(rows: Rows) -> dict[str, torch.Tensor]:
+    return _padded([row["input_ids"] for row in rows], [row["loss_mask"] for row in rows])
+
+
+def pair_batch(rows: Rows) -> dict[str, torch.Tensor]:
+    """The loss mask is 1 on the answers: on everything after the prompt."""
+    ids = [answer for row in rows for answer in (row["chosen_ids"], row["rejected_ids"])]
+    prompt_lens = [row["prompt_len"] for row in rows for _ in range(PAIR)]
+    masks = [
+        [0] * prompt_len + [1] * (len(answer) - prompt_len)
+        for answer, prompt_len in zip(ids, prompt_lens, strict=True)
+    ]
+    return _padded(ids, masks)
+
+
+def _padded(ids: list[list[int]], masks: list[list[int]]) -> dict[str, torch.Tensor]:
+    def pad(rows: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+    return {
+        "input_ids": pad(ids, torch.int32),
+        "loss_mask": pad(masks, torch.int32),
+        "attention_mask": pad([[True] * len(row) for row in ids], torch.bool),
+    }
+
+
+class EvalLoss(NamedTuple):
+    """The loss of a batch, and how much it counts beside that of other batches."""
+
+    mean: float
+    weight: float  # tokens or pairs

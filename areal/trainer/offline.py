@@ -3,14 +3,30 @@
 In: a trainer and a learner, which knows what one batch means. Out: a trained model in the run's
 folder. The row order is a function of the step number, so a resumed run goes on with the rows it
 would have seen.
+
+Supervised fine-tuning: rows with `input_ids` and `loss_mask`, one optimizer step per batch.
+
+The loop is in trainer/offline.py, what one batch means in trainer/learners.py.
+
+Reward modelling: pairs of answers, one optimizer step per batch of them.
+
+The loop is in trainer/offline.py, what one batch means in trainer/learners.py. The trained model
+is saved so that transformers loads it as a classifier with one label.
+
+Direct preference optimisation (DPO, IPO): pairs of answers and a reference model.
+
+The loop is in trainer/offline.py, what one batch means in trainer/learners.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from areal.trainer.batches import EvalLoss
+from areal.run.run import StepObserver
+from areal.trainer.base import Trainer
+from areal.trainer.learners import DPOLearner, EvalLoss, LMLearner, RWLearner
 from areal.utils import stats_tracker
 from areal.utils.perf_tracer import phase
 
@@ -86,3 +102,50 @@ def _rows(source: PromptSource, number: int) -> list[dict[str, Any]]:
     """The rows of step `number`."""
     size = source.batch_size
     return [source.prompt(number * size + i).data for i in range(size)]
+
+
+class SFTTrainer(Trainer):
+    """Fine-tunes a model on given text.
+
+    with SFTTrainer(config, train_rows, valid_rows) as trainer:
+        trainer.train()
+    """
+
+    def _open(self, stack: ExitStack) -> None:
+        self.engine = self._open_engine("actor", self.config.actor, stack)
+        self.learner = LMLearner(self.engine)
+
+    def train(self, on_step: StepObserver | None = None) -> None:
+        train_on_rows(self, self.learner, on_step)
+
+
+class RWTrainer(Trainer):
+    """Trains a model to score the chosen answer of a pair above the rejected one.
+
+    with RWTrainer(config, train_rows, valid_rows) as trainer:
+        trainer.train()
+    """
+
+    def _open(self, stack: ExitStack) -> None:
+        self.engine = self._open_engine("actor", self.config.actor, stack)
+        self.learner = RWLearner(self.engine)
+
+    def train(self, on_step: StepObserver | None = None) -> None:
+        train_on_rows(self, self.learner, on_step)
+
+
+class DPOTrainer(Trainer):
+    """Trains a policy to prefer the chosen answer of a pair, held near a reference model.
+
+    with DPOTrainer(config, train_rows, valid_rows) as trainer:
+        trainer.train()
+    """
+
+    def _open(self, stack: ExitStack) -> None:
+        actor = self.config.actor
+        self.engine = self._open_engine("actor", actor, stack)
+        ref = self._open_engine("ref", self.config.ref.engine_config(actor), stack, trained=False)
+        self.learner = DPOLearner(actor, self.engine, ref)
+
+    def train(self, on_step: StepObserver | None = None) -> None:
+        train_on_rows(self, self.learner, on_step)

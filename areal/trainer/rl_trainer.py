@@ -25,7 +25,7 @@ from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.staleness import StalenessManager
-from areal.rollout.trajectory_dump import TrajectoryDump
+from areal.rollout.trajectory import TrajectoryDump
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.run.run import StepObserver
@@ -39,9 +39,8 @@ from areal.trainer.episodes import (
     mean_reward,
     refuse_images,
 )
-from areal.trainer.places import place_rollout_workers
-from areal.trainer.ppo.learner import Learner
-from areal.trainer.servers import ServerTrace, open_inference
+from areal.trainer.ppo.actor import Learner
+from areal.trainer.servers import ServerTrace, open_inference, place_rollout_workers
 from areal.utils.device import num_cores
 from areal.utils.garbage import settle_garbage_collector
 from areal.utils.perf_tracer import phase

@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, fill_buckets
-from areal.weight_sync.device_checksum import device_checksum
+from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, device_checksum, fill_buckets
 
 _POLL_S = 0.001
 _ALIGNMENT = 16  # bytes: where each weight of a bucket begins

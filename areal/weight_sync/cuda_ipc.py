@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from areal.utils.fs import atomic_folder
-from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES
-from areal.weight_sync.device_checksum import device_checksum
+from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, device_checksum
 from areal.weight_sync.publication import PublicationError
 from areal.weight_sync.seal import read_plain, seal, unseal, write_hashed
 

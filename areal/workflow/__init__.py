@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from areal.utils import import_path
 
 if TYPE_CHECKING:
-    from areal.api.config.dataset import DatasetConfig
+    from areal.api.config.run import DatasetConfig
 
 # Names for `workflow` in the YAML. Anything else is given by its import path.
 WORKFLOWS = {

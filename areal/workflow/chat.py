@@ -21,7 +21,7 @@ from areal.utils.tokenizer import chat_prompt_ids, load_hf_tokenizer
 from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
-    from areal.api.config.generation import GenerationHyperparameters
+    from areal.api.config.inference import GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
 
 NUM_CACHED_PROMPTS = 1024  # more than the groups in flight at any time

@@ -23,7 +23,7 @@ from areal.workflow.transcript import Transcript
 if TYPE_CHECKING:
     import torch
 
-    from areal.api.config.generation import GenerationHyperparameters
+    from areal.api.config.inference import GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
 
 FEEDBACK = (

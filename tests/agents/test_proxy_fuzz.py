@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from areal.agents.proxy import AgentProxy, create_app
 from areal.agents.session import Session, SessionOptions
-from areal.api.config.agent import AgentConfig
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import AgentConfig, GenerationHyperparameters
 
 NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "10"))  # of each route
 ADMIN = "the admin key of the test"

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithm.distillation import distillation_loss, reverse_kl_loss, teacher_policy_loss
+from areal.algorithm.loss import distillation_loss, reverse_kl_loss, teacher_policy_loss
 
 MASK = torch.tensor([1, 1, 0])
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithm.kl import k1, k2, k3, kl_loss, kl_rewards
-from areal.algorithm.kl_controller import AdaptiveKlController
+from areal.algorithm.kl import AdaptiveKlController, k1, k2, k3, kl_loss, kl_rewards
 
 ESTIMATORS = [k1, k2, k3]
 

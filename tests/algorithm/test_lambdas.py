@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal.algorithm.advantage import gae_by_turn
-from areal.algorithm.lambdas import (
+from areal.algorithm.advantage import (
     LambdaContext,
     evaluate_lambda,
+    gae_by_turn,
     lambda_context,
     relative_position_lambda,
     vapo_lambda,

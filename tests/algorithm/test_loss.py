@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithm.loss import LossInputs, ppo_clip_loss
-from areal.algorithm.sft import sft_loss
+from areal.algorithm.loss import LossInputs, ppo_clip_loss, sft_loss
 
 
 def inputs(ratios: list[float], advantages: list[float], **changes) -> LossInputs:

@@ -13,14 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.algorithm.distillation import reverse_kl_loss, teacher_policy_loss
 from areal.algorithm.kl import k3, kl_loss
-from areal.algorithm.loss import LossInputs, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
-from areal.algorithm.off_policy import METRICS, importance_weight, m2po_keep, reject
+from areal.algorithm.loss import (
+    LossInputs,
+    cispo_loss,
+    gspo_loss,
+    ppo_clip_loss,
+    reverse_kl_loss,
+    sapo_loss,
+    sft_loss,
+    teacher_policy_loss,
+    value_loss,
+)
+from areal.algorithm.off_policy import METRICS, importance_weight, loglinear_prox, m2po_keep, reject
 from areal.algorithm.preference import dpo_loss, ipo_loss, reward_model_loss
-from areal.algorithm.proximal import loglinear_prox
-from areal.algorithm.sft import sft_loss
-from areal.algorithm.value import value_loss
 
 KEYS = ("logp", "prox", "behave", "advantages", "ref", "values", "returns")
 Batch = dict[str, torch.Tensor]

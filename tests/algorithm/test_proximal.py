@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithm.proximal import (
+from areal.algorithm.off_policy import (
     approximation_errors,
     linear_prox,
     loglinear_prox,

@@ -27,7 +27,7 @@ def test_the_documented_names_are_there():
 
 
 def test_an_own_function_is_given_by_import_path():
-    path = "areal.algorithm.lambdas.vapo_lambda"
+    path = "areal.algorithm.advantage.vapo_lambda"
     by_path = load_named(path, door.LAMBDA_FUNCTIONS, key="actor.gae_lambda")
     assert by_path is load_named("vapo", door.LAMBDA_FUNCTIONS, key="actor.gae_lambda")
     with pytest.raises(ValueError, match="actor.gae_lambda.*did you mean 'vapo'"):
@@ -35,5 +35,5 @@ def test_an_own_function_is_given_by_import_path():
 
 
 def test_the_door_and_the_filters_load_no_torch():
-    code = "import sys, areal.algorithm.filters; sys.exit('torch' in sys.modules)"
+    code = "import sys, areal.algorithm.normalization; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

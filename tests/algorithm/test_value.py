@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal.algorithm.value import HUBER_DELTA, huber_error, squared_error, value_loss
+from areal.algorithm.loss import HUBER_DELTA, huber_error, squared_error, value_loss
 
 ONES = torch.ones(3, dtype=torch.bool)
 

@@ -17,7 +17,7 @@ from areal.api.cli_args import (
     dump_yaml,
     load_expr_config,
 )
-from areal.api.config.schema import field_types
+from areal.api.config.section import field_types
 
 GROUP = "actor.reward_norm={mean_level: group, std_level: group}"
 DECOUPLED = "actor.use_decoupled_loss=true"

@@ -11,10 +11,9 @@ import pytest
 from config_files import FILES
 
 from areal.api.cli_args import ConfigError, dump_yaml, load_experiment, load_expr_config
-from areal.api.config.effects import ROWS, SHIPPED_WORKFLOWS, rows_of
 from areal.api.config.experiment import PPOConfig
-from areal.api.config.loader import EXPERIMENTS
-from areal.api.config.schema import field_types, section_class
+from areal.api.config.loader import EXPERIMENTS, ROWS, SHIPPED_WORKFLOWS, rows_of
+from areal.api.config.section import field_types, section_class
 from areal.workflow import WORKFLOWS
 
 # Keys that every run reads, or that their section refuses where it does not.
@@ -72,7 +71,7 @@ def test_every_key_says_when_it_has_an_effect() -> None:
         for key in KEYS
         if not rows_of(key) and not any(fnmatch.fnmatchcase(key, one) for one in always())
     ]
-    assert not undecided, f"add a row to areal/api/config/effects.py, or to ALWAYS: {undecided}"
+    assert not undecided, f"add a row to areal/api/config/loader.py, or to ALWAYS: {undecided}"
     patterns = [*always(), *(key for row in ROWS for key in row.keys)]
     stale = [one for one in patterns if not fnmatch.filter([*KEYS, *SECTIONS], one)]
     assert not stale, f"no such key any more: {stale}"

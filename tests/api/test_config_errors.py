@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.cli_args import ConfigError, GRPOConfig, experiment_class, load_expr_config
-from areal.api.config.schema import all_keys
+from areal.api.config.section import all_keys
 
 GRPO = """\
 experiment_name: arithmetic

@@ -21,8 +21,7 @@ from areal.api.cli_args import (
     load_expr_config,
 )
 from areal.api.config.loader import EXPERIMENTS
-from areal.api.config.schema import field_types, item_class, section_class
-from areal.api.config.section import is_section
+from areal.api.config.section import field_types, is_section, item_class, section_class
 from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 SCALARS = (bool, int, float, str)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from areal.api.dispatch import Mark, marks_of, split
-from areal.api.engine_api import TrainEngine
+from areal.api.engine_api import Mark, TrainEngine, marks_of, split
 
 
 def test_every_method_of_a_training_engine_travels_but_those_of_a_rank_alone():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.openai import parse_chat
 
 EVERYTHING = GenerationHyperparameters(

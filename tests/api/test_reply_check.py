@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.reply_check import (
+from areal.api.io_struct import (
     MAX_LOGPROB,
     MIN_SAMPLED_LOGPROB,
     check_amount,

@@ -8,8 +8,8 @@ import pytest
 from rollout_world import trajectory
 
 from areal.cli.main import main
+from areal.rollout.buffer import Outcome
 from areal.rollout.ledger import Ledger
-from areal.rollout.outcome import Outcome
 from areal.rollout.source import Prompt
 from areal.run.database import RunDatabase
 

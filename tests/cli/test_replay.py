@@ -19,8 +19,8 @@ from areal.api.cli_args import dump_yaml
 from areal.cli.main import main
 from areal.rollout.trajectory import decode, encode
 from areal.run.database import RunDatabase, Start
+from areal.run.fingerprint import numeric_world
 from areal.run.paths import RunPaths
-from areal.run.world import numeric_world
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer
 

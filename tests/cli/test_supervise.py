@@ -15,7 +15,7 @@ import pytest
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from areal.cli.supervise import supervise
+from areal.cli.train import supervise
 from areal.run.recover import newest_step
 from areal.run.restart import come_again, stay_down
 

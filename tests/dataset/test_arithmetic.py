@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.config.dataset import DatasetConfig
+from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.dataset.arithmetic import Problem, build_char_tokenizer, make_problems, target
 from areal.reward.gsm8k import gsm8k_reward_fn

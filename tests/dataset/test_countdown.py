@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.config.dataset import DatasetConfig
+from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.dataset.countdown import make_problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal.api.config.dataset import DatasetConfig
+from areal.api.config.run import DatasetConfig
 from areal.dataset import LOADERS, get_custom_dataset
 from areal.utils import import_path
 

@@ -24,7 +24,7 @@ configs:
 PROGRAM = """
 import sys
 from areal.dataset import get_custom_dataset
-from areal.api.config.dataset import DatasetConfig
+from areal.api.config.run import DatasetConfig
 for path, split in (argument.split("/split=") for argument in sys.argv[1:]):
     try:
         rows = get_custom_dataset(split, DatasetConfig(path=path, type="rl"), None)

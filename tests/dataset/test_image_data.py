@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal.api.config.dataset import DatasetConfig
+from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.reward.clevr_count import clevr_count_reward_fn

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.config.dataset import DatasetConfig
+from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.dataset.arithmetic import build_char_tokenizer, make_problems
 from areal.dataset.hh_rlhf import read_dialogue, read_pair

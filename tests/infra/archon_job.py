@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from engine.train.archon_world import make_batch, num_loss_tokens
 
-from areal.algorithm.sft import sft_loss
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import ArchonEngineConfig, MicroBatchSpec, TrainEngineConfig
+from areal.algorithm.loss import sft_loss
+from areal.api.config.train_engine import (
+    ArchonEngineConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.utils import stats_tracker

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from areal.algorithm.sft import sft_loss
+from areal.algorithm.loss import sft_loss
 from areal.infra.channel import Channel
 
 

@@ -20,8 +20,7 @@ from areal.api.scheduler_api import Job
 from areal.cli.demo import make_model, recipe_path
 from areal.engine.remote.native import launch_native_server
 from areal.engine.remote.server_control import ControlClient
-from areal.engine.remote.server_host import HostedServer
-from areal.engine.remote.server_process import ServerProcess
+from areal.engine.remote.server_process import HostedServer, ServerProcess
 from areal.rollout.ledger import Ledger
 from areal.run.database import RunDatabase
 from areal.run.recover import newest_step

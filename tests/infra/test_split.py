@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.infra.split import divide_rows, merge_rows
+from areal.infra.train_controller import divide_rows, merge_rows
 
 
 def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:

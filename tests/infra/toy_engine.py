@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from areal.api.dispatch import broadcast, head, split
+from areal.api.engine_api import broadcast, head, split
 from areal.utils import stats_tracker
 
 

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_config, tiny_model, write_tiny_model
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.attention import PackedAttention
 from areal.models.hf_io import (
     SCORE_HEAD,
     build_model,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.attention import PackedAttention
 
 
 def bounds(lengths: list[int]) -> torch.Tensor:

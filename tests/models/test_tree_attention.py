@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from areal.models.common.attention import PackedAttention
 from areal.models.common.attention_tree import TreeAttention
-from areal.models.common.attention_varlen import PackedAttention
 from areal.utils.prefix_tree import PrefixTree
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -9,7 +9,7 @@ from tiny_tokenizer import EOS, IM_END, byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.openai import TextStream, visible_text
 
 TOKENIZER = byte_tokenizer()

@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_world import trajectory
 
-from areal.rollout.buffer import GroupPool
-from areal.rollout.outcome import Outcome, Running
-from areal.rollout.selection import select_batch
+from areal.rollout.buffer import GroupPool, Outcome, Running, select_batch
 from areal.rollout.source import Prompt
 from areal.rollout.staleness import StalenessManager
 

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from areal.rollout.trajectory_dump import TrajectoryDump
+from areal.rollout.trajectory import TrajectoryDump
 
 
 class Letters:

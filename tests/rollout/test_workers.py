@@ -22,9 +22,8 @@ from areal.infra.scheduler.local import LocalScheduler
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits, RolloutFailedError
 from areal.rollout.source import PromptSource
-from areal.rollout.worker_places import HostedWorker, WorkerProcess
 from areal.rollout.worker_process import WorkflowRecipe
-from areal.rollout.workers import RolloutWorkers
+from areal.rollout.workers import HostedWorker, RolloutWorkers, WorkerProcess
 from areal.utils import stats_tracker
 
 ECHO = "placed_world.Echo"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from areal.run.background import BackgroundWriter
+from areal.run.recover import BackgroundWriter
 
 
 def test_a_write_ends_once():

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.io_struct import SaveLoadMeta, StepInfo
-from areal.run.checkpoints import Saver, checkpoint_name
-from areal.run.timers import FrequencyTimer
+from areal.run.checkpoints import FrequencyTimer, Saver, checkpoint_name
 
 STEP = StepInfo(epoch=2, epoch_step=1, global_step=7, steps_per_epoch=3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal.api.io_struct import StepInfo
-from areal.run.timers import FrequencyTimer
+from areal.run.checkpoints import FrequencyTimer
 
 FIRST = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=3)
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from areal.api.config.stats import (
+from areal.api.config.run import (
     StatsLoggerConfig,
     SwanlabConfig,
     TensorBoardConfig,

@@ -11,9 +11,9 @@ from contextlib import closing
 import pytest
 import sample_attacks
 
-from areal.api.config.limits import ProcessLimits
-from areal.sandbox.cgroup import open_group
+from areal.api.config.inference import ProcessLimits
 from areal.sandbox.pool import AsyncRewardWrapper, RewardCrashError
+from areal.sandbox.watch import open_group
 
 FORKS = "import os, time\nfor _ in range(3):\n    os.fork()\ntime.sleep(600)\n"
 

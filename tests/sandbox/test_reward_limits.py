@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import sample_attacks
 
-from areal.api.config.limits import ProcessLimits
-from areal.sandbox import environment
+from areal.api.config.inference import ProcessLimits
+from areal.sandbox import process
 from areal.sandbox.pool import (
     AsyncRewardWrapper,
     RewardCrashError,
@@ -237,9 +237,9 @@ async def test_what_programs_need_of_the_environment_is_there(monkeypatch):
 
 def test_the_variables_are_documented():
     page = (Path(__file__).parents[2] / "docs" / "howto" / "reward.md").read_text()
-    for name in environment._NAMES:
+    for name in process._NAMES:
         assert f"`{name}`" in page or name.upper().endswith("_PROXY"), name
-    for prefix in environment._PREFIXES:
+    for prefix in process._PREFIXES:
         assert f"`{prefix}*`" in page
 
 

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from areal.sandbox.syscall_filter import _EVERYWHERE, SYSTEM_CALLS, filter_program
+from areal.sandbox.confine import _EVERYWHERE, SYSTEM_CALLS, filter_program
 
 OPEN = {"max_processes": 3, "network": True}
 SHUT = {"max_processes": 0, "network": False}

@@ -17,7 +17,7 @@ from tiny_ppo import (
 )
 
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
-from areal.api.config.rejection import RejectionSamplingConfig
+from areal.api.config.ppo import RejectionSamplingConfig
 from areal.api.config.train_engine import MicroBatchSpec, NormConfig
 from areal.utils import stats_tracker
 

@@ -12,7 +12,7 @@ from fsdp_world import loss_fn, loss_tokens, make_batch, open_engine, weights_of
 from tiny import write_tiny_model
 from tiny_run import grpo_config
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.cli.demo import make_model
 from areal.engine.native.local_engine import NativeLocalEngine

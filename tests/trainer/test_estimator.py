@@ -8,7 +8,7 @@ from tiny import write_tiny_model
 from tiny_ppo import advantages, group, open_actor
 
 from areal.api.config.train_engine import NormConfig
-from areal.infra.split import divide_rows
+from areal.infra.train_controller import divide_rows
 from areal.rollout.trajectory import decode, encode
 from areal.trainer.episodes import describe_batch
 from areal.trainer.ppo.batch import collect

@@ -8,8 +8,7 @@ import pytest
 from tiny import write_tiny_model
 from tiny_ppo import open_engine
 
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import TrainEngineConfig
+from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.trainer.learners import LMLearner
 from areal.trainer.offline import evaluate_on_rows
 

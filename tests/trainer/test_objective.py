@@ -18,12 +18,10 @@ from tiny_ppo import (
     with_own_logprobs,
 )
 
-from areal.algorithm.off_policy import m2po_keep
-from areal.algorithm.proximal import loglinear_prox
-from areal.api.config.ppo import PPOActorConfig
-from areal.api.config.roles import TeacherConfig
+from areal.algorithm.off_policy import loglinear_prox, m2po_keep
+from areal.api.config.ppo import PPOActorConfig, TeacherConfig
 from areal.api.config.train_engine import MicroBatchSpec
-from areal.trainer.ppo.objective import PolicyObjective
+from areal.trainer.ppo.actor import PolicyObjective
 from areal.utils import stats_tracker
 
 ONE_STEP = dict(ppo_n_minibatches=1, optimizer=PLAIN_SGD, reward_norm=GRPO)

@@ -9,13 +9,17 @@ import resource
 import pytest
 from tiny_run import query
 
-from areal.api.config.cluster import ClusterSpecConfig
-from areal.api.config.dataset import DatasetConfig, ValidDatasetConfig
 from areal.api.config.experiment import SFTConfig
 from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.run import (
+    ClusterSpecConfig,
+    DatasetConfig,
+    EvaluatorConfig,
+    RecoverConfig,
+    SaverConfig,
+    ValidDatasetConfig,
+)
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.cli.demo import make_model
 from areal.run.paths import RunPaths
 from areal.run.run import Run

@@ -7,7 +7,7 @@ import torch
 from tiny import write_tiny_model
 from tiny_ppo import PLAIN_SGD, group, open_critic, two_groups, weights_of
 
-from areal.algorithm.value import HUBER_DELTA
+from areal.algorithm.loss import HUBER_DELTA
 from areal.api.config.train_engine import MicroBatchSpec
 from areal.trainer.ppo.batch import collect
 from areal.utils import stats_tracker

@@ -10,11 +10,10 @@ from tiny_ppo import PLAIN_SGD, open_engine, weights_of
 from transformers import AutoModel, AutoModelForCausalLM
 
 from areal.api.config.offline import DPOActorConfig
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.engine.train.archon import ArchonEngine
+from areal.trainer.learners import DPOLearner, RWLearner
 from areal.trainer.offline import evaluate_on_rows
-from areal.trainer.preference import DPOLearner, RWLearner
 from areal.utils import stats_tracker
 
 ROWS = [

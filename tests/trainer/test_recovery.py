@@ -16,14 +16,13 @@ from small_disk import fill, mounted
 from tiny_run import grpo_config, query
 from trainer.test_offline_runs import config_of
 
-from areal.api.config.timers import RecoverConfig
+from areal.api.config.run import RecoverConfig
 from areal.cli.demo import make_model
 from areal.run.database import RunDatabaseError
-from areal.run.fingerprint import run_identity
+from areal.run.fingerprint import RandomStates, run_identity
 from areal.run.paths import RunPaths
-from areal.run.random_states import RandomStates
 from areal.run.recover import RecoverError
-from areal.trainer.sft_trainer import SFTTrainer
+from areal.trainer.offline import SFTTrainer
 
 ROWS = [{"input_ids": [1, 2 + i, 3], "loss_mask": [0, 1, 1]} for i in range(20)]
 

@@ -9,7 +9,7 @@ import pytest
 from tiny_run import query
 from trainer.test_recovery import open_trainer, sft
 
-from areal.api.config.stats import WandBConfig
+from areal.api.config.run import WandBConfig
 from areal.cli.demo import make_model
 from areal.run.paths import RunPaths
 

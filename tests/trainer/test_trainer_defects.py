@@ -13,17 +13,15 @@ from tiny import write_tiny_model
 from tiny_ppo import GRPO, PLAIN_SGD, advantages, group, open_actor, open_engine
 from tiny_run import grpo_config, query
 
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.stats import StatsLoggerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.run import StatsLoggerConfig
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.run.database import RunDatabase
 from areal.run.paths import RunPaths
 from areal.run.trackers import open_trackers
 from areal.trainer.base import Trainer
-from areal.trainer.batches import PAIR
 from areal.trainer.experiment import load_datasets, run_experiment
+from areal.trainer.learners import PAIR, RWLearner
 from areal.trainer.ppo.batch import collect, minibatches
-from areal.trainer.preference import RWLearner
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import stats_tracker
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from areal.utils.cpu_matmul import use_plain_blas
+from areal.utils.device import use_plain_blas
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 50), (192, 64), (896, 128)])
@@ -25,7 +25,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(num_inputs, num_outputs
 
 PRODUCTS = """
 import torch
-from areal.utils.cpu_matmul import use_plain_blas
+from areal.utils.device import use_plain_blas
 
 use_plain_blas()
 torch.manual_seed(0)

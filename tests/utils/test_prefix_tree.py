@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.utils.prefix_tree import PrefixTree
-from areal.utils.tree_packing import pack_trees
+from areal.utils.prefix_tree import PrefixTree, pack_trees
 
 # Few tokens: random sequences then share prefixes, repeat, and lie within each other.
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.weight_sync.bucket import DTYPE_NAMES
-from areal.weight_sync.device_checksum import device_checksum
-from areal.weight_sync.patch import apply_patch, make_patch
+from areal.weight_sync.bucket import DTYPE_NAMES, device_checksum
+from areal.weight_sync.delta import apply_patch, make_patch
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3)
 

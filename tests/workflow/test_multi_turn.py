@@ -7,11 +7,11 @@ import torch
 from sample_rewards import right_after_feedback
 from tiny import tiny_model, write_tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.workflow_context import episode
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.attention import PackedAttention
 from areal.utils import stats_tracker
 from areal.workflow import find_workflow
 from areal.workflow.multi_turn import MultiTurnWorkflow, feedback_ids

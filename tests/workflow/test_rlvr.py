@@ -9,7 +9,7 @@ import pytest
 import torch
 from sample_rewards import exact_match, of_lists
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelResponse
 from areal.api.workflow_context import episode
 from areal.dataset.arithmetic import build_char_tokenizer

@@ -12,19 +12,35 @@ from dataclasses import field, fields, replace
 from typing import Any, Literal
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.checks import expand_path, require, require_at_least
-from areal.api.config.cluster import ClusterSpecConfig, SchedulerConfig
-from areal.api.config.dataset import DatasetConfig, RowType, ValidDatasetConfig
-from areal.api.config.generation import GenerationHyperparameters
-from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
-from areal.api.config.ppo import PPOActorConfig
-from areal.api.config.roles import FrozenModelConfig, PPOCriticConfig, RefConfig, TeacherConfig
-from areal.api.config.section import config_section
-from areal.api.config.servers import SGLangConfig, VLLMConfig
-from areal.api.config.stats import PerfTracerConfig, StatsLoggerConfig
-from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
+from areal.api.config.inference import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    NativeServerConfig,
+    SGLangConfig,
+    VLLMConfig,
+)
+from areal.api.config.ppo import (
+    FrozenModelConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    RefConfig,
+    TeacherConfig,
+)
+from areal.api.config.run import (
+    ClusterSpecConfig,
+    DatasetConfig,
+    EvaluatorConfig,
+    PerfTracerConfig,
+    RecoverConfig,
+    RowType,
+    SaverConfig,
+    SchedulerConfig,
+    StatsLoggerConfig,
+    ValidDatasetConfig,
+    WatchdogConfig,
+)
+from areal.api.config.section import config_section, expand_path, require, require_at_least
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
-from areal.api.config.watchdog import WatchdogConfig
 from areal.api.scheduler_api import Job, SchedulingSpec
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")

@@ -1,16 +1,355 @@
-"""The `rollout` section (how episodes are run) and the `native` section (our inference server)."""
+"""Limits of a process that runs a user's code: a reward function, or an agent in `subproc` mode.
+
+The `rollout.agent` section: how agents run that talk to the model over HTTP.
+
+The `gconfig` section: how tokens are sampled, and the same options in OpenAI's words.
+
+The three `to_openai_*` methods give keyword arguments of the `openai` client's
+`chat.completions.create` and `responses.create`, and of the Agents SDK's `ModelSettings`. What such
+an interface has no name for goes into `extra_body` under the name it has here, when it is set;
+only our prompt-and-output bound is renamed, because `max_tokens` is OpenAI's old name for the
+output bound. What no request can say is refused: a group where one call gives one answer, and
+`lora_name`, which the `model` argument chooses. `reward_normalization` and `drop_incomplete_group`
+are about a group, not a request, and stay behind.
+
+The `vllm` and `sglang` sections: stock servers, each in an environment of its own.
+
+Keys that are named here are those a run must often set. Any other option of a server goes into
+`extra_args`, as on its command line.
+
+The `rollout` section (how episodes are run) and the `native` section (our inference server).
+"""
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Literal
+from dataclasses import field, replace
+from typing import Any, Literal
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.agent import AgentConfig
-from areal.api.config.checks import require_above, require_at_least, require_fraction
-from areal.api.config.section import config_section
+from areal.api.config.section import (
+    config_section,
+    expand_path,
+    require,
+    require_above,
+    require_at_least,
+    require_fraction,
+)
 from areal.api.config.train_engine import check_inference_backend
 from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
+
+KEYS = [
+    *("~/.ssh", "~/.gnupg", "~/.aws", "~/.azure", "~/.config/gcloud", "~/.kube", "~/.docker"),
+    *("~/.netrc", "~/.git-credentials", "~/.pypirc", "~/.npmrc", "~/.pgpass", "~/.my.cnf"),
+]
+
+
+@config_section
+class ProcessLimits:
+    """What the process may use. SECURITY.md says how this is kept, and what is not."""
+
+    memory_gb: float = 8.0
+    """Memory of one process, in GiB; more is a MemoryError, or its end."""
+    cpu_seconds: float | None = None
+    """CPU time of one call over all its threads and processes. Default: four times its time."""
+    file_size_mb: int = 1024
+    """Largest file it may write, in MiB."""
+    disk_mb: int = 4096
+    """All it may keep in $TMPDIR, in MiB; more ends the process."""
+    max_processes: int = 0
+    """Processes it may start besides threads."""
+    network: bool = True
+    """Whether it may open internet sockets. Unix sockets it may never open."""
+    writable: list[str] = field(default_factory=list)
+    """Folders it may write in, besides a temporary one of its own ($TMPDIR)."""
+    unreadable: list[str] = field(default_factory=lambda: [*KEYS])
+    """Files and folders it may not read, besides the run's own folder. Default: where keys lie
+    (~/.ssh, ~/.aws, ~/.netrc and their like)."""
+    env: list[str] = field(default_factory=list)
+    """Environment variables it gets besides PATH, HOME and the like (JUDGE_API_KEY)."""
+
+    def __post_init__(self) -> None:
+        require_above(0, memory_gb=self.memory_gb, cpu_seconds=self.cpu_seconds)
+        require_at_least(1, file_size_mb=self.file_size_mb, disk_mb=self.disk_mb)
+        require_at_least(0, max_processes=self.max_processes)
+        self.writable = [expand_path("writable", path) for path in self.writable]
+        self.unreadable = [expand_path("unreadable", path) for path in self.unreadable]
+
+
+@config_section
+class AgentConfig:
+    """Where an agent's code runs, and how its completions become samples."""
+
+    mode: Literal["inline", "subproc", "online"] = "inline"
+    """Where an agent runs: `inline` in the controller's event loop, `subproc` in processes of its
+    own, `online` outside: clients drive the sessions and `workflow` is not used."""
+    export_style: Literal["individual", "concat"] = "individual"
+    """What a sample is: `individual` every completion, `concat` a whole chat."""
+    chat_template_type: Literal["hf", "concat"] | None = None
+    """How the next turn's prompt is made: `hf` by the chat template alone, `concat` from the
+    tokens of the turn before, as they were sampled. Default: hf for `individual`, or concat."""
+    turn_discount: float = 1.0
+    """Share of a completion's reward that the completion before it gets as well."""
+    tool_call_parser: str = "qwen"
+    """How tool calls are read from a reply."""
+    drop_retry_orphans: bool = False
+    """Leave out completions that were requested again with the same messages."""
+    prefix_matcher: str | None = None
+    """Import path of a function (prefix, messages) -> bool that says whether a chat goes on.
+    Default: equal roles, texts and tool calls."""
+    session_timeout_seconds: float = 3600.0
+    """An episode that takes longer has failed."""
+    subproc_max_workers: int = 4
+    """Processes of `subproc`; each runs one episode at a time."""
+    limits: ProcessLimits | None = None
+    """What a process of `subproc` may use. Default: whatever you may."""
+    port: int = 0
+    """Port of the server that agents talk to, on this machine only. 0 is a free one."""
+
+    def __post_init__(self) -> None:
+        if self.chat_template_type is None:
+            self.chat_template_type = "hf" if self.export_style == "individual" else "concat"
+        require(
+            self.export_style == "individual" or self.chat_template_type == "concat",
+            "chat_template_type must be concat for export_style: concat (or leave it out)",
+            self.chat_template_type,
+        )
+        require_fraction(turn_discount=self.turn_discount)
+        require_above(0, session_timeout_seconds=self.session_timeout_seconds)
+        require_at_least(1, subproc_max_workers=self.subproc_max_workers)
+        require(
+            self.limits is None or self.limits.network,
+            "limits.network must be true: an agent talks to the model over HTTP",
+            False,
+        )
+        require(0 <= self.port < 65536, "port must lie between 0 and 65535", self.port)
+
+
+@config_section
+class GenerationHyperparameters:
+    """Sampling options of one request, and the group size of a prompt."""
+
+    n_samples: int = 1
+    """Samples per prompt: the size of a group."""
+    max_new_tokens: int = 16384
+    """Most tokens to generate."""
+    min_new_tokens: int = 0
+    """Stop tokens are not sampled before this many tokens."""
+    max_tokens: int = 32768
+    """Most tokens of prompt and output together."""
+    greedy: bool = False
+    """Always take the most likely token."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities reach this sum."""
+    top_k: int = 100_000_000
+    """Keep this many most likely tokens."""
+    temperature: float = 1.0
+    """Divides the logits before sampling."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Generation ends after one of these."""
+    ignore_eos: bool = False
+    """Go on after the model's end token; `stop_token_ids` still hold."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text of an OpenAI-style reply."""
+    stop: list[str] | None = None
+    """Generation ends once the text contains one of these."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it was generated already, between -2 and 2."""
+    seed: int | None = None
+    """Fixes the draw of this request, whatever else is in the batch."""
+    lora_name: str = ""
+    """The adapter to generate with. Default: none, the model itself."""
+    use_beam_search: bool = False
+    """Must stay false: a beam search does not sample, so its log-probabilities cannot be trained
+    on."""
+    reward_normalization: bool = False
+    """Subtract the group's mean from the rewards and divide by its spread, before anything else
+    sees them; what they were is kept as `original_rewards`."""
+    drop_incomplete_group: bool = False
+    """Reject a group of which the workflow rejected a sample. Default: go on with the others."""
+
+    def __post_init__(self) -> None:
+        require(self.n_samples >= 1, "n_samples must be at least 1", self.n_samples)
+        require(self.max_new_tokens >= 1, "max_new_tokens must be at least 1", self.max_new_tokens)
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens must lie between 0 and max_new_tokens",
+            self.min_new_tokens,
+        )
+        require(0 < self.top_p <= 1, "top_p must lie in (0, 1]", self.top_p)
+        require(self.top_k >= 1, "top_k must be at least 1", self.top_k)
+        require(
+            0 < self.temperature < float("inf"),
+            "temperature must be above 0 (set greedy=true for the most likely token)",
+            self.temperature,
+        )
+        require(
+            -2 <= self.frequency_penalty <= 2,
+            "frequency_penalty must lie between -2 and 2",
+            self.frequency_penalty,
+        )
+        require(
+            self.stop is None or all(self.stop),
+            "stop must hold texts of at least one character",
+            self.stop,
+        )
+        require(
+            not self.use_beam_search,
+            "use_beam_search must be false: sampled log-probabilities are undefined under beam "
+            "search",
+            self.use_beam_search,
+        )
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """A copy with `changes`."""
+        own = {
+            "stop_token_ids": list(self.stop_token_ids),
+            "stop": None if self.stop is None else list(self.stop),
+        }
+        return replace(self, **{**own, **changes})
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+        """A copy that also stops at the tokenizer's EOS and PAD."""
+        ids = {*self.stop_token_ids, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+        return self.new(stop_token_ids=sorted(ids))
+
+    def to_openai_completions_args_dict(self) -> dict[str, Any]:
+        """Arguments of `client.chat.completions.create`, besides `model` and `messages`."""
+        named = {"n_samples", "frequency_penalty", "stop", "seed"}
+        return self._openai_args("max_completion_tokens", named)
+
+    def to_openai_responses_args_dict(self) -> dict[str, Any]:
+        """Arguments of `client.responses.create`, besides `model` and `input`."""
+        return self._openai_args("max_output_tokens", set())
+
+    def to_openai_agents_model_settings_dict(self) -> dict[str, Any]:
+        """Arguments of the Agents SDK's `ModelSettings`."""
+        return self._openai_args("max_tokens", {"frequency_penalty"})
+
+    def _openai_args(self, max_output: str, named: set[str]) -> dict[str, Any]:
+        """`max_output` is the interface's name for the output bound; it has `named` options too."""
+        self._check_one_call(may_have_n="n_samples" in named)
+        args = {
+            max_output: self.max_new_tokens,
+            "temperature": 0.0 if self.greedy else self.temperature,
+            "top_p": self.top_p,
+        }
+        if "n_samples" in named:
+            args["n"] = self.n_samples
+        extra = {}
+        defaults = GenerationHyperparameters()
+        for option, name in _SENT_WHEN_SET.items():
+            value = getattr(self, option)
+            if value != getattr(defaults, option):
+                (args if option in named else extra)[name] = value
+        return {**args, "extra_body": extra} if extra else args
+
+    def _check_one_call(self, *, may_have_n: bool) -> None:
+        require(
+            self.n_samples == 1 or may_have_n,
+            "n_samples must be 1, because one call of this interface gives one answer (the samples "
+            "of a group are episodes of their own: use gconfig.new(n_samples=1))",
+            self.n_samples,
+        )
+        require(
+            not self.lora_name,
+            "lora_name must be empty here: an OpenAI interface chooses the adapter by `model`",
+            self.lora_name,
+        )
+
+
+# Options whose default changes nothing, and what a request calls them.
+_SENT_WHEN_SET = {
+    "frequency_penalty": "frequency_penalty",
+    "stop": "stop",
+    "seed": "seed",
+    "top_k": "top_k",
+    "min_new_tokens": "min_new_tokens",
+    "max_tokens": "max_total_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+}
+
+
+@config_section
+class VLLMConfig:
+    """The vLLM server of a run with `rollout.backend: vllm:d1`."""
+
+    python: str = ""
+    """Interpreter of the environment that has vLLM. Default: that of `areal env create vllm`."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Precision. Default: that of the actor."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output. Default: the model's max_position_embeddings."""
+    max_num_seqs: int = 256
+    """Most sequences decoded together."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory the server takes; lower it where it shares the GPU."""
+    cpu_cache_gb: int = 4
+    """Size of the key-value cache on a machine without GPU."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: a quicker start, slower tokens."""
+    threads: int = 1
+    """CPU threads of the server."""
+    extra_args: list[str] = field(default_factory=list)
+    """Further arguments of the server, like `[--block-size, "32"]`."""
+
+    def __post_init__(self) -> None:
+        self.python = expand_path("python", self.python)
+        require_at_least(
+            1,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            cpu_cache_gb=self.cpu_cache_gb,
+            threads=self.threads,
+        )
+        _require_share(gpu_memory_utilization=self.gpu_memory_utilization)
+
+    @property
+    def max_context(self) -> int | None:
+        return self.max_model_len
+
+
+@config_section
+class SGLangConfig:
+    """The SGLang server of a run with `rollout.backend: sglang:d1`."""
+
+    python: str = ""
+    """Interpreter of the environment that has SGLang. Default: that of `areal env create
+    sglang`."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Precision. Default: that of the actor."""
+    context_length: int | None = None
+    """Most tokens of prompt and output. Default: the model's max_position_embeddings."""
+    max_running_requests: int | None = None
+    """Most sequences decoded together. Default: the server's choice."""
+    mem_fraction_static: float = 0.9
+    """Share of the GPU's memory for weights and cache; lower it where the server shares the GPU."""
+    attention_backend: str | None = None
+    """The server's attention kernels, like `fa3`. Default: its choice."""
+    threads: int = 1
+    """CPU threads of the server."""
+    extra_args: list[str] = field(default_factory=list)
+    """Further arguments of the server, like `[--chunked-prefill-size, "4096"]`."""
+
+    def __post_init__(self) -> None:
+        self.python = expand_path("python", self.python)
+        require_at_least(
+            1,
+            context_length=self.context_length,
+            max_running_requests=self.max_running_requests,
+            threads=self.threads,
+        )
+        _require_share(mem_fraction_static=self.mem_fraction_static)
+
+    @property
+    def max_context(self) -> int | None:
+        return self.context_length
+
+
+def _require_share(**fields: float) -> None:
+    for name, value in fields.items():
+        require(0 < value <= 1, f"{name} must lie in (0, 1]", value)
 
 
 @config_section

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from areal.api.config.checks import require_above
 from areal.api.config.experiment import BaseExperimentConfig
-from areal.api.config.roles import RefConfig
-from areal.api.config.section import config_section
+from areal.api.config.ppo import RefConfig
+from areal.api.config.section import config_section, require_above
 from areal.api.config.train_engine import TrainEngineConfig, check_allocation
 
 

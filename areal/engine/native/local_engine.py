@@ -18,9 +18,8 @@ import torch
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.native.engine import NativeEngine
-from areal.engine.native.loop import EngineEndedError, EngineLoop
-from areal.engine.native.receiver import Result
-from areal.engine.native.score_rows import padded_scores, token_lists
+from areal.engine.native.loop import EngineEndedError, EngineLoop, Result
+from areal.engine.native.scoring import padded_scores, token_lists
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply, check_supported

@@ -10,13 +10,31 @@ step. `deliver` runs on the engine thread and must only hand over, never wait.
 
 A step that raises ends the loop: everything that waits gets the cause, later orders are refused
 with it, and `failure` keeps it. Nothing is lost in silence.
+
+What the engine says to one HTTP request, brought from its thread to the event loop.
+
+    async with Receiver(engine_loop, receive) as receiver:
+        receiver.submit(requests)
+        while receiver.unfinished and (results := await receiver.next()) is not None:
+            ...
+
+The engine thread never waits: it hands results over once per step, and they queue here. When the
+block is left, for whatever reason, requests that have not ended are discarded; a client that goes
+away ends the wait.
+
+When the engine was at work: merged stretches of wall time, for the trace of a run.
+
+The controller asks for them and draws them beside its own phases, which shows from one file that
+the server generates while the trainer trains.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,7 +42,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from areal.engine.native.busy import BusyIntervals
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply
@@ -276,3 +293,79 @@ def _hand_over(deliver: Deliver, results: Sequence[Reply | Refusal | Progress]) 
         deliver(results)
     except Exception:  # one receiver's fault must not end the engine for all others
         logger.exception("could not hand over %d results", len(results))
+
+
+Result = Reply | Refusal | Progress
+
+
+class Receiver:
+    def __init__(self, engine: EngineLoop, receive: Any) -> None:
+        """`receive` is that of ASGI, after the body was read."""
+        self._engine = engine
+        self._receive = receive
+        self._events = asyncio.get_running_loop()
+        # Bounded by the number of tokens, plus one None when the client has left.
+        self._results: asyncio.Queue[Sequence[Result] | None] = asyncio.Queue()
+        self.unfinished: set[str] = set()  # rids whose Reply or Refusal `next` has not returned
+
+    async def __aenter__(self) -> Receiver:
+        self._watcher = asyncio.create_task(self._watch(), name="client-watch")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._watcher.cancel()
+        if self.unfinished:
+            self._engine.discard(self.unfinished)
+
+    def submit(self, requests: Sequence[GenRequest], refused: Sequence[Refusal] = ()) -> None:
+        """`refused` are results known before: they come first."""
+        self.unfinished.update(one.rid for one in (*requests, *refused))
+        if refused:
+            self._results.put_nowait(refused)
+        if requests:
+            self._engine.submit(requests, self._deliver)
+
+    async def next(self) -> list[Result] | None:
+        """All results that are there, at least one; None when the client has left."""
+        results: list[Result] = []
+        while not results or not self._results.empty():
+            more = await self._results.get()
+            if more is None:
+                return None
+            results += more
+        ended = [one.rid for one in results if not isinstance(one, Progress)]
+        self.unfinished.difference_update(ended)
+        return results
+
+    def _deliver(self, results: Sequence[Result]) -> None:  # on the engine thread
+        self._events.call_soon_threadsafe(self._results.put_nowait, results)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._results.put_nowait(None)
+
+
+_MERGE_GAP_S = 0.005  # steps of one stretch follow each other with gaps far below this
+_MAX_INTERVALS = 10_000
+
+
+class BusyIntervals:
+    """Written by the engine's thread, read by any other; forgets the oldest when full."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._intervals: deque[list[float]] = deque(maxlen=_MAX_INTERVALS)  # [start, end]
+
+    def add(self, start: float, end: float) -> None:
+        """One step ran from `start` to `end` (`time.time()`), after all steps added before."""
+        with self._lock:
+            if self._intervals and start - self._intervals[-1][1] < _MERGE_GAP_S:
+                self._intervals[-1][1] = max(end, self._intervals[-1][1])
+            else:
+                self._intervals.append([start, end])
+
+    def since(self, time: float) -> list[tuple[float, float]]:
+        """(start, end) of the work after `time`: asking with the last end repeats nothing."""
+        with self._lock:
+            return [(max(start, time), end) for start, end in self._intervals if end > time]

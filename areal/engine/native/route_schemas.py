@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from areal.engine.native.weight_loader import KINDS
 from areal.engine.native.wire import GCONFIG_KINDS, MAX_RID
-from areal.utils.route_schema import (
+from areal.utils.http_server import (
     FLAG,
     INTEGER,
     NUMBER,

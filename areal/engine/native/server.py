@@ -13,6 +13,31 @@ Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (
 object instead of the text): 400 the caller's fault, 401 no or a wrong token, 503 the engine has
 ended. The engine never waits for the network: results are handed to this event loop (receiver.py),
 and a client that goes away has its requests discarded.
+
+The routes by which a native server is steered and watched.
+
+| route                | body or query                    | answer                               |
+|----------------------|----------------------------------|--------------------------------------|
+| POST /pause          |                                  | when no step runs any more           |
+| POST /continue       |                                  |                                      |
+| POST /abort          | rid, or all=true                 | the number of requests ended         |
+| POST /offload        | tags: weights, kv_cache; or all  | when their memory is free            |
+| POST /onload         | likewise                         | when they are back                   |
+| GET /health          |                                  | status, version, model, paused, device|
+| GET /stats           |                                  | the engine's counters                |
+| GET /busy_intervals  | ?since=UNIX_TIME                 | when steps ran, for traces           |
+
+The routes by which a native server is given new weights.
+
+| route                    | body                                               | answer          |
+|--------------------------|----------------------------------------------------|-----------------|
+| POST /init_weights_group | name, host, port, rank, world_size, backend,       | when all joined |
+|                          | timeout_s                                          |                 |
+| POST /update_weights     | kind=folder or delta: path, key=""; kind=xccl:     | when they serve |
+|                          | group; version, recompute_kv=true                  |                 |
+
+Status 409: the server lacks what the order builds on, the base of a delta or the group; 502: the
+group broke.
 """
 
 from __future__ import annotations
@@ -30,27 +55,27 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from areal.engine.native.control_routes import add_control_routes, add_watch_routes
-from areal.engine.native.loop import EngineEndedError, EngineLoop
+from areal.api.json_text import loads_object
+from areal.engine.native.loop import EngineEndedError, EngineLoop, Receiver, Result
 from areal.engine.native.openai_routes import add_openai_routes
-from areal.engine.native.receiver import Receiver, Result
-from areal.engine.native.route_schemas import GENERATE, SCORE
+from areal.engine.native.route_schemas import ABORT, GENERATE, GROUP, SCORE, TAGS, UPDATE
 from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
-from areal.engine.native.weight_loader import WeightInbox, WrongGroupError
-from areal.engine.native.weight_routes import add_weight_routes
+from areal.engine.native.weight_loader import KINDS, Order, WeightInbox, WrongGroupError
 from areal.engine.native.wire import (
     Refusal,
     decode_requests,
     decode_sequences,
+    decode_tags,
     encode_lines,
+    field,
 )
 from areal.engine.remote.token_gate import WRONG_TOKEN, TokenGate
 from areal.openai import WireError, error_body
 from areal.utils.chat_template import TemplateLimitError
-from areal.utils.http_server import JsonReply, new_app, read_body, server_config, trust
-from areal.utils.route_schema import json_body
-from areal.weight_sync.collective import GroupError
+from areal.utils.device import device_identity
+from areal.utils.http_server import JsonReply, json_body, new_app, read_body, server_config, trust
+from areal.weight_sync.collective import GroupError, GroupPlace
 from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
 
@@ -217,3 +242,143 @@ def _error(path: str, status: int, message: str) -> Response:
     is_openai = path.startswith("/v1/")
     content = error_body(WireError(status, message)) if is_openai else {"error": message}
     return JsonReply(content, status_code=status)
+
+
+def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
+    @app.post("/pause")
+    async def pause() -> dict[str, bool]:
+        await asyncio.to_thread(loop.pause)
+        return {"paused": True}
+
+    @app.post("/continue")
+    async def resume() -> dict[str, bool]:
+        await asyncio.to_thread(loop.resume)
+        return {"paused": False}
+
+    @app.post("/abort", openapi_extra=json_body(ABORT))
+    async def abort(request: Request) -> dict[str, int]:
+        order = loads_object(await read_body(request))
+        if field(order, "all", bool, default=False):
+            field(order, "rid", str, default="")  # of no use then, but still no nonsense
+            rids = None
+        else:
+            rids = [field(order, "rid", str)]
+        return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
+
+    @app.post("/offload", openapi_extra=json_body(TAGS, required=False))
+    async def offload(request: Request) -> dict[str, bool]:
+        tags = decode_tags(await read_body(request))
+        await asyncio.wrap_future(loop.call(lambda engine: engine.offload(tags)))
+        return {"offloaded": True}
+
+    @app.post("/onload", openapi_extra=json_body(TAGS, required=False))
+    async def onload(request: Request) -> dict[str, bool]:
+        tags = decode_tags(await read_body(request))
+        await asyncio.wrap_future(loop.call(lambda engine: engine.onload(tags)))
+        return {"offloaded": False}
+
+
+def add_watch_routes(app: FastAPI, loop: EngineLoop, *, model: str) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        content = {
+            "version": loop.version,
+            "model": model,
+            "paused": loop.paused,
+            "device": device_identity(loop.device),
+        }
+        if loop.failure is not None:
+            cause = f"{type(loop.failure).__name__}: {loop.failure}"
+            return JsonReply({"status": "failed", "error": cause, **content}, status_code=503)
+        return JsonReply({"status": "ok", **content})
+
+    @app.get("/stats")
+    async def stats() -> dict[str, float]:
+        return loop.stats()
+
+    @app.get("/busy_intervals")
+    async def busy_intervals(since: str = "0") -> dict[str, Any]:
+        return {"intervals": loop.busy.since(_unix_time(since))}
+
+
+def _unix_time(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"since: expected seconds, got {text[:60]!r}") from None
+
+
+_MAX_TEXT = 4096  # characters: the longest path of Linux
+_MAX_WORLD = 1 << 16
+_MAX_VERSION = (1 << 31) - 1  # trajectories store versions as int32
+_MAX_TIMEOUT_S = 86_400
+
+
+def add_weight_routes(app: FastAPI, inbox: WeightInbox) -> None:
+    @app.post("/init_weights_group", openapi_extra=json_body(GROUP))
+    async def init_weights_group(request: Request) -> dict[str, str]:
+        place = _place(loads_object(await read_body(request)))
+        await asyncio.to_thread(inbox.join, place)
+        return {"group": place.name}
+
+    @app.post("/update_weights", openapi_extra=json_body(UPDATE))
+    async def update_weights(request: Request) -> dict[str, int]:
+        order = _order(loads_object(await read_body(request)))
+        await asyncio.to_thread(inbox.take, order)
+        return {"version": order.version}
+
+
+def _place(content: dict[str, Any]) -> GroupPlace:
+    backend = field(content, "backend", str)
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f"backend: expected nccl or gloo, got {backend[:60]!r}")
+    world_size = _integer(content, "world_size", 2, _MAX_WORLD)
+    return GroupPlace(
+        name=_text(content, "name"),
+        host=_text(content, "host"),
+        port=_integer(content, "port", 1, 65535),
+        rank=_integer(content, "rank", 1, world_size - 1),  # 0 sends
+        world_size=world_size,
+        backend=backend,
+        timeout_s=_timeout(content),
+    )
+
+
+def _order(content: dict[str, Any]) -> Order:
+    kind = field(content, "kind", str, default="folder")
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {KINDS}, got {kind[:60]!r}")
+    place = "group" if kind == "xccl" else "path"
+    return Order(
+        kind=kind,
+        **{place: _text(content, place)},
+        key=field(content, "key", str, default=""),
+        version=_integer(content, "version", 0, _MAX_VERSION),
+        recompute_kv=field(content, "recompute_kv", bool, default=True),
+    )
+
+
+def _text(content: dict[str, Any], name: str) -> str:
+    value = field(content, name, str)
+    if not value or "\0" in value or len(value) > _MAX_TEXT:
+        raise ValueError(
+            f"{name}: expected 1 to {_MAX_TEXT} characters, none of them NUL, got {value[:60]!r}"
+        )
+    return value
+
+
+def _integer(content: dict[str, Any], name: str, low: int, high: int) -> int:
+    value = field(content, name, int)
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {value!r:.60}")
+    return value
+
+
+def _timeout(content: dict[str, Any]) -> float:
+    value = content.get("timeout_s")
+    is_bool = isinstance(value, bool)
+    if is_bool or not isinstance(value, int | float) or not 0 < value <= _MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s: expected seconds, above 0 and at most {_MAX_TIMEOUT_S}, got {value!r:.60}"
+        )
+    return float(value)

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import read_eos_ids
-from areal.engine.native.stop_strings import StopWatch
+from areal.engine.native.sequence import StopWatch
 from areal.utils import logging
 
 logger = logging.getLogger("NativeModelText")

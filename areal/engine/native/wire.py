@@ -25,10 +25,16 @@ from typing import Any, Literal, cast, get_args
 
 from pydantic_core import to_json
 
-from areal.api.config.generation import GenerationHyperparameters
-from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.io_struct import (
+    ModelRequest,
+    ModelResponse,
+    StopReason,
+    check_lengths,
+    check_logprobs,
+    check_tokens,
+)
 from areal.api.json_text import loads_object, well_formed
-from areal.api.reply_check import check_lengths, check_logprobs, check_tokens
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 
 MAX_RID = 256  # characters

@@ -9,10 +9,19 @@ One exchange carries hundreds of requests, so the cost of HTTP is paid per tick,
 Calls with the same prompt go to the same server and share its computation there. A server tells the
 tokens of long outputs every so often, so requests whose connection was lost go out again with those
 they had, at most `retries` times; with a seed they come back with the same tokens. So do requests
-whose reply cannot be trained on (api/reply_check.py), without what that server told of them. Where
+whose reply cannot be trained on (api/io_struct.py), without what that server told of them. Where
 the server has died they wait for the one that is started in its place, or go to the others when
 there is none; that attempt does not count. Everything else that goes wrong is raised, never turned
 into data.
+
+Time limits by a clock that can be stopped.
+
+    deadlines = Deadlines(60.0)
+    async with deadlines.limit(): ...      # TimeoutError after 60 seconds of the clock
+    deadlines.stop()                       # from any thread: servers are away, nobody is to blame
+    deadlines.go_on()
+
+A limit that is entered while the clock stands has all its time when the clock goes on.
 """
 
 from __future__ import annotations
@@ -21,15 +30,17 @@ import asyncio
 import itertools
 import math
 import secrets
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
 
 from areal.api.engine_api import EngineLostError
-from areal.api.io_struct import ModelRequest
-from areal.api.reply_check import check_amount, check_tokens, check_versions
+from areal.api.io_struct import ModelRequest, check_amount, check_tokens, check_versions
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import (
     BadLineError,
@@ -38,8 +49,7 @@ from areal.engine.native.wire import (
     decode_line,
     encode_requests,
 )
-from areal.engine.remote.deadlines import Deadlines
-from areal.engine.remote.router import Fleet, Server, retry_delay_s
+from areal.engine.remote.router import Fleet, Server, SharedWork, retry_delay_s
 from areal.engine.remote.server_control import (
     BadReplyError,
     ServerEndedError,
@@ -47,7 +57,6 @@ from areal.engine.remote.server_control import (
     error_text,
 )
 from areal.engine.remote.server_pool import Members
-from areal.engine.remote.single_flight import SharedWork
 from areal.utils import logging
 from areal.utils.waits import waiting
 
@@ -452,3 +461,60 @@ def _error_of(server: Server, status: int, body: str) -> Exception:
 
 def _where(server: Server) -> str:
     return f"native server {server.address}"
+
+
+class Deadlines:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()  # guards all below
+        self._due: dict[asyncio.Timeout, tuple[asyncio.AbstractEventLoop, float]] = {}
+        self._stopped_at: float | None = None
+        self._stood_s = 0.0
+
+    def __reduce__(self) -> tuple[type[Deadlines], tuple[float]]:
+        """A copy in another process has a clock of its own, which goes."""
+        return Deadlines, (self.timeout_s,)
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        async with asyncio.timeout(None) as scope:
+            with self._lock:
+                due = self._clock() + self.timeout_s
+                self._due[scope] = (asyncio.get_running_loop(), due)
+            self._set_alarm(scope)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    del self._due[scope]
+
+    def stop(self) -> None:
+        """Calling it twice is fine."""
+        with self._lock:
+            if self._stopped_at is None:
+                self._stopped_at = time.monotonic()
+            self._set_alarms()
+
+    def go_on(self) -> None:
+        with self._lock:
+            if self._stopped_at is not None:
+                self._stood_s += time.monotonic() - self._stopped_at
+                self._stopped_at = None
+            self._set_alarms()
+
+    def _clock(self) -> float:
+        now = time.monotonic() if self._stopped_at is None else self._stopped_at
+        return now - self._stood_s
+
+    def _set_alarms(self) -> None:
+        for scope, (events, _) in self._due.items():
+            events.call_soon_threadsafe(self._set_alarm, scope)
+
+    def _set_alarm(self, scope: asyncio.Timeout) -> None:
+        """On the event loop of `scope`; by then it may have ended."""
+        with self._lock:
+            if scope not in self._due:
+                return
+            events, due = self._due[scope]
+            left_s = None if self._stopped_at is not None else due - self._clock()
+        scope.reschedule(None if left_s is None else events.time() + left_s)

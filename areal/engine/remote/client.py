@@ -11,18 +11,30 @@ update ends what runs (the server answers with the tokens it has), loads, and le
 again with what they had: the prefix is computed once more, by the new weights. A request whose
 meaning depends on where its output began (`stop` texts, a frequency penalty) starts over instead.
 
-Requests whose connection was lost, or whose reply cannot be trained on (api/reply_check.py), go out
+Requests whose connection was lost, or whose reply cannot be trained on (api/io_struct.py), go out
 again, at most `retries` times in a row. Where the server has died and is replaced they wait for the
 replacement, go on there with the tokens they have, and that attempt does not count. Everything else
 that goes wrong is raised, never turned into data.
+
+The door that requests pass one by one and that a weight update closes behind them.
+
+    event loop:       version = await gate.enter(timeout_s)   ... one request ...   gate.leave()
+    trainer's thread: gate.close();  gate.wait_empty(s);  <new weights>;  gate.open(version)
+
+What was let in under a version has left before the next one loads: every token of a request is
+therefore of the version that `enter` returned. `fail` opens the door to an error instead.
+
+Closing what lives on an event loop, from whichever thread the owner is on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -32,14 +44,13 @@ from areal.api.io_struct import (
     ModelRequest,
     ModelResponse,
     StopReason,
+    check_amount,
+    check_tokens,
 )
 from areal.api.json_text import loads_object
-from areal.api.reply_check import check_amount, check_tokens
 from areal.engine.remote.protocol import ServerProtocol
-from areal.engine.remote.router import Fleet, Server, retry_delay_s
+from areal.engine.remote.router import Fleet, Server, SharedWork, retry_delay_s
 from areal.engine.remote.server_control import BadReplyError, ServerError, error_text
-from areal.engine.remote.single_flight import SharedWork
-from areal.engine.remote.update_gate import UpdateGate
 from areal.utils import logging
 
 logger = logging.getLogger("HttpEngine")
@@ -316,3 +327,103 @@ class HttpClient:
 
     def _where(self, server: Server) -> str:
         return f"{self._protocol.kind} {server.address}"
+
+
+class UpdateGate:
+    def __init__(self) -> None:
+        self.version = 0
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._num_inside = 0
+        self._failure: str | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    async def enter(self, timeout_s: float) -> int:
+        """Waits while the gate is closed; the version that serves. TimeoutError after `timeout_s`.
+
+        RuntimeError when an update has failed: no version serves then.
+        """
+        async with asyncio.timeout(timeout_s):
+            while (waiter := self._pass_or_wait()) is not None:
+                try:
+                    await waiter
+                finally:
+                    with self._changed:
+                        self._waiters.discard(waiter)
+        return self.version
+
+    def leave(self) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_open = False
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Whether everybody left in time. Blocks: not for the event loop."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_inside == 0, timeout_s)
+
+    def open(self, version: int) -> None:
+        with self._changed:
+            self.version, self._is_open, self._failure = version, True, None
+            self._wake_all()
+
+    def fail(self, reason: str) -> None:
+        """Whoever comes, or waits, is told `reason`."""
+        with self._changed:
+            self._is_open, self._failure = True, reason
+            self._wake_all()
+
+    def serves(self, version: int) -> bool:
+        """Whether requests go in, and `version` is what they get."""
+        with self._changed:
+            return self._is_open and self.version == version
+
+    def _pass_or_wait(self) -> asyncio.Future[None] | None:
+        """None: the caller is in. Else what to wait for before it may try again."""
+        with self._changed:
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+            if self._is_open:
+                self._num_inside += 1
+                return None
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            return waiter
+
+    def _wake_all(self) -> None:
+        for waiter in self._waiters:
+            waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+_CLOSE_S = 10.0  # for an event loop that is alive, a matter of milliseconds
+
+
+def close_on_its_loop(
+    events: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Runs `close()` on `events`; waits for it, unless this is the loop's own thread."""
+    if events.is_closed():
+        return
+    if not events.is_running():
+        events.run_until_complete(close())
+    elif runs_here(events):
+        events.create_task(close(), name="client-close")
+    else:
+        asyncio.run_coroutine_threadsafe(close(), events).result(_CLOSE_S)
+
+
+def runs_here(events: asyncio.AbstractEventLoop) -> bool:
+    """Whether the caller is on `events`."""
+    try:
+        return asyncio.get_running_loop() is events
+    except RuntimeError:
+        return False

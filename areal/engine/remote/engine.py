@@ -32,14 +32,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
-from areal.engine.native.busy import BusyIntervals
-from areal.engine.remote.client import HttpClient
+from areal.engine.native.loop import BusyIntervals
+from areal.engine.remote.client import HttpClient, UpdateGate, close_on_its_loop, runs_here
 from areal.engine.remote.collective_sender import CollectiveSender
-from areal.engine.remote.event_loop import close_on_its_loop, runs_here
 from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_control import ControlClient, on_all, on_living
 from areal.engine.remote.server_process import ServerProcess, ServerSeats
-from areal.engine.remote.update_gate import UpdateGate
 from areal.weight_sync.hf_folder import hf_folder_of
 from areal.weight_sync.publication import open_publication
 

@@ -15,6 +15,12 @@ weights that served last, where this process started it (`processes`); otherwise
 long as another serves. Its requests go on elsewhere with the tokens they had. `join` lets a new
 server in with the weights the others have, `leave` takes one out once it has finished what it was
 given.
+
+The trainer's side of transports that are a conversation with native servers.
+
+`NativeGroupRoutes` are their words for a broadcast (../collective_sender.py). A `DeltaSender`
+remembers the weights that were published last; a failure ends that, and the next version is
+published whole. Whoever lacks the base of a change is sent all.
 """
 
 from __future__ import annotations
@@ -25,29 +31,31 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
-from areal.api.reply_check import check_logprobs
-from areal.engine.native.score_rows import padded_scores, token_lists
+from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta, check_logprobs
+from areal.engine.native.scoring import padded_scores, token_lists
 from areal.engine.native.wire import check_supported
-from areal.engine.remote.batching_client import GenerateClient
-from areal.engine.remote.collective_sender import CollectiveSender
-from areal.engine.remote.deadlines import Deadlines
-from areal.engine.remote.event_loop import close_on_its_loop, runs_here
-from areal.engine.remote.server_control import BadReplyError, ControlClient
+from areal.engine.remote.batching_client import Deadlines, GenerateClient
+from areal.engine.remote.client import close_on_its_loop, runs_here
+from areal.engine.remote.collective_sender import CollectiveSender, GroupRoutes
+from areal.engine.remote.server_control import BadReplyError, ControlClient, ServerRefusedError
 from areal.engine.remote.server_pool import Members, served_version
 from areal.engine.remote.server_process import ServerProcess
-from areal.engine.remote.weight_senders import DeltaSender, NativeGroupRoutes
 from areal.utils.child_process import ChildProcess
 from areal.utils.device import best_device
+from areal.weight_sync.collective import GroupPlace
+from areal.weight_sync.delta import DeltaPublisher
+from areal.weight_sync.transports import remove_old_versions
 
 if TYPE_CHECKING:
     import torch
+
 
 _COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # here and in copies
 
@@ -340,3 +348,59 @@ def _post_score(control: ControlClient, sequences: list[list[int]]) -> list[list
     except ValueError as err:
         raise BadReplyError(f"native server {control.address}: malformed reply: {err}") from err
     return scores
+
+
+class NativeGroupRoutes(GroupRoutes):
+    """One process of a server is in the group, and hands the weights to its others."""
+
+    def devices(self, control: ControlClient) -> list[str]:
+        return [control.get("/health")["device"]]
+
+    def join(self, control: ControlClient, place: GroupPlace) -> None:
+        control.post("/init_weights_group", **asdict(place))
+
+    def take(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
+        order = {"version": meta.version, "recompute_kv": meta.recompute_kv}
+        control.post("/update_weights", kind="xccl", group=group, **order)
+
+
+class DeltaSender:
+    def __init__(self) -> None:
+        self._publisher = DeltaPublisher()
+
+    def send(
+        self,
+        members: Members,
+        meta: WeightUpdateMeta,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        how = {"bucket_bytes": meta.weight_chunked_mem_mb << 20, "key": meta.key}
+        try:
+            self._publisher.publish(named_tensors, meta.path, meta.version, **how)
+            if not _told_all(members, meta):
+                self._publisher.publish_whole(meta.path, meta.version, **how)
+                _told_all(members, meta)
+        except BaseException:
+            self._publisher.forget()
+            raise
+        if meta.clear_checkpoint_after_load:
+            remove_old_versions(Path(meta.path).parent)
+
+
+def _told_all(members: Members, meta: WeightUpdateMeta) -> bool:
+    """Whether every server has the version now; False when one lacks the base of the delta."""
+    order = {"path": meta.path, "key": meta.key, "version": meta.version}
+    order["recompute_kv"] = meta.recompute_kv
+
+    def tell(control: ControlClient) -> bool:
+        if control.get("/health")["version"] == meta.version:  # told before, by the delta
+            return True
+        try:
+            control.post("/update_weights", kind="delta", **order)
+        except ServerRefusedError as err:
+            if err.status != 409:
+                raise
+            return False
+        return True
+
+    return all(members.on_all(tell).values())

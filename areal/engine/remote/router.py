@@ -8,14 +8,21 @@ A server computes and caches a prompt once, so a request whose prompt is in flig
 other goes where the fewest tokens are in flight. A server that lost a connection gets new prompts
 only when all have, for a while. Servers may come and go; what one that went still has is given back
 like the rest. Used on one event loop: there is no lock.
+
+Work that is done once for all who need it: the first starts it, the others wait for the same.
+
+In: a key and what to do. Out: its result, to everyone. It goes on when one who waits is cancelled.
+Used on one event loop: there is no lock.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _AVOID_S = 5.0  # how long others are preferred to a server that lost a connection
 _BACKOFF_S = 0.1  # before the first retry; doubles with each
@@ -83,3 +90,31 @@ class Fleet:
 def retry_delay_s(attempts: int) -> float:
     """How long to wait after the `attempts`-th failure."""
     return min(_BACKOFF_S * 2 ** (attempts - 1), _MAX_BACKOFF_S)
+
+
+class SharedWork:
+    def __init__(self) -> None:
+        self._tasks: dict[Hashable, asyncio.Task[Any]] = {}
+
+    def start(
+        self, key: Hashable, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any
+    ) -> asyncio.Task[Any]:
+        """Begins `work(*args)`, unless the one of this key still runs."""
+        if key not in self._tasks:
+            task = self._tasks[key] = asyncio.create_task(work(*args), name=str(key))
+            task.add_done_callback(lambda _: self._tasks.pop(key))
+            # Whoever waits gets the exception; when nobody does, asyncio shall not complain.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._tasks[key]
+
+    async def do(
+        self, key: Hashable, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any
+    ) -> Any:
+        """What `work(*args)` returns or raises."""
+        return await asyncio.shield(self.start(key, work, *args))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

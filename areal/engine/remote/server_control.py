@@ -42,7 +42,7 @@ class ServerRefusedError(ServerError):
 
 
 class BadReplyError(ServerError):
-    """A server answered with what cannot be trained on (api/reply_check.py), or is no answer."""
+    """A server answered with what cannot be trained on (api/io_struct.py), or is no answer."""
 
 
 class ServerEndedError(ServerRefusedError):

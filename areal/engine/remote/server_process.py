@@ -9,17 +9,45 @@
 Only the ways to end and to start are known here; the child may be one of this process, or of a
 worker on another machine (server_host.py). `prepare` makes a new server what the dead one was
 (its weights, whether it is paused); what becomes of the requests it had is up to its client.
+
+Starts a stock inference server in an environment of its own and waits until it answers.
+
+Its packages are not ours: the interpreter is the one of its environment, and no path of this
+process's leads it to other packages. It listens on this machine only, on a port chosen here.
+
+Inference servers in the workers of a scheduler, on whatever machines those are.
+
+    here                                     worker of role `rollout`, on its machine
+    HostedServer  -- Scheduler.call_engine ->  ServerHost  -- launch ->  the server, its child
+
+    hosted = HostedServer(scheduler, worker, launch_native_server, {"token": ...}, ...)
+    process = ServerProcess(hosted.launch)   # as if the server were a child of this process
+
+A worker takes its server with it when it ends; `launch` then asks for another worker first.
 """
 
 from __future__ import annotations
 
+import signal
+import socket
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.engine_api import EngineLostError
+from areal.api.redact import remember_secret
+from areal.engine.remote.server_control import ControlClient
 from areal.utils import logging
+from areal.utils.child_process import ChildProcess
+from areal.utils.hosted_object import HostedObject, forget_rank
 from areal.utils.waits import waiting
+
+if TYPE_CHECKING:
+    from areal.api.scheduler_api import Scheduler, Worker
+    from areal.utils.child_process import ChildProcess
+
 
 logger = logging.getLogger("ServerProcess")
 
@@ -160,3 +188,132 @@ class ServerSeats:
             except RuntimeError as error:  # it did not start, or died again
                 end = str(error)
         raise EngineLostError(end)
+
+
+_PROBE_S = 5.0  # for one question whether it is ready
+
+
+def launch_server(
+    kind: str,
+    command: Sequence[str],
+    options: Mapping[str, Any],
+    flags: Mapping[str, bool],
+    extra_args: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    token: str,
+    gpus: Sequence[str] | None,
+    log_path: str | Path | None,
+    setup_timeout_s: float,
+) -> tuple[ChildProcess, str]:
+    """(the child, its "host:port"). Options that are None and flags that are False are left out.
+
+    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    """
+    address = f"127.0.0.1:{_free_port()}"
+    host, _, port = address.partition(":")
+    argv = [*command, "--host", host, "--port", port]
+    for name, value in options.items():
+        if value is not None:
+            argv += [f"--{name}", str(value)]
+    argv += [f"--{name}" for name, wanted in flags.items() if wanted]
+    own = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", **env}
+    if gpus is not None:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    child = ChildProcess([*argv, *extra_args], name=kind, env=own, log_path=log_path)
+    control = ControlClient(address, token, timeout_s=_PROBE_S, kind=kind)
+    try:
+        child.wait_until(control.is_healthy, timeout_s=setup_timeout_s)
+    except BaseException:  # Ctrl-C too: a half-started server must not stay
+        child.terminate()
+        raise
+    return child, address
+
+
+def _free_port() -> int:
+    """A port nobody listens on now; a server that loses it meanwhile ends and says so."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+StartServer = Callable[..., "tuple[ChildProcess, str]"]
+
+_STOP_S = 15.0
+
+
+class ServerHost:
+    """Lives in a worker. `launch` is a function of a module, which starts a server there and
+    returns its process and "host:port" once it answers."""
+
+    def __init__(self, launch: StartServer, *, token: str, **options: Any) -> None:
+        remember_secret(token)
+        forget_rank()
+        self._launch = partial(launch, token=token, **options)
+        self._child: ChildProcess | None = None
+
+    def start(self) -> str:
+        """The address of a new server; one that is still there is ended first."""
+        self.stop()
+        self._child, address = self._launch()
+        return address
+
+    def wait(self, timeout_s: float) -> int | None:
+        return self._started.wait(timeout_s)
+
+    def describe_end(self) -> str:
+        return self._started.describe_end()
+
+    @property
+    def _started(self) -> ChildProcess:
+        if self._child is None:
+            raise RuntimeError("no server was started here: call start first")
+        return self._child
+
+    def stop(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+
+
+class HostedServer:
+    """The server of one worker, with the methods of a ChildProcess that `ServerProcess` needs.
+
+    `options` are arguments of `launch`, besides the `host` to listen on. `setup_timeout_s` bounds
+    how long `launch` takes there, and how long the scheduler may take to start a worker again.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        launch: StartServer,
+        options: Mapping[str, Any],
+        *,
+        setup_timeout_s: float,
+    ) -> None:
+        self._host = HostedObject(
+            scheduler,
+            worker,
+            "areal.engine.remote.server_process.ServerHost",
+            lambda worker: {"launch": launch, "host": worker.ip, **options},
+            setup_timeout_s=setup_timeout_s,
+        )
+
+    def launch(self) -> tuple[HostedServer, str]:
+        """This, and the address of a new server. RuntimeError with its last output when it does not
+        start, EngineLostError when there is no worker any more to start it in."""
+        return self, self._host.start("start")
+
+    def poll(self) -> int | None:
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> int | None:
+        code = self._host.ask("wait", timeout_s)
+        return code if self._host.loss is None else -signal.SIGKILL  # with its parent
+
+    def describe_end(self) -> str:
+        end = self._host.ask("describe_end")
+        return end or f"the server's worker is gone: {self._host.loss}"
+
+    def terminate(self) -> None:
+        self._host.ask("stop", timeout_s=_STOP_S)

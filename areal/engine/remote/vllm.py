@@ -30,7 +30,7 @@ from areal.api.io_struct import (
 from areal.engine.remote.collective_sender import GroupRoutes
 from areal.engine.remote.protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
 from areal.engine.remote.server_control import ControlClient, ServerError
-from areal.engine.remote.server_launch import launch_server
+from areal.engine.remote.server_process import launch_server
 from areal.models.hf_io import read_hf_config
 from areal.utils.child_process import ChildProcess
 from areal.utils.fs import atomic_folder

@@ -36,16 +36,20 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train import base, checkpoint
+from areal.engine.train.export import (
+    StageLink,
+    Weights,
+    hand_over,
+    refuse_optimizer,
+    save_beside,
+    sender,
+    stream_weights,
+)
 from areal.engine.train.fit import check_archon
-from areal.engine.train.hf_folder import refuse_optimizer, save_beside
 from areal.engine.train.optimizer import MasterOptimizer
+from areal.engine.train.packing import token_outputs, tree_outputs
 from areal.engine.train.process_group import join_ranks, side_group
-from areal.engine.train.token_outputs import token_outputs
-from areal.engine.train.tree_outputs import tree_outputs
-from areal.engine.train.weight_stream import StageLink, Weights, hand_over, sender, stream_weights
 from areal.models import decoder_args
-from areal.models.activation_checkpoint import checkpoint_blocks
-from areal.models.block_compile import compile_blocks
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
 from areal.models.common.moe import balance_experts
@@ -61,10 +65,9 @@ from areal.models.hf_io import (
 )
 from areal.models.lora import Adapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
-from areal.models.parallelize import parallelize
+from areal.models.parallelize import checkpoint_blocks, compile_blocks, parallelize
 from areal.models.stage_layout import rank_of_last_stage
-from areal.utils.cpu_matmul import use_plain_blas
-from areal.utils.device import best_device
+from areal.utils.device import best_device, use_plain_blas
 from areal.utils.hub import model_folder
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.api.engine_api import TrainEngine
 from areal.utils.data import pack, sequence_lengths, unpack
-from areal.utils.prefix_tree import PrefixTree
+from areal.utils.prefix_tree import PrefixTree, pack_trees
 from areal.utils.seqpack import Bins, pack_sequences
-from areal.utils.tree_packing import pack_trees
 from areal.utils.waits import progress
 
 Part = TypeVar("Part")

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from areal.models.common.decoder import float32_logits, softcap
 from areal.models.common.invariant import invariant_logits, row_logprobs
-from areal.models.common.lm_head import float32_logits, softcap
 
 
 @dataclass(frozen=True, slots=True)

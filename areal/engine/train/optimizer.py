@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from areal.api.config.optimizer import OptimizerConfig
+from areal.api.config.train_engine import OptimizerConfig
 from areal.models.parallelize import local_part
 from areal.utils import logging
 

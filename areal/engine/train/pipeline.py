@@ -35,8 +35,7 @@ from torch.distributed.tensor import DTensor
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.train import base
 from areal.engine.train.fit import stage_layout
-from areal.engine.train.token_layout import LaidOut
-from areal.engine.train.token_outputs import outputs_of, pack_micro_batch
+from areal.engine.train.packing import LaidOut, outputs_of, pack_micro_batch
 from areal.models.common.decoder import Decoder
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import parallelize, write_own_part

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from areal.infra.scheduler.local import LocalScheduler
 
 if TYPE_CHECKING:
-    from areal.api.config.cluster import SchedulerConfig
+    from areal.api.config.run import SchedulerConfig
     from areal.api.scheduler_api import Job, Scheduler
 
 

@@ -30,9 +30,9 @@ from areal.api.scheduler_api import (
     WorkerFailedError,
     WorkerTimeoutError,
 )
-from areal.infra.engine_host import EngineHost
 from areal.infra.scheduler.role_table import RoleTable
-from areal.sandbox.environment import RUN_FOLDER
+from areal.infra.worker import EngineHost
+from areal.sandbox.process import RUN_FOLDER
 from areal.utils import logging
 from areal.utils.device import num_cores
 

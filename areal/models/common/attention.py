@@ -1,4 +1,24 @@
-"""Grouped-query attention without the attention itself: projections, QK norm, rotation.
+"""Causal attention over packed sequences: the training back end of `attend`, in plain torch.
+
+Sequences lie one after another in a flat row of T tokens; none sees another. Differentiable; no
+state is kept. Three layouts, chosen once per micro-batch:
+
+| sequences                | computed as                                                     |
+|--------------------------|-----------------------------------------------------------------|
+| one, or all equally long | the rectangle they already are, on a GPU by cuDNN (the fastest) |
+| mixed, 16 bits on a GPU  | one call of the kernel for packed sequences                     |
+| mixed otherwise          | rectangles of similar length (within a factor of two), padded   |
+
+Rectangles keep one long sequence from making every short one pay for it. Right padding is harmless
+under a causal mask: a real query never looks right, and what padded queries produce is dropped.
+
+In a rectangle, a window is computed in blocks of queries, each with the keys its window can reach:
+the cost grows with S times the window, and no S x S mask is ever made.
+
+Shape legend: T packed tokens, N query heads, K key-value heads, H head dim, B x S one rectangle,
+Q queries of a block, W keys it reaches.
+
+Grouped-query attention without the attention itself: projections, QK norm, rotation.
 
     out_TNH = attend(attention.layer, *attention.heads(x_TD, cos_TR, sin_TR), ...)
     x_TD += attention.wo(out_TNH.flatten(1))         # the block's part: see decoder.py
@@ -11,13 +31,198 @@ Shape legend: T tokens, D model dim, N query heads, K key-value heads, H head di
 
 from __future__ import annotations
 
-from typing import Protocol
+import inspect
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal.models.common.args import DecoderArgs
 from areal.models.common.rope import rotate
+
+# Shorter blocks would recompute more keys than their own for small windows.
+_MIN_QUERY_BLOCK = 256
+# The first that can do it is taken. (By itself torch prefers flash, at half the speed of cuDNN on
+# Hopper.)
+_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class PackedAttention:
+    """`attend` for the sequences bounded by `cu_seqlens`; build it once per micro-batch.
+
+        attend = PackedAttention(cu_seqlens, max_seqlen)
+        hidden_TD = model(tokens_T, attend.positions_T, attend)
+
+    cu_seqlens: [num_sequences + 1], 0 first and T last, any integer dtype. Lengths 0 are allowed.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int):
+        starts, lengths = _starts_and_lengths(cu_seqlens, max_seqlen)
+        self.num_tokens = int(lengths.sum())
+        self.positions_T = _ranges(lengths).to(cu_seqlens.device)
+        self._cu_seqlens = cu_seqlens.to(torch.int32)
+        self._max_seqlen = int(lengths.max())
+        self._starts, self._lengths = starts, lengths
+        used = lengths[lengths > 0]
+        is_even = bool((used == self._max_seqlen).all())
+        self._shape = (len(used), self._max_seqlen) if is_even else None
+
+    def __call__(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        if len(q_TNH) != self.num_tokens:
+            raise ValueError(f"cu_seqlens ends at {self.num_tokens}, got {len(q_TNH)} tokens")
+        if window is not None and window >= self._max_seqlen:
+            window = None
+        if (window is not None or self._shape is None) and _packed_kernel_takes(q_TNH):
+            return self._by_packed_kernel(q_TNH, k_TKH, v_TKH, window, scale)
+        if self._shape is not None:
+            return _attend_rows(q_TNH, k_TKH, v_TKH, self._shape, window, scale)
+        rectangles, slot_T = self._rectangles
+        outputs = []
+        for tokens, shape in rectangles:
+            q, k, v = (x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH))
+            outputs.append(_attend_rows(q, k, v, shape, window, scale))
+        return torch.cat(outputs).index_select(0, slot_T)
+
+    def _by_packed_kernel(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        window: int | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # its import registers operators
+
+        # Older releases share key-value heads without being told.
+        takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        gqa: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
+        bounds, longest = self._cu_seqlens, self._max_seqlen
+        out_TNH = varlen_attn(
+            q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=scale,
+            window_size=(-1 if window is None else window - 1, 0), **gqa,
+        )  # fmt: skip
+        return cast(torch.Tensor, out_TNH)  # alone: no log-sum-exp was asked for
+
+    @cached_property
+    def _rectangles(self) -> tuple[list[tuple[torch.Tensor, tuple[int, int]]], torch.Tensor]:
+        """Each rectangle's tokens and shape, and where each token's output lies when the rectangles
+        are laid out one after another."""
+        starts, lengths, device = self._starts, self._lengths, self._cu_seqlens.device
+        slot_T = torch.empty(self.num_tokens, dtype=torch.int64)
+        rectangles = []
+        offset = 0
+        for group in _groups_of_similar_length(lengths):
+            size = int(lengths[group].max())
+            column_S = torch.arange(size)
+            # Padding repeats the last token of its sequence: any finite value would do.
+            token_BS = starts[group, None] + column_S.clamp(max=lengths[group, None] - 1)
+            real_BS = column_S < lengths[group, None]
+            slot_T[token_BS[real_BS]] = offset + real_BS.flatten().nonzero().squeeze(1)
+            rectangles.append((token_BS.flatten().to(device), (len(group), size)))
+            offset += token_BS.numel()
+        return rectangles, slot_T.to(device)
+
+
+def _packed_kernel_takes(q_TNH: torch.Tensor) -> bool:
+    is_16_bit = q_TNH.dtype in (torch.bfloat16, torch.float16)
+    return q_TNH.is_cuda and is_16_bit and q_TNH.shape[-1] % 8 == 0 and q_TNH.shape[-1] <= 256
+
+
+def _attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shape: tuple[int, int],
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention within each row of a rectangle: [B * S, heads, H] in and out."""
+    q_BNSH, k_BKSH, v_BKSH = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    if window is not None and window < shape[1]:
+        out_BNSH = _windowed(q_BNSH, k_BKSH, v_BKSH, window, scale)
+    else:
+        # Elsewhere there is one kernel, and the choice costs time.
+        with sdpa_kernel(_KERNELS, set_priority=True) if q.is_cuda else nullcontext():
+            out_BNSH = F.scaled_dot_product_attention(
+                q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale,
+                enable_gqa=_shares(q_BNSH, k_BKSH),
+            )  # fmt: skip
+    return out_BNSH.transpose(1, 2).flatten(0, 1)
+
+
+def _windowed(
+    q_BNSH: torch.Tensor,
+    k_BKSH: torch.Tensor,
+    v_BKSH: torch.Tensor,
+    window: int,
+    scale: float | None,
+) -> torch.Tensor:
+    size = q_BNSH.shape[2]
+    block = max(window, _MIN_QUERY_BLOCK)
+    position_S = torch.arange(size, device=q_BNSH.device)
+    outputs = []
+    for start in range(0, size, block):
+        end, first = min(start + block, size), max(start - window + 1, 0)
+        behind_QW = position_S[start:end, None] - position_S[first:end]
+        out_BNQH = F.scaled_dot_product_attention(
+            q_BNSH[:, :, start:end],
+            k_BKSH[:, :, first:end],
+            v_BKSH[:, :, first:end],
+            attn_mask=(behind_QW >= 0) & (behind_QW < window),
+            scale=scale,
+            enable_gqa=_shares(q_BNSH, k_BKSH),
+        )
+        outputs.append(out_BNQH)
+    return torch.cat(outputs, dim=2)
+
+
+def _shares(q_BNSH: torch.Tensor, k_BKSH: torch.Tensor) -> bool:
+    """Whether several query heads share a key-value head."""
+    return q_BNSH.shape[1] != k_BKSH.shape[1]
+
+
+def _starts_and_lengths(
+    cu_seqlens: torch.Tensor, max_seqlen: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    lengths = bounds.diff()
+    if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (lengths < 0).any():
+        raise ValueError(f"cu_seqlens must rise from 0, sequence by sequence: {bounds.tolist()}")
+    if int(lengths.max()) > max_seqlen:
+        raise ValueError(f"max_seqlen is {max_seqlen}, but a sequence has {int(lengths.max())}")
+    return bounds[:-1], lengths
+
+
+def _groups_of_similar_length(lengths: torch.Tensor) -> list[torch.Tensor]:
+    """Indices of non-empty sequences, grouped by the power of two their length rounds up to."""
+    # Below 32 tokens a shared rectangle costs less than another call.
+    power = torch.log2(lengths.clamp(min=32).to(torch.float64)).ceil()
+    power[lengths == 0] = -1
+    return [(power == p).nonzero().squeeze(1) for p in power.unique().tolist() if p >= 0]
+
+
+def _ranges(lengths: torch.Tensor) -> torch.Tensor:
+    """0..n-1 for each length n, one after another."""
+    first = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - first.repeat_interleave(lengths)
 
 
 class Attend(Protocol):

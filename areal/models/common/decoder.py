@@ -1,4 +1,9 @@
-"""The decoder every family is made of, used by training and by decoding alike.
+"""Logits in float32, from hidden states and the LM head in the model's dtype.
+
+A sum rounded to bfloat16 would cost a log-probability two of its digits, so the matrix product
+itself writes float32 where the device can. Training and decoding both call this.
+
+The decoder every family is made of, used by training and by decoding alike.
 
     hidden_TD = model(tokens_T, positions_T, attend)   # after the final norm
     logits_TV = model.logits(hidden_TD)                # or chunks of it, with model.output_weight
@@ -21,19 +26,28 @@ from torch import nn
 
 from areal.models.common.args import DecoderArgs, share_of
 from areal.models.common.attention import Attend, Attention
-from areal.models.common.feed_forward import FeedForward
-from areal.models.common.lm_head import softcap
-from areal.models.common.moe import Experts, MoE, Router
+from areal.models.common.moe import Experts, FeedForward, MoE, Router
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
 from areal.models.common.tensor_parallel import Ranks, Share, SummedLinear, SummedMoE
+
+
+def softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Squeezed into (-cap, cap) by a tanh; None leaves them as they are."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def float32_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    if weight_VD.is_cuda and weight_VD.dtype != torch.float32:
+        return torch.mm(hidden_TD, weight_VD.t(), out_dtype=torch.float32)
+    return F.linear(hidden_TD, weight_VD).float()
 
 
 class DecoderBlock(nn.Module):
     """Norms before attention and feed-forward. A family with others subclasses it.
 
     What comes before `attend` and what comes after it are two functions of tensors alone, so that
-    each can be compiled (models/block_compile.py) whatever `attend` does.
+    each can be compiled (models/parallelize.py) whatever `attend` does.
     """
 
     norm_class: ClassVar[type[nn.RMSNorm]] = nn.RMSNorm

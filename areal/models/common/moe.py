@@ -1,4 +1,6 @@
-"""A feed-forward of many experts: each token goes through the few its router chooses.
+"""Gated feed-forward: `w2(activation(w1(x)) * w3(x))`, D -> F -> D. SwiGLU with silu.
+
+A feed-forward of many experts: each token goes through the few its router chooses.
 
     weights_TK, experts_TK = router(x_TD)       # float32, whatever the model's dtype
     out_SD = experts(x_SD, counts_E)            # rows in the order of their experts
@@ -15,6 +17,9 @@ Shape legend: T tokens, D model dim, E experts, K experts per token, S = T * K r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,7 +27,24 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from areal.models.common.args import DecoderArgs, MoEArgs
-from areal.models.common.feed_forward import ACTIVATIONS
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class FeedForward(nn.Module):
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.activation = ACTIVATIONS[args.activation]
+        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=args.mlp_bias)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=args.mlp_bias)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=args.mlp_bias)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.activation(self.w1(x_TD)) * self.w3(x_TD))
+
 
 BALANCE_RATE = 1e-3
 # On a CPU a row's bits must not depend on how many rows its expert got: whole tiles of BLAS.

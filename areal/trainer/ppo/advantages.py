@@ -17,16 +17,17 @@ import torch
 
 from areal.algorithm import KL_ESTIMATORS, LAMBDA_FUNCTIONS
 from areal.algorithm.advantage import (
+    LambdaContext,
     cut_off_values,
+    evaluate_lambda,
     gae,
     gae_by_turn,
+    lambda_context,
     overlong_penalty,
     place_outcome,
     shape_rewards,
 )
-from areal.algorithm.kl import kl_rewards
-from areal.algorithm.kl_controller import AdaptiveKlController
-from areal.algorithm.lambdas import LambdaContext, evaluate_lambda, lambda_context
+from areal.algorithm.kl import AdaptiveKlController, kl_rewards
 from areal.algorithm.normalization import normalize
 from areal.api.config.ppo import PPOActorConfig
 from areal.api.config.train_engine import NormConfig

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from areal.algorithm import VALUE_ERRORS
-from areal.algorithm.value import value_loss
-from areal.api.config.roles import PPOCriticConfig
+from areal.algorithm.loss import value_loss
+from areal.api.config.ppo import PPOCriticConfig
 from areal.api.engine_api import TrainEngine
 from areal.trainer.ppo.batch import minibatches, num_loss_tokens, required, token_outputs
 from areal.utils import stats_tracker

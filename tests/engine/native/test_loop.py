@@ -9,10 +9,9 @@ import time
 import pytest
 from tiny import tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
-from areal.engine.native.busy import BusyIntervals
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
-from areal.engine.native.loop import EngineEndedError, EngineLoop
+from areal.engine.native.loop import BusyIntervals, EngineEndedError, EngineLoop
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from areal.engine.native.attention import KVCache, PagedAttention, bucket_of
+from areal.engine.native.torch_runner import KVCache, PagedAttention, bucket_of
 
 
 def make_cache(num_pages: int, page_size: int) -> KVCache:

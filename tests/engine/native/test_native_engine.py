@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import tiny_model, write_tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine, read_eos_ids
 from areal.engine.native.sequence import Finished, GenRequest
-from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.attention import PackedAttention
 
 VOCAB = 64
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
 

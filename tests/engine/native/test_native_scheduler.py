@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.kv_cache import PagePool
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.sequence import Sequence

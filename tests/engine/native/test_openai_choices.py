@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
 
-from areal.engine.native.openai_choices import ChatChoice, CompletionChoice, ReplyHead
+from areal.engine.native.openai_routes import ChatChoice, CompletionChoice, ReplyHead
 from areal.openai import (
     Output,
     chat_reply,

@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_model, write_tiny_model
 from transformers import AutoModelForCausalLM
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.local_engine import NativeLocalEngine

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import IM_END, VOCAB_SIZE, byte_tokenizer
 
-from areal.engine.native.stop_strings import StopWatch
+from areal.engine.native.sequence import StopWatch
 
 TOKENIZER = byte_tokenizer()
 tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20)

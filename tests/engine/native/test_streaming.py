@@ -9,13 +9,12 @@ import pytest
 from tiny import tiny_model, write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer, write_byte_tokenizer
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.loop import EngineLoop
-from areal.engine.native.sequence import Finished, GenRequest, Progress
-from areal.engine.native.stop_strings import StopWatch
+from areal.engine.native.sequence import Finished, GenRequest, Progress, StopWatch
 from areal.engine.native.wire import Reply
 
 TOKENIZER = byte_tokenizer()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tiny import tiny_config, tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.native.tensor_parallel import LeadingEngine, follow

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import (

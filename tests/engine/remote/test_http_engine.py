@@ -14,7 +14,7 @@ from aiohttp import web
 from tiny import tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import HttpGenerationResult, ModelRequest, WeightUpdateMeta
 from areal.engine.remote.client import Draft
 from areal.engine.remote.engine import HttpEngine

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tiny import tiny_model, write_tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server

@@ -14,8 +14,7 @@ from areal.api.scheduler_api import Job, Worker
 from areal.cli.demo import make_model
 from areal.engine.remote.native import launch_native_server
 from areal.engine.remote.server_control import ControlClient
-from areal.engine.remote.server_host import HostedServer
-from areal.engine.remote.server_process import ServerProcess
+from areal.engine.remote.server_process import HostedServer, ServerProcess
 from areal.infra.scheduler.local import LocalScheduler
 from areal.sandbox.watch import descendants
 

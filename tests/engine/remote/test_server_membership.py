@@ -14,7 +14,7 @@ import pytest
 from engine.native.test_native_engine import full_forward_logprobs
 from tiny import tiny_model, write_tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.remote.batching_client import PROGRESS_TOKENS
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.remote.protocol import read_metrics
 from areal.engine.remote.sglang import SGLangProtocol

@@ -10,7 +10,7 @@ import signal
 import pytest
 from tiny import tiny_model, write_tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from areal.engine.remote.single_flight import SharedWork
+from areal.engine.remote.router import SharedWork
 
 
 async def test_all_get_what_was_done_once():

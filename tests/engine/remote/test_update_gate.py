@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from areal.engine.remote.update_gate import UpdateGate
+from areal.engine.remote.client import UpdateGate
 
 
 async def test_closing_holds_those_who_come_and_waits_for_those_inside():

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 
-from areal.algorithm.sft import sft_loss
+from areal.algorithm.loss import sft_loss
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.train_engine import (
     ArchonEngineConfig,
     MicroBatchSpec,
+    OptimizerConfig,
     TrainEngineConfig,
 )
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta

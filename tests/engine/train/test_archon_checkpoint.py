@@ -18,7 +18,7 @@ from engine.train.archon_world import make_batch, open_engine, train, weights_of
 from gloo_ranks import run_ranks
 from tiny import write_tiny_model
 
-from areal.api.config.optimizer import OptimizerConfig
+from areal.api.config.train_engine import OptimizerConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train.archon import ArchonEngine
 

@@ -11,9 +11,8 @@ import torch
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
-from areal.algorithm.sft import sft_loss
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.algorithm.loss import sft_loss
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train.archon import ArchonEngine
 from areal.engine.train.optimizer import lr_factor

@@ -25,11 +25,10 @@ from gloo_ranks import run_ranks
 from tiny import write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import ArchonEngineConfig, TrainEngineConfig
+from areal.api.config.train_engine import ArchonEngineConfig, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train.archon import ArchonEngine
-from areal.engine.train.weight_stream import stream_weights
+from areal.engine.train.export import stream_weights
 
 CLIPPED = OptimizerConfig(type="sgd", lr=1.0, beta1=0.0, weight_decay=0.0, gradient_clipping=1e-3)
 

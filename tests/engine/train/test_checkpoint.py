@@ -14,10 +14,10 @@ import torch
 from fsdp_world import loss_fn, loss_tokens, make_batch, open_engine, weights_of
 from tiny import write_tiny_model
 
-from areal.api.config.optimizer import OptimizerConfig
+from areal.api.config.train_engine import OptimizerConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train import checkpoint
-from areal.run.background import BackgroundWriter
+from areal.run.recover import BackgroundWriter
 from areal.utils.manifest import DamagedError
 
 

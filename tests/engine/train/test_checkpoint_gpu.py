@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from areal.api.config.train_engine import FSDPEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train import checkpoint
-from areal.engine.train.fsdp.shard import one_rank_mesh
+from areal.engine.train.fsdp.model import one_rank_mesh
 
 pytestmark = pytest.mark.gpu
 

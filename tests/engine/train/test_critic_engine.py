@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tiny import draw_score_head, write_tiny_model
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.engine.train.archon import ArchonEngine
 from areal.engine.train.base import split_micro_batches

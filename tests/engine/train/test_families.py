@@ -6,10 +6,9 @@ import pytest
 import torch
 from tiny import write_tiny_model
 
-from areal.algorithm.sft import sft_loss
-from areal.api.config.generation import GenerationHyperparameters
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import TrainEngineConfig
+from areal.algorithm.loss import sft_loss
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import GenRequest

@@ -13,11 +13,10 @@ from gloo_ranks import run_ranks
 from tiny import tiny_config, tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import TrainEngineConfig
+from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine import train_engine_class
-from areal.engine.train.token_outputs import token_outputs
+from areal.engine.train.packing import token_outputs
 from areal.models.hf_io import save_hf
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]

@@ -14,12 +14,11 @@ from engine.train.test_megatron_model import needs_megatron, write_model
 from fsdp_world import loss_fn, loss_tokens, make_batch
 from gloo_ranks import run_ranks
 
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine import train_engine_class
 from areal.engine.train import base
-from areal.engine.train.token_outputs import token_outputs
+from areal.engine.train.packing import token_outputs
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},

@@ -1,4 +1,8 @@
-"""The decoder of models/common once more, as few kernels: what a CUDA step runs.
+"""Keys and values on the device: `[num_pages, K, page_size, H]` per layer.
+
+A (page, head) is contiguous, so a kernel that reads one head of a sequence reads whole pages.
+
+The decoder of models/common once more, as few kernels: what a CUDA step runs.
 
 It computes what `Decoder.forward` computes, on the same parameters: projections that read the same
 input are laid side by side in memory (`fuse_linears`), and each parameter becomes a view of its
@@ -10,6 +14,11 @@ to 8 rows, where a step is nothing but reading the weights and each kernel reads
 activation included.
 
 Shapes: T rows, D model dim, F feed-forward dim, X = (N + 2 K) * H, R = H / 2, V vocabulary.
+
+The decoder as the trainer runs it, for batch-invariant numerics: the module itself, op by op.
+
+Has the surface of `FusedDecoder`, but no form for few rows. The module's linear layers are
+`InvariantLinear`; what it adds is where keys and values go.
 """
 
 from __future__ import annotations
@@ -22,7 +31,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_mul
-from areal.engine.native.cuda.cache import PagedCache
 from areal.engine.native.cuda.skinny_linear import (
     SkinnyWorkspace,
     skinny_gate_up_silu,
@@ -33,9 +41,36 @@ from areal.engine.native.cuda.small_linear import (
     norm_linear,
     small_linear,
 )
-from areal.models.common.decoder import Decoder, DecoderBlock
-from areal.models.common.feed_forward import FeedForward
-from areal.models.common.lm_head import float32_logits
+from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits
+from areal.models.common.invariant import invariant_logits, make_invariant
+from areal.models.common.moe import FeedForward
+
+
+class PagedCache:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
+        # Zeros: a masked position is multiplied by 0, which must not meet a NaN.
+        self._cache = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._cache[layer]
+        return keys, values
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Pages `sources` to pages `targets`, in all layers."""
+        self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
+
 
 MAX_FEW_ROWS = 8
 # Up to here reading the weights is most of a matrix product, and cuBLAS does it worse.
@@ -215,3 +250,28 @@ def _lie_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
             return False
         end += parameter.numel() * parameter.element_size()
     return True
+
+
+class ModuleDecoder:
+    def __init__(self, model: Decoder, cache: PagedCache) -> None:
+        make_invariant(model)
+        self._model = model
+        self._cache = cache
+
+    def forward(self, rows: Rows, attend: Attend) -> torch.Tensor:
+        page_T = (rows.write_T // self._cache.page_size).long()
+        offset_T = (rows.write_T % self._cache.page_size).long()
+
+        def cache_and_attend(layer, q_TNH, k_TKH, v_TKH, *, window=None, scale=None):
+            assert window is None and scale is None, "runners.py keeps such models from here"
+            keys, values = self._cache.layer(layer)
+            keys[page_T, :, offset_T] = k_TKH
+            values[page_T, :, offset_T] = v_TKH
+            out_TNH = torch.empty_like(q_TNH)
+            attend(layer, q_TNH, out_TNH)
+            return out_TNH
+
+        return self._model(rows.tokens_T, rows.positions_T, cache_and_attend)
+
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        return invariant_logits(hidden_TD, self._model.output_weight)

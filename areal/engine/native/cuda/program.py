@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from areal.engine.native.cuda.cache import PagedCache
 from areal.engine.native.cuda.decode_attention import (
     Workspace,
     decode_attention,
     rows_attention,
     splits_for,
 )
-from areal.engine.native.cuda.decoder import MAX_FEW_ROWS, Attend, FusedDecoder, Rows
-from areal.engine.native.cuda.flashinfer_prefill import flashinfer_prefill
-from areal.engine.native.cuda.module_decoder import ModuleDecoder
-from areal.engine.native.cuda.prefill_attention import prefill_attention
+from areal.engine.native.cuda.decoder import (
+    MAX_FEW_ROWS,
+    Attend,
+    FusedDecoder,
+    ModuleDecoder,
+    PagedCache,
+    Rows,
+)
+from areal.engine.native.cuda.prefill_attention import flashinfer_prefill, prefill_attention
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
 from areal.engine.native.cuda.shared_prompts import (

@@ -1,4 +1,23 @@
-"""Draw one token per row on the device, and its log-probability, without the host.
+"""The kernels of one draw: adjust and cut a row's logits, race the tokens, name the winner.
+
+`cut_kernel`, one program per row, takes the frequency penalty from the logits, bans stop tokens,
+and finds what top-k and top-p leave: the first tokens of the order (logit descending, token
+ascending), told by the last one, as a logit `threshold` and, among the tokens of exactly that
+logit, the `last` token kept. Rows without such options leave at once. A row with a cut is read
+about a dozen times, from the L2 cache mostly.
+
+`race_kernel`, one program per (row, part of the vocabulary), reads the logits once. Token v gets an
+exponential variable E(v), a hash of (seed, index, v), and the smallest E(v) / exp(x(v)) wins: the
+winner is distributed as softmax(x), and depends on nothing but its own row. The maximum and the
+sum of exp come with it. `finish_kernel` races the winners of a row's parts.
+
+A logit that is not finite makes the sum, and so the log-probability, NaN. Comparisons are written
+so that NaN is never dropped, and no loop waits for it.
+
+Shapes: R rows, S slots, V vocabulary, W parts (`splits`) of the vocabulary, M stop tokens of a
+slot, C tokens of history. A name without a suffix is a scalar, or a tile of the vocabulary.
+
+Draw one token per row on the device, and its log-probability, without the host.
 
 The meaning is that of `areal/engine/native/sampler.py`: softmax(logits / temperature) with stop
 tokens banned before `min_output` tokens, cut to `top_k`, then to `top_p`, renormalised; greedy rows
@@ -10,19 +29,322 @@ per token, so that parts of the vocabulary need not know of each other.
 Shapes: R rows, S slots, V vocabulary, W parts of the vocabulary, M = MAX_STOP_IDS, C history.
 """
 
-# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
-# pyright: reportCallIssue=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from areal.engine.native.cuda.launch import OVERLAP
-from areal.engine.native.cuda.sampling_kernels import cut_kernel, finish_kernel, race_kernel
 from areal.engine.native.sampler import MAX_STOP_IDS
+
+# Loops and calls inside kernels are compiled; as Python, Triton has them raise.
+# pyright: reportGeneralTypeIssues=false
+
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_INF = tl.constexpr(float("inf"))
+# exp(-40) of 2**18 tokens is below 2**-24, a float32 sum's resolution: top-p never reaches deeper.
+_DEPTH = tl.constexpr(40.0)
+# Quarters of a bracket of any float32 values, 2**277 of the smallest apart; a dozen is usual.
+_MAX_PASSES = tl.constexpr(140)
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def cut_kernel(
+    logits_RV, row_stride, slot_R, temperature_S, top_k_S, top_p_S, greedy_S, num_output_S,
+    min_output_S, frequency_penalty_S, stop_ids_SM, history_SC, history_size, threshold_R, last_R,
+    vocab_size, MAX_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(slot_R + row).to(tl.int64)
+    logits = logits_RV + row.to(tl.int64) * row_stride
+    num_output = tl.load(num_output_S + slot)
+    penalty = tl.load(frequency_penalty_S + slot)
+    if penalty != 0:
+        history = history_SC + slot * history_size
+        _penalise(logits, vocab_size, penalty, history, tl.minimum(num_output, history_size))
+    if num_output < tl.load(min_output_S + slot):
+        ids = tl.load(stop_ids_SM + slot * MAX_STOP_IDS + tl.arange(0, MAX_STOP_IDS))
+        tl.store(logits + ids, -_INF, mask=(ids >= 0) & (ids < vocab_size))
+
+    top_k = tl.load(top_k_S + slot)
+    top_p = tl.load(top_p_S + slot)
+    threshold = tl.full((), -_INF, tl.float32)
+    last = tl.full((), 0, tl.int32) + vocab_size
+    if ((top_k < vocab_size) | (top_p < 1)) & (tl.load(greedy_S + slot) == 0):
+        tl.debug_barrier()  # other threads of this program have changed logits
+        temperature = tl.load(temperature_S + slot)
+        threshold, last = _find_cut(
+            logits, vocab_size, temperature, top_k, top_p, threshold, last, BLOCK, STAGES
+        )
+    tl.store(threshold_R + row, threshold)
+    tl.store(last_R + row, last)
+
+
+@triton.jit
+def race_kernel(
+    logits_RV, row_stride, slot_R, temperature_S, greedy_S, seed_S, num_output_S, threshold_R,
+    last_R, highest_RW, sum_RW, token_RW, vocab_size, num_splits,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    split, row = tl.program_id(0), tl.program_id(1)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(slot_R + row).to(tl.int64)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    logits = logits_RV + row.to(tl.int64) * row_stride
+    x = tl.load(logits + token, mask=token < vocab_size, other=-_INF)
+    threshold = tl.load(threshold_R + row)
+    if threshold > -_INF:
+        dropped = (x < threshold) | ((x == threshold) & (token > tl.load(last_R + row)))
+        x = tl.where(dropped, -_INF, x)
+    highest = tl.max(x, 0)
+    # -inf - -inf would be NaN where nothing is left.
+    base = tl.where(highest == -_INF, 0.0, highest)
+    log2_weight = (x - base) * (_LOG2E / tl.load(temperature_S + slot))
+    if tl.load(greedy_S + slot) != 0:
+        winner = tl.min(tl.where(x == highest, tl.arange(0, BLOCK), BLOCK), 0)
+    else:
+        key_0, key_1 = draw_keys(tl.load(seed_S + slot), tl.load(num_output_S + slot))
+        winner = _race(log2_weight, uniforms(key_0, key_1, token), BLOCK)
+    part = row * num_splits + split
+    tl.store(highest_RW + part, highest)
+    tl.store(sum_RW + part, tl.sum(tl.exp2(log2_weight), 0))
+    tl.store(token_RW + part, split * BLOCK + winner)
+
+
+@triton.jit
+def finish_kernel(
+    logits_RV, row_stride, slot_R, temperature_S, greedy_S, seed_S, num_output_S, highest_RW,
+    sum_RW, token_RW, token_R, logprob_R, vocab_size, num_splits,
+    SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(slot_R + row).to(tl.int64)
+    logits = logits_RV + row.to(tl.int64) * row_stride
+    scale = _LOG2E / tl.load(temperature_S + slot)
+    split = tl.arange(0, SPLITS)
+    part, exists = row * num_splits + split, split < num_splits
+    highest_W = tl.load(highest_RW + part, mask=exists, other=-_INF)
+    highest = tl.max(highest_W, 0)
+    sum_W = tl.load(sum_RW + part, mask=exists, other=0.0)
+    total = tl.sum(sum_W * tl.exp2((highest_W - highest) * scale), 0)
+
+    # Where NaN is around a winner may be no token: any valid one will do.
+    token_W = tl.load(token_RW + part, mask=exists, other=0)
+    token_W = tl.maximum(tl.minimum(token_W, vocab_size - 1), 0)
+    if tl.load(greedy_S + slot) != 0:
+        score_W = highest_W
+    else:
+        key_0, key_1 = draw_keys(tl.load(seed_S + slot), tl.load(num_output_S + slot))
+        weight_W = tl.exp2((tl.load(logits + token_W) - highest) * scale)
+        score_W = weight_W / exponentials(uniforms(key_0, key_1, token_W))
+        score_W = tl.where(highest_W > -_INF, score_W, 0.0)  # a part without a token left
+    winner = tl.argmax(score_W, 0)
+    token = tl.sum(tl.where(split == winner, token_W, 0), 0)
+    x = tl.load(logits + token)
+    tl.store(token_R + row, token)
+    tl.store(logprob_R + row, ((x - highest) * scale - tl.log2(total)) / _LOG2E)
+
+
+@triton.jit
+def _race(log2_weight, w, BLOCK: tl.constexpr):
+    """The index of the smallest exponentials(w) / weight; weights are at most 1.
+
+    The logarithm is half of the work, and seldom needed: E = -log(1 - w) lies between w and
+    w / (1 - w). So with t = w / weight, of which `first` is the smallest, E / weight is at most
+    first / (1 - first) for that token and at least t for another.
+    """
+    index = tl.arange(0, BLOCK)
+    t = w * tl.exp2(-log2_weight)
+    first = tl.min(t, 0)
+    reach = tl.where(first < 1.0, first / (1.0 - first), _INF)
+    # One sum tells how many are in reach (BLOCK for each) and, if it is one, which.
+    rivals = tl.sum(tl.where(t <= reach, BLOCK + index, 0), 0)
+    winner = rivals - BLOCK
+    if rivals >= 2 * BLOCK:
+        winner = tl.argmin(exponentials(w) * tl.exp2(-log2_weight), 0)
+    return winner
+
+
+@triton.jit
+def draw_keys(seed, index):
+    """Two uint32 keys of a draw: splitmix64's mixer, twice, as the CPU sampler's u."""
+    state = _mix64(seed.to(tl.uint64) + _GOLDEN) + index.to(tl.uint64) * _GOLDEN
+    key = _mix64(state)
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def uniforms(key_0, key_1, token):
+    """w in [2**-33, 1], each a hash of the keys and its token."""
+    x = token.to(tl.uint32) * 0x9E3779B1 + key_0
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13) ^ key_1) * 0xC2B2AE35
+    x = x ^ (x >> 16)
+    return x.to(tl.float32) * 2.0**-32 + 2.0**-33
+
+
+@triton.jit
+def exponentials(w):
+    """-log(1 - w): variables of mean 1 where w is uniform.
+
+    A large vocabulary is won by tiny ones. 1 - w would round them away, so they take the series.
+    """
+    series = w * (1.0 + w * (0.5 + w * (1.0 / 3.0)))
+    rest = tl.maximum(1.0 - w, 2.0**-25)  # the largest integers round up to w = 1
+    return tl.where(w < 1.0 / 64.0, series, -tl.log(rest))
+
+
+@triton.jit
+def _mix64(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _penalise(logits, vocab_size, penalty, history, num_tokens):
+    """Take `penalty` from a logit once per occurrence. Equal terms: their order changes no bit."""
+    for start in range(0, num_tokens, 512):
+        place = start + tl.arange(0, 512)
+        token = tl.load(history + place, mask=place < num_tokens, other=-1)
+        exists = (token >= 0) & (token < vocab_size)
+        tl.atomic_add(logits + token, tl.zeros_like(token) - penalty, mask=exists, sem="relaxed")
+
+
+@triton.jit
+def _find_cut(
+    logits, vocab_size, temperature, top_k, top_p, threshold, last, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """(threshold, last) after top-k, then top-p of what top-k left."""
+    scale = _LOG2E / temperature
+    lowest, highest = _finite_range(logits, vocab_size, BLOCK, STAGES)
+    if top_k < vocab_size:
+        threshold, last = _search(
+            logits, vocab_size, highest, scale, threshold, last, lowest, top_k.to(tl.float32),
+            True, BLOCK, STAGES,
+        )  # fmt: skip
+    if top_p < 1:
+        total = _mass(logits, vocab_size, highest, scale, threshold, last, BLOCK, STAGES)
+        start = tl.maximum(tl.maximum(lowest, threshold), highest - _DEPTH * temperature)
+        threshold, last = _search(
+            logits, vocab_size, highest, scale, threshold, last, start, top_p * total,
+            False, BLOCK, STAGES,
+        )  # fmt: skip
+    return threshold, last
+
+
+@triton.jit
+def _search(
+    logits, vocab_size, highest, scale, threshold, last, low, target,
+    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The cut (threshold, last) of the fewest first tokens whose weights reach `target`.
+
+    Inside the cut it is given, a token weighs 1 or (not BY_COUNT) exp(x - highest). The bracket
+    [low, high) holds the new threshold: what lies from `low` up reaches the target, what lies from
+    `high` up, of weight `above`, does not. A pass over the logits quarters it. The end is a pass
+    that finds one value in the bracket.
+    """
+    high = highest + tl.maximum(tl.abs(highest) * 1e-6, 1e-30)
+    above = tl.full((), 0.0, tl.float32)
+    smallest, largest = low, highest
+    num_passes = 0
+    while (smallest < largest) & (highest < _INF) & (num_passes < _MAX_PASSES):
+        pivot_2 = 0.5 * low + 0.5 * high
+        pivot_1, pivot_3 = 0.5 * low + 0.5 * pivot_2, 0.5 * pivot_2 + 0.5 * high
+        sum_1 = tl.zeros((BLOCK,), tl.float32)
+        sum_2 = tl.zeros((BLOCK,), tl.float32)
+        sum_3 = tl.zeros((BLOCK,), tl.float32)
+        smallest_seen = tl.full((BLOCK,), _INF, tl.float32)
+        largest_seen = tl.full((BLOCK,), -_INF, tl.float32)
+        for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + token, mask=token < vocab_size, other=-_INF)
+            # No need to look at the cut given: a pivot is above its threshold, or at `low`.
+            weight = 1.0 if BY_COUNT else tl.exp2((x - highest) * scale)
+            sum_1 += tl.where(x >= pivot_1, weight, 0.0)
+            sum_2 += tl.where(x >= pivot_2, weight, 0.0)
+            sum_3 += tl.where(x >= pivot_3, weight, 0.0)
+            smallest_seen = tl.minimum(smallest_seen, tl.where(x >= low, x, _INF))
+            largest_seen = tl.maximum(largest_seen, tl.where(x < high, x, -_INF))
+        smallest, largest = tl.min(smallest_seen, 0), tl.max(largest_seen, 0)
+        above_1, above_2, above_3 = tl.sum(sum_1, 0), tl.sum(sum_2, 0), tl.sum(sum_3, 0)
+        in_1, in_2, in_3 = above_1 >= target, above_2 >= target, above_3 >= target
+        high = tl.where(in_3, high, tl.where(in_2, pivot_3, tl.where(in_1, pivot_2, pivot_1)))
+        above = tl.where(in_3, above, tl.where(in_2, above_3, tl.where(in_1, above_2, above_1)))
+        bottom = tl.where(in_1, pivot_1, tl.maximum(low, smallest))
+        low = tl.where(in_3, pivot_3, tl.where(in_2, pivot_2, bottom))
+        num_passes += 1
+
+    tie_weight = 1.0 if BY_COUNT else tl.exp2((smallest - highest) * scale)
+    num_ties = tl.ceil((target - above) / tie_weight)
+    num_ties = tl.minimum(tl.maximum(num_ties, 1.0), vocab_size.to(tl.float32)).to(tl.int32)
+    last_tie = _nth_tie(logits, vocab_size, smallest, num_ties, BLOCK, STAGES)
+    return smallest, tl.where(smallest == threshold, tl.minimum(last, last_tie), last_tie)
+
+
+@triton.jit
+def _nth_tie(logits, vocab_size, value, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """The n-th token whose logit is `value`; the last of them when they are fewer."""
+    num_seen = tl.full((), 0, tl.int32)
+    last = tl.full((), -1, tl.int32)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + token, mask=token < vocab_size, other=-_INF)
+        is_tie = (x == value).to(tl.int32)
+        num_here = tl.sum(is_tie, 0)
+        if num_here > 0:
+            rank = num_seen + tl.cumsum(is_tie, 0)
+            last = tl.maximum(last, tl.max(tl.where((is_tie != 0) & (rank <= n), token, -1), 0))
+        num_seen += num_here
+    return last
+
+
+@triton.jit
+def _finite_range(logits, vocab_size, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """The smallest logit above -inf, and the largest."""
+    smallest = tl.full((BLOCK,), _INF, tl.float32)
+    largest = tl.full((BLOCK,), -_INF, tl.float32)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + token, mask=token < vocab_size, other=-_INF)
+        smallest = tl.minimum(smallest, tl.where(x > -_INF, x, _INF))
+        largest = tl.maximum(largest, x)
+    return tl.min(smallest, 0), tl.max(largest, 0)
+
+
+@triton.jit
+def _mass(
+    logits, vocab_size, highest, scale, threshold, last, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    """The sum of exp(x - highest) inside a cut."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + token, mask=token < vocab_size, other=-_INF)
+        dropped = (x < threshold) | ((x == threshold) & (token > last))
+        total += tl.where(dropped, 0.0, tl.exp2((x - highest) * scale))
+    return tl.sum(total, 0)
+
+
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,24 +28,34 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train import base, checkpoint
+from areal.engine.train.export import Weights, hand_over, refuse_optimizer, save_beside, sender
 from areal.engine.train.fit import check_fsdp
-from areal.engine.train.fsdp.model import PackedModel, build_model, check_model
-from areal.engine.train.fsdp.shard import materialise, one_rank_mesh, recompute_blocks, shard_model
-from areal.engine.train.fsdp.tensor_parallel import check_layout, cut_over_tp
-from areal.engine.train.fsdp.weights import draw_weights, load_weights, whole_weights
-from areal.engine.train.hf_folder import refuse_optimizer, save_beside
+from areal.engine.train.fsdp.model import (
+    PackedModel,
+    build_model,
+    check_model,
+    materialise,
+    one_rank_mesh,
+    recompute_blocks,
+    shard_model,
+)
+from areal.engine.train.fsdp.weights import (
+    check_layout,
+    cut_over_tp,
+    draw_weights,
+    load_weights,
+    whole_weights,
+)
 from areal.engine.train.optimizer import MasterOptimizer
+from areal.engine.train.packing import pack_rows
 from areal.engine.train.process_group import join_ranks, side_group
-from areal.engine.train.token_layout import pack_rows
-from areal.engine.train.weight_stream import Weights, hand_over, sender
 from areal.models.hf_io import SCORE_HEAD, critic_config, has_score_head, read_hf_config, save_hf
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
-from areal.utils.cpu_matmul import use_plain_blas
-from areal.utils.device import best_device
+from areal.utils.device import best_device, use_plain_blas
 from areal.utils.hub import model_folder
 
 if TYPE_CHECKING:
-    from areal.engine.train.fsdp.lora import Adapters
+    from areal.engine.train.fsdp.weights import Adapters
 
 
 class FSDPEngine(base.Backend):
@@ -135,7 +145,7 @@ class FSDPEngine(base.Backend):
         return model
 
     def _add_adapters(self, model: PackedModel, dtype: torch.dtype) -> Adapters:
-        from areal.engine.train.fsdp.lora import Adapters  # needs peft
+        from areal.engine.train.fsdp.weights import Adapters  # needs peft
 
         return Adapters(
             model.hf,

@@ -10,19 +10,40 @@ with the model's own forward pass, sequence by sequence: a model for which this 
 mix tokens other than by attention, its logits are more than a product) is refused.
 
 Shape legend: T packed tokens, D model dim, V vocabulary.
+
+How a model is spread over ranks: the mesh, FSDP2 by block, recomputation, empty memory.
+
+FSDP keeps each rank's part of the float32 weights; a block is gathered in the compute dtype when
+it runs, forward and backward, and its gradients are summed over ranks in float32. One rank without
+offload needs none of it and stays a plain module.
+
+Packed attention for Hugging Face models, registered with transformers under a name of its own.
+
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
+    attend = PackedAttention(cu_seqlens, max_seqlen)
+    hf(input_ids=tokens_T[None], position_ids=attend.positions_T[None], attend=attend)
+
+A model made with this name asks for no mask and calls `packed_attention` in every layer; the
+keyword `attend` travels through transformers' keyword arguments and knows where sequences begin, so
+that none sees another. What a layer asks for and `attend` does not compute is refused, not ignored.
+
+Shape legend: T packed tokens, N query heads, K key-value heads, H head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,13 +51,14 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from areal.engine.train.fsdp.attention import PACKED_ATTENTION
-from areal.engine.train.fsdp.tensor_parallel import with_partial_gradient
+from areal.engine.train.fsdp.weights import fill_buffers, with_partial_gradient
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
-from areal.models.common.attention import Attend
-from areal.models.common.attention_varlen import PackedAttention
+from areal.engine.train.process_group import join_alone
+from areal.models.common.attention import Attend, PackedAttention
 from areal.models.hf_io import read_hf_config
+from areal.models.parallel_dims import ParallelDims, ParallelMesh
 
 _SOFTCAP = "final_logit_softcapping"  # of a config.json: logits become cap * tanh(logits / cap)
 
@@ -233,3 +255,84 @@ def _pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, Pa
     lengths = torch.tensor([0, *(len(s) for s in sequences)], device=sequences[0].device)
     attend = PackedAttention(lengths.cumsum(0), int(lengths.max()))
     return torch.cat(sequences), attend.positions_T, attend
+
+
+def one_rank_mesh(device: torch.device) -> ParallelMesh:
+    """A mesh of this process alone, for what FSDP does also there: offload."""
+    join_alone(device)
+    return ParallelDims().build_mesh(device.type)
+
+
+def recompute_blocks(model: PackedModel) -> None:
+    """Keep only the inputs of each block and run it again in the backward pass."""
+    for block in model.blocks():
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def shard_model(
+    model: PackedModel, mesh: ParallelMesh, *, compute_dtype: torch.dtype, offload: bool
+) -> None:
+    """Make the weights sharded ones, still on the meta device."""
+    options = {
+        "mesh": mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+    }
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for block in model.blocks():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    # The loss of a rank is its share of the whole one: gradients are summed, not averaged.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def materialise(model: PackedModel, device: torch.device, *, offload: bool) -> None:
+    """Give the model memory, undefined but for the buffers that are computed."""
+    model.to_empty(device="cpu" if offload else device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    fill_buffers(model.hf)
+
+
+PACKED_ATTENTION = "areal_packed"
+
+# Arguments of transformers' attention functions that change the result, beside those we compute.
+_NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, N, T, H]
+    key: torch.Tensor,  # [1, K, T, H]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    attend: Attend | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`[1, T, N, H]`, as transformers' attention functions return it."""
+    if attend is None or attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} does not hand keyword arguments to its attention, so it "
+            "cannot be trained on packed sequences: use another model"
+        )
+    asked = [name for name in _NOT_COMPUTED if options.get(name) is not None]
+    if asked:
+        raise ValueError(
+            f"{type(module).__name__} needs {', '.join(asked)} in its attention, which packed "
+            "attention does not compute: use another model"
+        )
+    q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer = cast(int, module.layer_idx)
+    out_TNH = attend(layer, q_TNH, k_TKH, v_TKH, window=sliding_window, scale=scaling)
+    return out_TNH[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)

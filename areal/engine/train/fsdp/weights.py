@@ -6,6 +6,23 @@ whose names are not the module's (experts in one file each, older names) goes th
 own conversion, which holds the whole model in the memory of the CPU.
 Out: one whole tensor at a time, under the checkpoint's names; a collective when sharded, so that
 all ranks iterate, and the first is given them.
+
+LoRA by peft: small matrices beside frozen weights, merged when the model leaves the engine.
+
+    adapters = Adapters(hf, rank=32, alpha=16, target_modules=[], is_critic=False)   # on meta
+    adapters.draw(seed)                  # after the model got its memory
+    adapters.merge(name, weight)         # the whole weight of that name, with its adapter in it
+    adapters.save(adapters.tensors(is_receiver=True), folder, base_model)
+
+A fresh adapter changes nothing: one of its two matrices is zero. A critic's score head is trained
+whole and saved beside the adapters.
+
+Tensor parallelism of a Hugging Face model by DTensor, after the plan in its own config.
+
+`base_model_tp_plan` says which matrices are cut by columns and which by rows; each rank then has
+some heads and some feed-forward columns, and the residual stream is whole on all of them. Rows of
+the vocabulary are cut too, in the embedding and in the LM head, so that each rank has the logits of
+its own part (engine/train/logprobs.py). What the plan does not name is whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,13 +32,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal.engine.train.weight_stream import Weights
+from areal.engine.train.export import Weights
 from areal.models.hf_io import read_shapes, weight_files
+from areal.models.lora import (
+    FILE_PREFIX,
+    base_model_keys,
+    draw_adapter,
+    load_adapter,
+    save_adapter,
+)
+from areal.models.parallel_dims import ParallelDims, check_heads
 from areal.models.parallelize import whole, write_own_part
 
 _ADAPTER_MARK = ".lora_"
@@ -140,3 +177,145 @@ def fill_buffers(hf: PreTrainedModel) -> None:
     for module in hf.modules():
         if module._non_persistent_buffers_set:
             hf._init_weights(module)
+
+
+_ADAPTER = "default"  # peft's name for the only adapter; not part of names in files
+
+
+class Adapters:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: list[str],
+        dtype: torch.dtype,
+        is_critic: bool,
+    ) -> None:
+        """`target_modules` are endings of module names (`q_proj`); empty: every linear layer.
+
+        dtype: of what is trained; the frozen weights keep theirs.
+        """
+        self.config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # any number does
+            target_modules=list(target_modules) or "all-linear",
+            modules_to_save=["score"] if is_critic else None,
+            task_type=TaskType.SEQ_CLS if is_critic else TaskType.CAUSAL_LM,
+        )
+        hf.requires_grad_(False)
+        # peft would wrap what is saved whole: here it is a parameter like the others.
+        injected = LoraConfig(**{**self.config.to_dict(), "modules_to_save": None})
+        try:
+            inject_adapter_in_model(injected, hf, _ADAPTER, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise ValueError(f"target_modules: {error}") from error
+        if is_critic:
+            hf.score.requires_grad_(True)
+        for parameter in hf.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        hf.eval()
+        self._hf = hf
+        self._layers: dict[str, LoraLayer] = {
+            name: module for name, module in hf.named_modules() if isinstance(module, LoraLayer)
+        }
+
+    def draw(self, seed: int) -> None:
+        """A start that changes nothing; equal on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self._layers.values():
+            draw_adapter(*_matrices(layer), generator)
+
+    def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The whole weight of checkpoint name `name`, computed in float32, as `dtype`."""
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            return whole(weight, dtype)
+        a, b = (whole(matrix, torch.float32) for matrix in _matrices(layer))
+        merged = whole(weight, torch.float32) + layer.scaling[_ADAPTER] * (b @ a)
+        return merged.to(dtype)
+
+    @torch.no_grad()
+    def tensors(self, *, is_receiver: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the adapter's file, whole tensor) of what is trained, for the receiver."""
+        for name, parameter in self._trained():
+            tensor = whole(parameter, parameter.dtype)
+            if is_receiver:
+                yield name, tensor
+
+    def save(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], folder: str | Path, base_model: str
+    ) -> None:
+        """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
+        save_adapter(tensors, folder)
+        for key, value in base_model_keys(base_model).items():
+            setattr(self.config, key, value)
+        self.config.save_pretrained(str(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Take the adapters of a folder that `save` or peft wrote."""
+        what = f"rank {self.config.r} on {self.config.target_modules}"
+        load_adapter(folder, dict(self._trained()), what)
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """By name in the adapter's file."""
+        for name, parameter in self._hf.named_parameters():
+            if parameter.requires_grad:
+                yield FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter
+
+
+def _matrices(layer: LoraLayer) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    name = f"{_ADAPTER}.weight"
+    return layer.lora_A.get_parameter(name), layer.lora_B.get_parameter(name)
+
+
+def check_layout(hf: PreTrainedModel, dims: ParallelDims) -> None:
+    """ValueError, before it has any memory, when this model cannot be cut like that."""
+    config = hf.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    check_heads(heads, kv_heads, dims)
+
+
+def cut_over_tp(hf: PreTrainedModel, tp: DeviceMesh) -> None:
+    """Make the weights of the plan DTensors over `tp`, in place, on the meta device."""
+    plan = hf.config.get_text_config().base_model_tp_plan or {}
+    if not plan:
+        raise ValueError(
+            f"{type(hf).__name__} has no base_model_tp_plan, so t{tp.size()} cannot cut it: use "
+            "d or c instead"
+        )
+    parallelize_module(hf.base_model, tp, {name: _style(hf, plan[name]) for name in plan})
+    _cut_vocabulary(hf, tp)
+
+
+def _style(hf: PreTrainedModel, name: str) -> ParallelStyle:
+    if name == "colwise":
+        return ColwiseParallel()
+    if name == "rowwise":
+        return RowwiseParallel()
+    if name == "replicated_with_grad_allreduce":
+        # A norm over each head [1, T, heads, H]: ranks have other heads, so its gradient is a sum.
+        return SequenceParallel(sequence_dim=2, use_local_output=True)
+    raise ValueError(
+        f"the tensor parallel plan of {type(hf).__name__} asks for {name!r}, which is not known "
+        "here: use d or c instead"
+    )
+
+
+def _cut_vocabulary(hf: PreTrainedModel, tp: DeviceMesh) -> None:
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    # An embedding that does more than look up is left whole, and the head that shares its weight.
+    if type(embedding) is not nn.Embedding or embedding.num_embeddings % tp.size():
+        return
+    parallelize_module(embedding, tp, RowwiseParallel(input_layouts=Replicate()))
+    if isinstance(head, nn.Linear):
+        parallelize_module(head, tp, ColwiseParallel(output_layouts=Replicate()))
+
+
+def with_partial_gradient(hidden_TD: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
+    """The same tensor on every rank; its gradient is the sum of what the ranks send back."""
+    whole = DTensor.from_local(hidden_TD, tp, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])

@@ -31,16 +31,20 @@ from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train import base, checkpoint
+from areal.engine.train.export import Weights, hand_over, refuse_optimizer, save_beside, sender
 from areal.engine.train.fit import check_megatron
-from areal.engine.train.hf_folder import refuse_optimizer, save_beside
-from areal.engine.train.megatron.layout import Layout, enter_layout
+from areal.engine.train.megatron.layout import Layout, enter_layout, run_micro_batches
 from areal.engine.train.megatron.model import Stage, build_stages
 from areal.engine.train.megatron.optimizer import ShardedOptimizer
-from areal.engine.train.megatron.schedule import run_micro_batches
-from areal.engine.train.megatron.source import drawn_weights, folder_weights
-from areal.engine.train.megatron.weights import fill, mark_parts, part_names, stream
+from areal.engine.train.megatron.weights import (
+    drawn_weights,
+    fill,
+    folder_weights,
+    mark_parts,
+    part_names,
+    stream,
+)
 from areal.engine.train.process_group import join_ranks, side_group
-from areal.engine.train.weight_stream import Weights, hand_over, sender
 from areal.models import decoder_args
 from areal.models.hf_io import critic_config, language_config, read_hf_config, save_hf
 from areal.utils.device import best_device

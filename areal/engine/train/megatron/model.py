@@ -34,7 +34,7 @@ from torch import nn
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.engine.train.megatron.layout import Layout
-from areal.engine.train.token_layout import pack_rows
+from areal.engine.train.packing import pack_rows
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import Attend
 from areal.models.common.rope import RotaryEmbedding, rotate

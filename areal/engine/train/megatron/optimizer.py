@@ -28,7 +28,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from areal.api.config.optimizer import OptimizerConfig
+from areal.api.config.train_engine import OptimizerConfig
 from areal.engine.train.megatron.model import Stage
 from areal.engine.train.megatron.weights import part_names
 from areal.engine.train.optimizer import scheduled_lr

@@ -12,24 +12,40 @@ megatron-core fuses what a checkpoint keeps apart, and each rank holds a part of
 `named_pieces` says of every parameter of this rank what it is made of, under a name that is the
 same on all ranks. Nothing is rounded on the way but to the model's dtype, so that a checkpoint of
 that dtype comes out as it went in, bit by bit.
+
+Where the weights of a stage come from: a folder of safetensors, or a seed.
+
+Both give `read(hf_name) -> whole tensor`. Names and shapes of a folder are checked against the
+whole model before the first byte is read, on every rank alike.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from safetensors import safe_open
 from torch import nn
 
 from areal.engine.train.megatron.layout import Layout
 from areal.engine.train.megatron.model import Stage, padded_vocab_size
 from areal.models.common.args import DecoderArgs
+from areal.models.hf_io import (
+    SCORE_HEAD,
+    build_model,
+    check_hf_shapes,
+    has_score_head,
+    read_shapes,
+    weight_files,
+)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
@@ -281,3 +297,41 @@ def _qkv(prefix: str, leaf: str, args: DecoderArgs) -> Piece:
 
     names = tuple(f"{prefix}{x}_proj.{leaf}" for x in "qkv")
     return Piece(names, (groups, sum(rows), *columns), 0, fuse, split)
+
+
+Read = Callable[[str], torch.Tensor]
+
+
+def drawn_weights(hf_config: Mapping[str, Any], seed: int, is_critic: bool) -> Read:
+    """A function of (config, seed) alone, whatever the layout: those Archon draws."""
+    model = build_model(hf_config, device="cpu", dtype=torch.float32, is_critic=is_critic)
+    model.init_weights(seed)
+    return dict(model.named_hf_tensors()).__getitem__
+
+
+@contextmanager
+def folder_weights(
+    hf_config: Mapping[str, Any], path: str | Path, *, is_critic: bool, new_critic: bool
+) -> Iterator[Read]:
+    """`new_critic`: a score head that the folder does not have is 0."""
+    files = weight_files(Path(path))
+    model = build_model(hf_config, device="meta", dtype=torch.float32, is_critic=is_critic)
+    shapes = read_shapes(files)
+    draws_score = new_critic and not has_score_head(path)
+    if draws_score:
+        shapes[SCORE_HEAD] = (1, model.args.dim)
+    check_hf_shapes(model, shapes, source=str(path))
+    with ExitStack() as stack:
+        places = {}
+        for file in files:
+            tensors = stack.enter_context(safe_open(file, framework="pt"))
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                places[model.adapter.usual_hf_name(name)] = (tensors, name)
+
+        def read(hf_name: str) -> torch.Tensor:
+            if hf_name == SCORE_HEAD and draws_score:
+                return torch.zeros(shapes[SCORE_HEAD])
+            tensors, name = places[hf_name]
+            return tensors.get_tensor(name)
+
+        yield read

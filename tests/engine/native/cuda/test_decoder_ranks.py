@@ -61,8 +61,7 @@ def run_rank(rank, store, folder, results) -> None:
 @torch.inference_mode()
 def forward(model):
     """Hidden states and logits of a few tokens; attention is left out, each head is by itself."""
-    from areal.engine.native.cuda.cache import PagedCache
-    from areal.engine.native.cuda.decoder import FusedDecoder, Rows
+    from areal.engine.native.cuda.decoder import FusedDecoder, PagedCache, Rows
 
     args = model.args
     cache = PagedCache(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from paged_world import make_paged_world, relative_error
 
-from areal.engine.native.cuda import flashinfer_prefill as module
-from areal.engine.native.cuda.flashinfer_prefill import flashinfer_prefill
+from areal.engine.native.cuda import prefill_attention as module
+from areal.engine.native.cuda.prefill_attention import flashinfer_prefill
 
 TOLERANCE = 1e-2  # weights are rounded to bfloat16 before they meet the values
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from areal.api.config.generation import GenerationHyperparameters
+from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native import engine as engine_module
 from areal.engine.native.cuda import program as program_module
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.program import DeviceProgram
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
-from areal.models.common.attention_varlen import PackedAttention
+from areal.models.common.attention import PackedAttention
 
 VOCAB = 64
 

@@ -19,8 +19,7 @@ from tiny import tiny_config, write_tiny_model
 from tiny_run import grpo_config, query
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from areal.engine import train_engine_class
 from areal.run.paths import RunPaths

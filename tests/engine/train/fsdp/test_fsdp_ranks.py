@@ -23,8 +23,12 @@ from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.train_engine import FSDPEngineConfig, MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train_engine import (
+    FSDPEngineConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train.fsdp.engine import FSDPEngine
 from areal.utils.data import select_rows

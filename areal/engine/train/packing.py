@@ -1,0 +1,302 @@
+"""Context parallelism after Ulysses: tokens are cut over ranks everywhere but inside attention.
+
+Each of cp ranks has T / cp consecutive tokens of a packed micro-batch. For attention the ranks
+exchange: each gets all T tokens of N / cp heads, attends by the `attend` it was given, and sends
+the outputs back. One layer costs two exchanges of its activations, forward and backward each.
+
+    tokens_t, positions_t = (own_tokens(x_T, group) for x_T in (tokens_T, attend.positions_T))
+    hidden_tD = model(tokens_t, positions_t, UlyssesAttention(attend, group))
+    logprobs_T = gather_over_ranks(logprobs_t, group)
+
+Shape legend: T tokens of the micro-batch, t = T / cp of this rank, N query heads, K key-value
+heads, n and k = what a rank has of them in attention, H head dim, C = cp ranks.
+
+A packed micro-batch as the tokens one rank computes: padded, labelled, cut over cp.
+
+    laid = pack_rows(mb, multiple=cp.size() * tp.size(), cp=cp)
+    outputs_t = model(laid.tokens_t, laid.positions_t, laid.attend, laid.labels_t)
+    logprobs_T, entropy_T = laid.whole(outputs_t)
+
+Ranks of cp that are given the same micro-batch have as many tokens each. Padding is the
+micro-batch's own sequences again, and no output tells of it.
+
+Shape legend: T tokens of the micro-batch, P padded, t a rank's part of them over cp.
+
+What a decoder says of each token of a packed micro-batch, on one rank or on a mesh.
+
+    logprobs_T, entropy_T = token_outputs(model, mb, config, mesh)     # or (values_T,) of a critic
+
+On a mesh, the ranks of the axes cp and tp call with the same micro-batch and all get the outputs of
+all its tokens. A micro-batch is padded to a multiple of cp * tp and cut over cp (token_layout.py);
+inside the model also over tp (models/parallelize.py). Its two halves, `pack_micro_batch` and
+`outputs_of`, are what a pipeline needs.
+
+Shape legend: T tokens of the micro-batch, t a rank's part of them over cp, D model dim.
+
+What a decoder says of each token of a micro-batch whose common prefixes are computed once.
+
+    logprobs_T, entropy_T = tree_outputs(model, mb, tree, config, mesh)    # or (values_T,)
+
+In and out are packed sequences, as in token_outputs.py: a loss function notices nothing. Between,
+the model sees the tree. Where sequences part, one hidden state predicts several tokens, so the LM
+head takes a row for each pair of a token and its successor; sequences that share the pair share the
+row, and its gradient is the sum of theirs.
+
+Shape legend: T tokens of the micro-batch, U of its tree, R rows of the head, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from areal.api.config.train_engine import TrainEngineConfig
+from areal.engine.native.scoring import InvariantPackedAttention
+from areal.engine.train.logprobs import VocabPart, next_token_logprobs
+from areal.models.common.attention import Attend, PackedAttention
+from areal.models.common.attention_tree import TreeAttention
+from areal.models.common.decoder import Decoder
+from areal.models.parallel_dims import ParallelMesh
+from areal.models.parallelize import gather_tokens
+from areal.utils.prefix_tree import PrefixTree
+
+
+class UlyssesAttention:
+    """`attend` for T / cp tokens, by way of an `attend` for all T with a part of the heads."""
+
+    def __init__(self, attend: Attend, group: dist.ProcessGroup) -> None:
+        self._attend = attend
+        self._group = group
+
+    def __call__(
+        self,
+        layer: int,
+        q_tNH: torch.Tensor,
+        k_tKH: torch.Tensor,
+        v_tKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        num_ranks = self._group.size()
+        if k_tKH.shape[1] % num_ranks:
+            # Fewer key-value heads than ranks: neighbouring ranks get the same one.
+            copies = num_ranks // k_tKH.shape[1]
+            k_tKH, v_tKH = (x.repeat_interleave(copies, dim=1) for x in (k_tKH, v_tKH))
+        q_TnH, k_TkH, v_TkH = (self._all_tokens(x) for x in (q_tNH, k_tKH, v_tKH))
+        out_TnH = self._attend(layer, q_TnH, k_TkH, v_TkH, window=window, scale=scale)
+        return self._all_heads(out_TnH)
+
+    def _all_tokens(self, x_tNH: torch.Tensor) -> torch.Tensor:
+        x_CtnH = x_tNH.unflatten(1, (self._group.size(), -1)).transpose(0, 1)
+        return _Exchange.apply(x_CtnH, self._group).flatten(0, 1)
+
+    def _all_heads(self, x_TnH: torch.Tensor) -> torch.Tensor:
+        x_CtnH = x_TnH.unflatten(0, (self._group.size(), -1))
+        return _Exchange.apply(x_CtnH, self._group).transpose(0, 1).flatten(1, 2)
+
+
+def own_tokens(x_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's T / cp tokens; T must be a multiple of the ranks."""
+    return x_T.chunk(group.size())[group.rank()]
+
+
+def gather_over_ranks(x_t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[T] on every rank. All must compute the same of it: a rank's gradient is its own slice's."""
+    return _Gather.apply(x_t, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Slice i of dimension 0 goes to rank i; slice i of the result came from rank i."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return _Exchange.apply(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        x_T = x_t.new_empty(group.size() * len(x_t), *x_t.shape[1:])
+        dist.all_gather_into_tensor(x_T, x_t.contiguous(), group=group)
+        return x_T
+
+    @staticmethod
+    def backward(ctx, grad_T: torch.Tensor):
+        return own_tokens(grad_T, ctx.group), None
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    tokens_t: torch.Tensor
+    positions_t: torch.Tensor
+    labels_t: torch.Tensor  # the next tokens; 0 at the end of a sequence
+    attend: Attend
+    num_tokens: int  # T
+    cp: dist.ProcessGroup | None  # None: t is P
+
+    def whole(self, outputs_t: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What was computed of each token, `[T]`, on every rank."""
+        outputs_P = outputs_t
+        if self.cp is not None:
+            outputs_P = (gather_over_ranks(x_t, self.cp) for x_t in outputs_t)
+        return tuple(x_P[: self.num_tokens] for x_P in outputs_P)
+
+
+def pack_rows(
+    mb: dict[str, Any],
+    *,
+    multiple: int = 1,
+    cp: dist.ProcessGroup | None = None,
+    min_tokens: int = 0,
+    packed: Callable[[torch.Tensor, int], PackedAttention] = PackedAttention,
+) -> LaidOut:
+    """P is a `multiple` (of cp's ranks at least), and `min_tokens` or more."""
+    tokens_T = mb["input_ids"].long()
+    tokens_P, cu_seqlens = _pad(tokens_T, mb["cu_seqlens"], min_tokens, multiple)
+    attend = packed(cu_seqlens, mb["max_seqlen"])
+    labels_P = _next_tokens(tokens_P, cu_seqlens)
+    if cp is None or cp.size() == 1:
+        return LaidOut(tokens_P, attend.positions_T, labels_P, attend, len(tokens_T), None)
+    tokens_t, positions_t, labels_t = (
+        own_tokens(x_P, cp) for x_P in (tokens_P, attend.positions_T, labels_P)
+    )
+    attend = UlyssesAttention(attend, cp)
+    return LaidOut(tokens_t, positions_t, labels_t, attend, len(tokens_T), cp)
+
+
+def _next_tokens(tokens_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    labels_T = tokens_T.roll(-1)
+    # Junk that does not depend on which sequence happens to come next.
+    labels_T[cu_seqlens[1:].long() - 1] = 0
+    return labels_T
+
+
+def _pad(
+    tokens_T: torch.Tensor, cu_seqlens: torch.Tensor, min_tokens: int, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens = -(-max(min_tokens, len(tokens_T)) // multiple) * multiple
+    if num_tokens == len(tokens_T):
+        return tokens_T, cu_seqlens
+    # With equal sequences, much padding does not change which experts are in demand, nor does it
+    # make one sequence so long that attention takes more time than for the others.
+    num_copies = -(-num_tokens // len(tokens_T))
+    offsets = torch.arange(num_copies, device=cu_seqlens.device) * len(tokens_T)
+    starts = (offsets[:, None] + cu_seqlens[:-1]).flatten()
+    bounds = torch.cat([starts[starts < num_tokens], offsets.new_tensor([num_tokens])])
+    return tokens_T.repeat(num_copies)[:num_tokens], bounds
+
+
+def token_outputs(
+    model: Decoder, mb: dict[str, Any], config: TrainEngineConfig, mesh: ParallelMesh | None
+) -> tuple[torch.Tensor, ...]:
+    """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
+
+    At a sequence's last token, log p and entropy are junk.
+    """
+    laid = pack_micro_batch(mb, config, mesh)
+    hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend)
+    return outputs_of(model, hidden_tD, laid, config, mesh)
+
+
+def pack_micro_batch(
+    mb: dict[str, Any],
+    config: TrainEngineConfig,
+    mesh: ParallelMesh | None,
+    *,
+    min_tokens: int = 0,
+) -> LaidOut:
+    """`mb` as this rank's tokens; on a mesh padded, also to `min_tokens`."""
+    packed = InvariantPackedAttention if config.batch_invariant else PackedAttention
+    if mesh is None:
+        return pack_rows(mb, packed=packed)
+    return pack_rows(
+        mb,
+        multiple=mesh["cp_tp"].size(),
+        cp=mesh.get_group("cp"),
+        min_tokens=min_tokens,
+        packed=packed,
+    )
+
+
+def outputs_of(
+    model: Decoder,
+    hidden_tD: torch.Tensor,
+    laid: LaidOut,
+    config: TrainEngineConfig,
+    mesh: ParallelMesh | None,
+) -> tuple[torch.Tensor, ...]:
+    """What `token_outputs` returns, from the hidden states after the last norm."""
+    return laid.whole(head_outputs(model, hidden_tD, laid.labels_t, config, mesh))
+
+
+def head_outputs(
+    model: Decoder,
+    hidden_TD: torch.Tensor,
+    labels_T: torch.Tensor,
+    config: TrainEngineConfig,
+    mesh: ParallelMesh | None,
+) -> tuple[torch.Tensor, ...]:
+    if isinstance(hidden_TD, DTensor):  # cut over tp
+        hidden_TD = gather_tokens(hidden_TD, partial_grad=not config.is_critic)
+    if config.is_critic:
+        return (model.values(hidden_TD),)
+    weight, part = model.output_weight, None
+    if mesh is not None and isinstance(weight, DTensor):
+        weight = weight.to_local()
+        part = VocabPart(len(weight) * mesh["tp"].get_local_rank(), mesh.get_group("tp"))
+    return next_token_logprobs(
+        hidden_TD,
+        weight,
+        labels_T,
+        temperature=config.temperature,
+        logit_softcap=model.args.logit_softcap,
+        chunk_size=config.logprobs_chunk_size,
+        batch_invariant=config.batch_invariant,
+        part=part,
+    )
+
+
+def tree_outputs(
+    model: Decoder,
+    mb: dict[str, Any],
+    tree: PrefixTree,
+    config: TrainEngineConfig,
+    mesh: ParallelMesh | None,
+) -> tuple[torch.Tensor, ...]:
+    """As `token_outputs`. A mesh has no axis but data parallelism."""
+    tokens_T = mb["input_ids"].long()
+    device = tokens_T.device
+
+    def index(places: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(places, device=device)
+
+    attend = TreeAttention(tree, device)
+    tokens_U = tokens_T.index_select(0, index(tree.source_U))
+    hidden_UD = model(tokens_U, attend.positions_T, attend)
+    if config.is_critic:
+        (values_U,) = head_outputs(model, hidden_UD, tokens_U, config, mesh)
+        return (values_U.index_select(0, index(tree.place_T)),)
+    predictions = tree.predictions()
+    hidden_RD = hidden_UD.index_select(0, index(predictions.place_R))
+    source_R = index(predictions.label_source_R)
+    # At a sequence's end the same junk as of packed sequences.
+    labels_R = torch.where(source_R < 0, 0, tokens_T.index_select(0, source_R.clamp(min=0)))
+    row_T = index(predictions.row_T)
+    outputs_R = head_outputs(model, hidden_RD, labels_R, config, mesh)
+    return tuple(x_R.index_select(0, row_T) for x_R in outputs_R)

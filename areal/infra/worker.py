@@ -1,0 +1,103 @@
+"""The engines inside one worker process, by name: made from an import path, called by a message.
+
+An engine's exception is an answer like any other, so that the process lives on and the caller can
+raise it; every scheduler's worker is a loop around this object.
+
+The process of one worker of `LocalScheduler`: answers messages until its channel is closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from areal.api.scheduler_api import EngineCallError, EngineCreationError
+from areal.infra.channel import Channel
+from areal.utils import stacks
+from areal.utils.import_path import load
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a call returned, or what it raised, where and when."""
+
+    result: Any = None
+    error: Exception | None = None
+    traceback: str = ""
+    failed_at: float = 0.0  # seconds since the epoch
+
+    def raise_if_not_created(self, worker_id: str) -> None:
+        if self.error is not None:
+            raise EngineCreationError(worker_id, self.traceback) from self.error
+
+    def result_or_raise(self, worker_id: str) -> Any:
+        if self.error is not None:
+            raise EngineCallError(worker_id, self.traceback, self.failed_at) from self.error
+        return self.result
+
+
+class EngineHost:
+    def __init__(self) -> None:
+        self._engines: dict[str, Any] = {}
+
+    def create(
+        self, path: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Answer:
+        def build() -> None:
+            self._engines[name] = load(path, key=name)(*args, **kwargs)
+
+        return _answer(build)
+
+    def call(
+        self, method: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Answer:
+        return _answer(lambda: getattr(self._engines[name], method)(*args, **kwargs))
+
+
+def _answer(act: Callable[[], Any]) -> Answer:
+    try:
+        return Answer(act())
+    except Exception as error:  # the caller raises it
+        failed_at = time.time()
+        return Answer(
+            error=_travelling(error), traceback=traceback.format_exc(), failed_at=failed_at
+        )
+
+
+def _travelling(error: Exception) -> Exception:
+    """The error itself, or one that says the same when it does not survive the journey."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class makes of pickling
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    stacks.listen()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--channel", type=int, required=True, help="an open socket, by its number")
+    serve(Channel(socket.socket(fileno=parser.parse_args().channel)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def serve(channel: Channel) -> None:
+    host = EngineHost()
+    actions = {"create": host.create, "call": host.call, "ping": Answer}
+    with contextlib.suppress(EOFError):  # the scheduler has closed the channel: time to go
+        while True:
+            action, *args = channel.receive()
+            channel.send(actions[action](*args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The Gemma 3 family, text only."""

@@ -1,1 +1,0 @@
-"""The Qwen2 family."""

@@ -1,1 +1,0 @@
-"""The Qwen3 family, dense and of experts."""
