@@ -43,7 +43,7 @@ COMMANDS = {
     "server": (3, b"serve"),
     "controller": (3, b"train"),
     "rollout worker": (2, b"areal.rollout.worker_process"),
-    "rank": (2, b"areal.infra.worker"),
+    "rank": (2, b"areal.infra.scheduler.local_worker"),
 }
 
 

@@ -42,5 +42,5 @@ PREFERENCE_LOSSES = {
 
 # fn(trajectory) -> keep the group?
 DYNAMIC_FILTERS = {
-    "keep_mixed_groups": "areal.algorithm.normalization.keep_mixed_groups",
+    "keep_mixed_groups": "areal.algorithm.filters.keep_mixed_groups",
 }

@@ -19,18 +19,13 @@ centred to exactly 0. A standard deviation below MIN_SPREAD of what it would div
 about its scale: equal rewards, or a single sample, in a group whose own mean was not subtracted.
 Then the batch's divides, and where that is no better, nothing does. So no result is larger than
 sqrt(n) / MIN_SPREAD for n elements, or than the centred value itself.
-
-Which groups are worth training on; each is a `dynamic_filter_fn`: trajectory -> keep it?
-
-A trajectory is the samples of one prompt; its `rewards` is `[n]`. What is refused costs no place in
-the batch: other prompts take it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -213,9 +208,3 @@ def _episode_of_row(group_ids: torch.Tensor, episode_ids: torch.Tensor | None) -
 def _numbered(ids: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Each element, or slice of `dim`, as its place among those that differ, in order."""
     return cast("torch.Tensor", ids.unique(return_inverse=True, dim=dim)[1])  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
-
-
-def keep_mixed_groups(trajectory: Mapping[str, Any]) -> bool:
-    """Keep a group iff its rewards differ: equal ones have a group advantage of 0 (DAPO)."""
-
-    return not are_equal(trajectory["rewards"])

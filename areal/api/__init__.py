@@ -39,7 +39,7 @@ _HOMES = {
     "Agent": "workflow_api",
     "RolloutWorkflow": "workflow_api",
     "WorkflowLike": "workflow_api",
-    "GenerationHyperparameters": "config.generation",
+    "GenerationHyperparameters": "config.inference",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]  # loaded lazily
 

@@ -2,27 +2,18 @@
 
 An engine's exception is an answer like any other, so that the process lives on and the caller can
 raise it; every scheduler's worker is a loop around this object.
-
-The process of one worker of `LocalScheduler`: answers messages until its channel is closed.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from areal.api.scheduler_api import EngineCallError, EngineCreationError
-from areal.infra.channel import Channel
-from areal.utils import stacks
 from areal.utils.import_path import load
 
 
@@ -79,25 +70,3 @@ def _travelling(error: Exception) -> Exception:
         return pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class makes of pickling
         return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def main() -> None:
-    stacks.listen()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--channel", type=int, required=True, help="an open socket, by its number")
-    serve(Channel(socket.socket(fileno=parser.parse_args().channel)))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def serve(channel: Channel) -> None:
-    host = EngineHost()
-    actions = {"create": host.create, "call": host.call, "ping": Answer}
-    with contextlib.suppress(EOFError):  # the scheduler has closed the channel: time to go
-        while True:
-            action, *args = channel.receive()
-            channel.send(actions[action](*args))
-
-
-if __name__ == "__main__":
-    main()

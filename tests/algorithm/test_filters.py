@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal.algorithm.normalization import keep_mixed_groups
+from areal.algorithm.filters import keep_mixed_groups
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Workers as child processes of this one, on this machine, driven over socket pairs.
 
-    create_workers -> python -m areal.infra.worker --channel FD      one per rank
+    create_workers -> python -m areal.infra.scheduler.local_worker --channel FD      one per rank
     call_engine    -> one message there, one answer back
 
 No worker listens for calls on a port. Those of a job meet in a file for torch.distributed, whose
@@ -153,7 +153,7 @@ class _Process:
     def __init__(self, id_: str, env: dict[str, str], gpus: list[str], log_path: Path) -> None:
         self.env, self.gpus, self.log_path = env, gpus, log_path
         ours, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", "areal.infra.worker"]
+        argv = [sys.executable, "-m", "areal.infra.scheduler.local_worker"]
         argv += ["--channel", str(theirs.fileno())]
         with theirs:
             self.child = ChildProcess(
