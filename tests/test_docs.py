@@ -196,3 +196,24 @@ def test_site_builds_and_fetches_nothing(tmp_path):
         assert not fetched, f"{file.name} fetches {fetched}"
         assert "$<code>" not in text, f"{file.name} has a formula that was not translated"
     assert "<math" in (tmp_path / "algorithms" / "grpo.html").read_text(encoding="utf-8")
+
+
+HOP = re.compile(r"\|\s*\d+\s*\|\s*`(areal/[\w/]+\.py)`\s*\|\s*`([\w.]+)`\s*\|")
+
+
+def test_the_step_file_by_file_names_what_is_there():
+    hops = HOP.findall((DOCS / "architecture.md").read_text(encoding="utf-8"))
+    assert len(hops) > 20
+    missing = [f"{file}: {name}" for file, name in hops if not is_defined(ROOT / file, name)]
+    assert not missing, missing
+
+
+def is_defined(file: Path, dotted: str) -> bool:
+    """Whether `dotted` (a function, a class or a method) is defined in `file`."""
+    found: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
+    for name in dotted.split("."):
+        inside = [n for n in ast.iter_child_nodes(found) if getattr(n, "name", None) == name]
+        if not inside:
+            return False
+        found = inside[0]
+    return True

@@ -12,9 +12,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from areal.agents.workflow import agent_workflow, online_workflow
 from areal.algorithm import DYNAMIC_FILTERS
-from areal.algorithm.normalization import episode_means
+from areal.algorithm.normalization import are_equal, episode_means
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.reward import get_reward_fn
@@ -177,18 +179,21 @@ class RewardSpread:
 
     def share(self, groups: Sequence[Trajectory]) -> float:
         """Share of the groups with different rewards; warns when there was none for long."""
-        rewards = [group.get("original_rewards", group["rewards"]).tolist() for group in groups]
+        rewards = [
+            episode_means(group.get("original_rewards", group["rewards"]), group.get(EPISODE_KEY))
+            for group in groups
+        ]
         if all(len(group) == 1 for group in rewards):
-            rewards = [[reward for (reward,) in rewards]]
-        share = sum(len(set(group)) > 1 for group in rewards) / len(rewards)
+            rewards = [torch.cat(rewards)]
+        share = sum(not are_equal(group) for group in rewards) / len(rewards)
         self._steps = 0 if share > 0 else self._steps + 1
         if self._steps == self._patience:
             self._patience *= 2
-            self._warn({reward for group in rewards for reward in group})
+            self._warn(torch.cat(rewards))
         return share
 
-    def _warn(self, values: set[float]) -> None:
-        found = f"all {values.pop():g}" if len(values) == 1 else "equal within each group"
+    def _warn(self, rewards: torch.Tensor) -> None:
+        found = f"all {rewards[0]:g}" if are_equal(rewards) else "equal within each group"
         logger.warning(
             "no two samples of a prompt had different rewards for %d steps (this step: %s): their "
             "advantages are 0, so the model learns nothing. Look at samples "

@@ -8,6 +8,7 @@ import pytest
 import torch
 from config_files import load
 
+from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow
 from areal.trainer.episodes import RewardSpread, refuse_images
 from areal.workflow.rlvr import RLVRWorkflow
@@ -30,6 +31,14 @@ def test_rewards_are_those_of_the_workflow():
     """Normalised ones differ by rounding at most where the workflow's are equal."""
     group = {"rewards": torch.tensor([0.0, 1e-8]), "original_rewards": torch.tensor([1.0, 1.0])}
     assert RewardSpread().share([group]) == 0
+
+
+def test_rows_of_one_episode_are_one_sample():
+    """An agent's requests may have rewards of their own; the estimator compares episodes."""
+    group = {"rewards": torch.tensor([0.0, 1.0, 1.0, 0.0]), EPISODE_KEY: torch.tensor([0, 0, 1, 1])}
+    assert RewardSpread().share([group]) == 0
+    group[EPISODE_KEY] = torch.tensor([0, 1, 1, 0])
+    assert RewardSpread().share([group]) == 1
 
 
 @pytest.mark.parametrize(

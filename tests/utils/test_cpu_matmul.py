@@ -32,7 +32,7 @@ torch.manual_seed(0)
 for num_inputs, num_outputs in [(64, 50), (36, 61), (48, 192), (896, 300)]:
     x, weight = torch.randn(512, num_inputs), torch.randn(num_outputs, num_inputs)
     whole = torch.nn.functional.linear(x, weight)
-    for count in range(16, 512, 16):  # native/rows.py makes whole tiles of rows
+    for count in range(16, 512, 16):  # native/torch_runner.py makes whole tiles of rows
         part = torch.nn.functional.linear(x[:count].clone(), weight)
         assert torch.equal(part, whole[:count]), (num_inputs, num_outputs, count)
 """
