@@ -1,5 +1,5 @@
-"""Agents that talk to the model over HTTP, as they would to OpenAI or Anthropic.
+"""Agents that call the model over HTTP, as they would call OpenAI or Anthropic.
 
-`workflow` runs an agent as a RolloutWorkflow; `proxy` is the server it talks to, `session` what it
-said in one episode, `completions` how a call becomes tokens and tokens a reply.
+`workflow` runs an agent as a RolloutWorkflow; `proxy` is the server it calls, `session` the record
+of one episode, `completions` turns a request into tokens and tokens into a reply.
 """

@@ -1,8 +1,8 @@
-"""Anthropic's messages API in the words of OpenAI's chat API, and back.
+"""Anthropic's messages API, translated to OpenAI's chat API and back.
 
-In: the body of POST /v1/messages. Out: the body of a chat completion that asks the same, and its
-reply as a message, a stream of events, or an error, in Anthropic's shape. Blocks other than text
-and tool use are refused, except thoughts of earlier turns, which are left out.
+In: the body of POST /v1/messages. Out: the body of the equivalent chat completion, and its reply as
+a message, an event stream or an error in Anthropic's format. Blocks other than text and tool use
+are rejected, except thinking blocks of earlier turns, which are dropped.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def error_of(error: WireError) -> dict[str, Any]:
 
 
 def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """One of theirs may be several of ours: results of tools are messages of their own."""
+    """One Anthropic message may become several: each tool result is a chat message of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise WireError(400, f"{where}.role: expected 'user' or 'assistant', got {role!r:.60}")

@@ -1,14 +1,12 @@
-"""A call to the model: messages into tokens, tokens into a reply, both into the session.
+"""One model call of an agent: messages to tokens, tokens to a reply, both recorded.
 
     parse_call -> prompt_ids -> engine.agenerate -> visible text, tool calls -> answer -> recorded
 
-Token in, token out: what a model wrote stays as it was sampled. With `chat_template_type: concat`
-a later turn puts the new messages' tokens after it and never tokenises the past again.
+Token in, token out: sampled tokens are kept as sampled. With `chat_template_type: concat` a later
+turn appends the tokens of the new messages and never re-tokenises the past.
 
-A chat completion as server-sent events.
-
-The engine answers whole, so the reply is known when the stream begins: the agent's interaction is
-recorded before its first event, and a client that leaves in the middle changes nothing.
+Streams (`chat_events`) are server-sent events of a reply that is already complete: the interaction
+is recorded before the first event, and a client that disconnects midway changes nothing.
 """
 
 from __future__ import annotations
@@ -49,17 +47,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("AgentProxy")
 
-# Stands for a reply in a rendered chat. Random, so that no message can hold it.
+# Placeholder for a reply in a rendered chat. Random, so that no message can contain it.
 _REPLY_PLACE = f"@reply-{secrets.token_hex(8)}@"
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one call gave: the reply for the client and the interaction of the session."""
+    """Result of one call: the reply for the client and the interaction for the session."""
 
-    asked: dict[str, Any]  # the body, in the words of its route
+    asked: dict[str, Any]  # the request body, in its route's format
     call: ChatCall
-    reply: dict[str, Any]  # a chat completion of OpenAI's, whatever the route
+    reply: dict[str, Any]  # a chat completion in OpenAI's format, whatever the route
     interaction: InteractionWithTokenLogpReward
 
     @property
@@ -73,19 +71,19 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One API. `chat_body(body, cache)` may look at what the session said before."""
+    """One API. `chat_body(body, cache)` may read the session's earlier interactions."""
 
-    id_prefix: str  # of the ids that clients give rewards by
+    id_prefix: str  # of the ids by which clients assign rewards
     chat_body: Callable[[dict[str, Any], InteractionCache], dict[str, Any]]
     reply: Callable[[Completion], dict[str, Any]]
     events: Callable[[Completion], Iterator[bytes]]  # the reply as a stream
-    note: Callable[[Completion], None]  # what the client got, in the interaction
+    note: Callable[[Completion], None]  # stores in the interaction what the client received
     error: Callable[[WireError], dict[str, Any]] = error_body
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the client gets, ready to be sent."""
+    """The HTTP response, ready to be sent."""
 
     content: bytes
     media_type: str
@@ -94,15 +92,15 @@ class Answer:
 async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answer:
     """Answer one request and record it.
 
-    A WireError is the caller's fault, anything else is ours. Recorded last, when the whole answer
-    is there: what the agent does not get is no part of its episode.
+    A WireError is the caller's fault, anything else is ours. Recording comes last, with the whole
+    answer at hand: a reply that the agent never gets is not part of its episode.
     """
     created = next_created()
     call = parse_call(session.options, route.chat_body(body, session.cache))
     parent = session.cache.find_parent(call.messages, call.tools)
-    # Before the first wait: calls that run side by side draw in the order in which they came.
+    # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
-    # In a thread: a long chat takes milliseconds, and other episodes wait for this event loop.
+    # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
     input_ids = await asyncio.to_thread(prompt_ids, session.options, call, parent)
     response = await _generate(session, call.gconfig.new(seed=seed), input_ids)
     reply = chat_reply(
@@ -116,7 +114,7 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
         in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
     )
     template_type = session.options.config.chat_template_type
-    assert template_type is not None  # by default the config chooses it
+    assert template_type is not None  # the config sets it by default
     interaction = InteractionWithTokenLogpReward(
         response,
         messages=call.messages,
@@ -137,7 +135,7 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
 
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
-    """The request, with the run's `gconfig` for what it leaves open."""
+    """The parsed request; options it leaves out come from the run's `gconfig`."""
     given = {name: value for name, value in body.items() if value is not None}
     defaults = options.gconfig.new(n_samples=1).to_openai_completions_args_dict()
     defaults |= defaults.pop("extra_body", {})
@@ -158,13 +156,13 @@ def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
 def prompt_ids(
     options: SessionOptions, call: ChatCall, parent: InteractionWithTokenLogpReward | None
 ) -> list[int]:
-    """The whole prompt; with `concat` it begins with every token of the parent."""
+    """The whole prompt; with `concat` it starts with all tokens of the parent."""
     if parent is None or options.config.chat_template_type == "hf":
         return chat_prompt_ids(options.tokenizer, call)
     before = [*parent.model_response.input_tokens, *parent.model_response.output_tokens]
     new = call.messages[len(parent.whole_chat()) :]
     after = _ids_after_reply(options.tokenizer, call, parent.messages, new)
-    # The model has ended its turn itself, or the template does it.
+    # The end-of-turn token comes from the model, or else from the template: keep one.
     return before + (after[1:] if after[:1] == before[-1:] else after)
 
 
@@ -173,8 +171,8 @@ def _ids_after_reply(
 ) -> list[int]:
     """Tokens from the end of the assistant's turn through `new` to the header of its next.
 
-    Taken as text after the place of the reply: a template may rewrite earlier turns (leave out
-    their thoughts), and nothing that stands before that place is used.
+    Cut from the rendered text after the placeholder of the reply: a template may rewrite earlier
+    turns (drop their reasoning), so nothing before the placeholder is used.
     """
     chat = [*before, {"role": "assistant", "content": _REPLY_PLACE}, *new]
     text = chat_prompt_text(tokenizer, dataclasses.replace(call, messages=chat))
@@ -197,7 +195,7 @@ async def _generate(
     )
     try:
         response = await session.engine.agenerate(request)
-    except ValueError as error:  # the engine cannot do what was asked: too long, an odd option
+    except ValueError as error:  # the engine rejects the request: too long, an unsupported option
         raise WireError(400, str(error)) from error
     if response.stop_reason == "abort":
         raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
@@ -240,7 +238,7 @@ def chat_events(done: Completion) -> Iterator[bytes]:
 
 
 def named_event(event: dict[str, Any]) -> bytes:
-    """An event that says its type twice, as Anthropic's clients and those of /v1/responses want."""
+    """An event that carries its type twice, as Anthropic and /v1/responses clients expect."""
     return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
 
 

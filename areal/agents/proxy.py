@@ -1,18 +1,18 @@
-"""The server agents talk to: OpenAI's and Anthropic's routes on the controller's event loop.
+"""The HTTP server agents call: OpenAI's and Anthropic's routes on the controller's event loop.
 
 | route                     | key     | answer                                                    |
 |---------------------------|---------|-----------------------------------------------------------|
 | POST /v1/chat/completions | session | a chat completion, or a stream of its chunks              |
 | POST /v1/responses        | session | a response, or a stream of its events                     |
-| POST /v1/messages         | session | a message of Anthropic's, or a stream of its events       |
-| GET /v1/models            | session | the one model there is                                    |
+| POST /v1/messages         | session | an Anthropic message, or a stream of its events           |
+| GET /v1/models            | session | the only model                                            |
 | POST /rl/set_reward       | session | {"reward", "interaction_id"?}: the newest, or by id       |
 | POST /rl/end_session      | session | {"reward"?}: the episode is over                          |
 | POST /rl/start_session    | admin   | {"session_id", "api_key", "base_url", "data"} of the next |
 
-A key travels as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses: 400 the caller's fault,
-401 no or a wrong key, 409 the session has ended, 429 no session to start now, 500 ours. It listens
-on this machine only. A client that goes away has its generation cancelled and nothing recorded.
+A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses: 400 invalid request,
+401 missing or wrong key, 409 session ended, 429 no session to start now, 500 internal error.
+Listens on localhost only. If a client disconnects, its generation is cancelled and not recorded.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ _KEEP_ALIVE_S = 5
 
 
 class AgentProxy:
-    """Started by its first user on the event loop it then belongs to.
+    """Runs on the event loop of the first `start`.
 
     proxy = AgentProxy(port=0)
     await proxy.start()
-    proxy.admit(session)             # its key opens the routes
-    ...                              # an agent talks to proxy.base_url
+    proxy.admit(session)             # its key is accepted from now on
+    ...                              # an agent calls proxy.base_url
     proxy.release(session)
     await proxy.stop()
     """
 
-    _server: _Server  # while it is served
+    _server: _Server  # while it runs
 
     def __init__(self, *, port: int = 0, admin_key: str | None = None) -> None:
-        """With an `admin_key` clients may start the sessions that are `offer`ed."""
+        """With an `admin_key` clients may start the sessions that are passed to `offer`."""
         self._port = port
         self._admin_key = admin_key
         self._sessions: dict[str, Session] = {}
@@ -82,11 +82,11 @@ class AgentProxy:
         return f"http://{_HOST}:{self._port}/v1"
 
     async def start(self) -> None:
-        """Returns when requests are accepted. Calling it again is fine."""
+        """Returns when requests are accepted. Idempotent."""
         async with self._starting:
             if self._serving is not None:
                 return
-            # Before there is an agent whose time it would take.
+            # Before the first agent, whose timeout it would use up.
             await asyncio.to_thread(wait_until_warm)
             listener = _bind(self._port)
             self._port = listener.getsockname()[1]
@@ -114,18 +114,18 @@ class AgentProxy:
         self._sessions[session.id] = session
 
     def offer(self, session: Session) -> None:
-        """Let the next client that asks have it."""
+        """Queue the session for the next client that starts one."""
         self._offered.append(session)
 
     def release(self, session: Session) -> None:
-        """The session's key opens nothing from now on."""
+        """Reject the session's key from now on."""
         session.close()
         self._sessions.pop(session.id, None)
         if session in self._offered:
             self._offered.remove(session)
 
     def start_offered(self) -> dict[str, Any]:
-        """What a client needs to know of the session that is now its own."""
+        """What a client needs to use the session it was just given."""
         if not self._offered:
             raise WireError(429, "no session can start now: the run has enough; ask again later")
         session = self._offered.popleft()
@@ -146,7 +146,7 @@ class AgentProxy:
 
     def session_of(self, request: Request) -> Session:
         key = _key_of(request)
-        # Found by the public part of the key, then compared as a whole.
+        # Looked up by the public part of the key, then compared as a whole.
         session = self._sessions.get(key.removeprefix("sk-areal-").partition("-")[0])
         if session is None or not session.has_key(key):
             raise WireError(401, "expected 'Authorization: Bearer KEY' with the key of a session")
@@ -173,7 +173,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     )
 
     async def answer_fault(request: Request, error: Exception) -> Response:
-        with contextlib.suppress(WireError):  # nobody's session
+        with contextlib.suppress(WireError):  # the request has no session
             proxy.session_of(request).fail(request.scope["path"], error)
         return _error(request, _fault(error))
 
@@ -216,7 +216,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process it is a guest of."""
+    """Leaves signal handling to the hosting process."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -253,7 +253,7 @@ async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
         answer = await session.call(complete(session, route, body))
     except (WireError, SessionEndedError):
         raise
-    except Exception as error:  # ours: told to the agent, and kept by the session
+    except Exception as error:  # internal: reported to the agent and recorded by the session
         logger.warning("a call of an agent failed", exc_info=error)
         session.fail(_request_text(route, body), error)
         raise _fault(error) from error
@@ -263,12 +263,12 @@ async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
 
 
 def _request_text(route: Route, body: dict[str, Any]) -> str:
-    """The same text when an SDK sends the request again."""
+    """Equal for a retry of the same request by an SDK."""
     return f"{route.id_prefix}{dumps(body)}"
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """The result of `work`, or None when the client left before; `work` is cancelled then."""
+    """The result of `work`; None if the client disconnects first, which cancels `work`."""
     task = asyncio.create_task(work, name="agent-call")
     watcher = asyncio.create_task(_left(request), name="client-watch")
     try:
@@ -312,7 +312,7 @@ def _answer(wire_error: Callable[[Any], WireError]):
 
 
 def _error(request: Request, error: WireError) -> Response:
-    """In the shape that clients of this route expect."""
+    """The error in the format of this route's API."""
     route = ROUTES.get(request.scope["path"])
     body = error_body(error) if route is None else route.error(error)
     return JsonReply(body, status_code=error.status)

@@ -1,9 +1,8 @@
-"""OpenAI's responses API in the words of its chat API, and back.
+"""OpenAI's responses API, translated to its chat API and back.
 
-In: the body of POST /v1/responses. Out: the body of a chat completion that asks the same, and its
-reply as a response or a stream of events. A response before it in the session may be named by
-`previous_response_id`. Tools other than functions are refused; thoughts of earlier turns are left
-out.
+In: the body of POST /v1/responses. Out: the body of the equivalent chat completion, and its reply
+as a response or an event stream. `previous_response_id` may name an earlier response of the same
+session. Tools other than functions are rejected; reasoning items of earlier turns are dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from areal.openai import WireError
 if TYPE_CHECKING:
     from areal.api.interaction import InteractionCache
 
-# Options that have the same name in both; the last ones are those OpenAI has no name for.
+# Options with the same name in both APIs; the last ones are extensions OpenAI does not have.
 _SAME = [
     "model",
     "temperature",
@@ -76,7 +75,7 @@ def response_events(done: Completion) -> Iterator[bytes]:
 
 
 def _earlier(body: dict[str, Any], cache: InteractionCache) -> list[dict[str, Any]]:
-    """The chat that `previous_response_id` ended; instructions are not carried over."""
+    """The chat up to and including `previous_response_id`; instructions are not carried over."""
     name = _text_or_null(body, "previous_response_id")
     if name is None:
         return []
@@ -106,7 +105,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
             content = _text(item.get("content"), f"{where}.content")
             messages.append({"role": item.get("role"), "content": content})
         case "function_call":
-            # One turn of the model is several items: its text, then its calls.
+            # One assistant message is several items: its text, then its tool calls.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             function = {"name": item.get("name"), "arguments": item.get("arguments")}

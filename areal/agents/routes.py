@@ -1,4 +1,4 @@
-"""The ways to ask the model, by their paths: each translates to a chat completion and back."""
+"""The proxy's model routes by path: each translates to a chat completion and back."""
 
 from __future__ import annotations
 

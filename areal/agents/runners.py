@@ -1,16 +1,13 @@
-"""Where an agent's code runs: in the controller's event loop, or in processes of its own.
+"""Where an agent's code runs: inline on the controller's event loop, or in a worker process.
 
-In: a data row and an open session. Out: the session, told its outcome; or the exception that the
-episode failed with. Both give `run` the session's `base_url` and `api_key`; `inline` adds an
-`http_client`, `subproc` sets the environment variables that OpenAI's and Anthropic's SDKs read.
+In: a data row and an open session. Out: the session, ended with its reward, or the exception that
+the episode failed with. Both runners pass `run` the session's `base_url` and `api_key`; `inline`
+adds an `http_client`, `subproc` sets the environment variables that OpenAI's and Anthropic's SDKs
+read.
 
-One episode of an agent in a process of its own: what is sent there, and what runs there.
-
-In: a data row and the address and key of a session. Out: nothing but the session's end, told over
-HTTP through the same door as everybody's; an exception is raised by whoever called.
-
-The process belongs to a pool that `AsyncRewardWrapper` keeps: it dies with the controller, a call
-that hangs is killed with it, and one that crashes takes no other along.
+`AgentCall` is what `subproc` sends to a process of `AsyncRewardWrapper`'s pool: it ends its session
+over HTTP, and an exception is raised in the caller. The process dies with the controller; a hang or
+crash costs only its own episode.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from areal.sandbox.pool import AsyncRewardWrapper, RewardError, RewardTimeoutErr
 
 
 class InlineAgent:
-    """Awaits the agent here. It must not block: what waits without `await` stops all episodes."""
+    """Awaits the agent here. It must not block: a blocking call stops all episodes."""
 
     def __init__(self, agent: Any, kwargs: dict[str, Any], *, timeout_s: float) -> None:
         self._agent = agent(**kwargs) if isinstance(agent, type) else agent
@@ -54,13 +51,13 @@ class InlineAgent:
                         )
                     reward = await running
             except TimeoutError:
-                if not deadline.expired():  # the agent's own
+                if not deadline.expired():  # raised by the agent itself
                     raise
                 raise AgentTimeoutError(_too_long(self._name, self._timeout_s)) from None
         session.end(checked_outcome(reward, self._name))
 
     def close(self) -> None:
-        """Nothing was started."""
+        """No-op: nothing was started."""
 
     def _client(self) -> Any:
         """One per episode: SDKs close the client they were given. Certificates are read once."""
@@ -77,7 +74,7 @@ class InlineAgent:
 
 
 class SubprocAgent:
-    """A pool of processes, each with one episode at a time. A crash or hang ends that one."""
+    """A pool of processes, one episode at a time each. A crash or hang ends only that episode."""
 
     def __init__(
         self,
@@ -111,7 +108,7 @@ class SubprocAgent:
             await self._pool(data, base_url, session.key)
         except RewardTimeoutError:
             raise AgentTimeoutError(_too_long(self._name, self._timeout_s)) from None
-        except RewardError as error:  # it raised, or its process died
+        except RewardError as error:  # the agent raised, or its process died
             raise AgentError(str(error)) from None
 
     def close(self) -> None:
@@ -130,7 +127,7 @@ END_TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class AgentCall:
-    """Runs in the child. `agent` is an object with `run`, or a class that `kwargs` build there."""
+    """Runs in the child. `agent`: an object with `run`, or a class to build there with `kwargs`."""
 
     agent: Any
     kwargs: dict[str, Any]
@@ -144,7 +141,7 @@ class AgentCall:
     def __call__(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
         os.environ.update(environment(base_url, api_key))
         if self._loop is None:
-            # One loop for all episodes: clients that an agent keeps belong to their first loop.
+            # One loop for all episodes: clients an agent keeps are bound to their first loop.
             self._loop = asyncio.Runner()
             self._built = self.agent(**self.kwargs) if isinstance(self.agent, type) else self.agent
         reward = self._loop.run(self._built.run(data, base_url=base_url, api_key=api_key))
@@ -153,7 +150,7 @@ class AgentCall:
 
 
 def environment(base_url: str, api_key: str) -> dict[str, str]:
-    """What the SDKs read when they are given nothing."""
+    """Variables that the SDKs read by default."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
@@ -163,13 +160,13 @@ def environment(base_url: str, api_key: str) -> dict[str, str]:
 
 
 def end_session(base_url: str, api_key: str, reward: float | dict[str, float]) -> None:
-    """Tell the session what the episode was worth."""
+    """Report the episode's reward to its session."""
     request = urllib.request.Request(
         f"{base_url.removesuffix('/v1')}/rl/end_session",
         data=json.dumps({"reward": reward}).encode(),
         headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
     )
-    # Without proxies of the environment: the session is on this machine.
+    # Ignore proxies of the environment: the session is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=END_TIMEOUT_S):
@@ -180,7 +177,7 @@ def end_session(base_url: str, api_key: str, reward: float | dict[str, float]) -
 
 
 def checked_outcome(reward: Any, name: object) -> float | dict[str, float]:
-    """What `run` of the agent `name` returned, as plain numbers; a failure is never a number."""
+    """The reward returned by `run` of the agent `name`, as plain numbers; raises if it is none."""
     if isinstance(reward, dict) and reward:
         return {str(key): checked_reward(value) for key, value in reward.items()}
     if not isinstance(reward, numbers.Real):

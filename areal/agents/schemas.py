@@ -1,4 +1,4 @@
-"""The bodies of the proxy's routes, as JSON Schemas: what one forbids is refused by the route."""
+"""JSON Schemas of the proxy's request bodies; a route rejects what its schema forbids."""
 
 from __future__ import annotations
 

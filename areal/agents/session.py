@@ -1,13 +1,13 @@
-"""One episode's conversation with the model: who may speak, what was said, what it was worth.
+"""One agent episode: access key, recorded interactions, reward.
 
 In: calls that carry the session's key. Out: the interactions, with rewards, as samples.
 
     open -> calls, each recorded when its reply is complete -> ended with a reward -> exported
 
-Invariant: a session sees its own calls only, and nothing is recorded after its end. A request that
-failed on our side (status 500) makes the episode fail, unless the same request succeeded later: an
-SDK's retry. Also if the agent went on without it: what an agent does with a broken model is not
-data.
+Invariant: a session contains only its own calls, and nothing is recorded after its end. A request
+that failed with an internal error (status 500) fails the episode, even if the agent went on without
+it, unless an equal request succeeded later (an SDK's retry): behaviour against a broken model is
+not training data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class AgentError(RuntimeError):
-    """An episode of an agent failed in a way that its own exception does not tell."""
+    """An agent's episode failed for a reason that is not the agent's own exception."""
 
 
 class AgentTimeoutError(AgentError):
@@ -39,21 +39,21 @@ class AgentTimeoutError(AgentError):
 
 
 class SessionEndedError(Exception):
-    """A call to a session that is over."""
+    """A call to a session that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What the sessions of one workflow have in common."""
+    """Options shared by all sessions of one workflow."""
 
     config: AgentConfig
     tokenizer: Any
-    gconfig: GenerationHyperparameters  # what a call leaves open
+    gconfig: GenerationHyperparameters  # for what a call leaves out
     matcher: PrefixMatcher | None = None
 
 
 class Session:
-    """Opened inside an episode, whose seeds its calls draw. Used on one event loop."""
+    """Opened inside an episode, from whose seeds its calls draw. Used on one event loop."""
 
     def __init__(self, options: SessionOptions, engine: InferenceEngine) -> None:
         self.options = options
@@ -61,12 +61,12 @@ class Session:
         self.id = secrets.token_hex(8)
         self.key = f"sk-areal-{self.id}-{secrets.token_urlsafe(24)}"
         self.cache = InteractionCache(options.matcher)
-        # Requests that failed on our side and have not succeeded since.
+        # Requests that failed with an internal error and have not succeeded since.
         self._failed: dict[str, Exception] = {}
-        self.data: dict[str, Any] | None = None  # the row, for a client outside to read
-        self.started = asyncio.Event()  # by such a client
+        self.data: dict[str, Any] | None = None  # the row, for an external client to read
+        self.started = asyncio.Event()  # set by such a client
         self.ended = asyncio.Event()
-        # A call comes in on a connection of its own, outside the episode's context.
+        # A call arrives on its own connection, outside the episode's context.
         self._context = contextvars.copy_context()
         self._calls: set[asyncio.Task] = set()
 
@@ -77,7 +77,7 @@ class Session:
         return self._context.run(workflow_context.next_seed)
 
     async def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run `work`, a call to the model, unless the session ends before it does."""
+        """Run `work`, a model call; cancelled if the session ends first."""
         if self.ended.is_set():
             work.close()
             raise SessionEndedError
@@ -95,11 +95,11 @@ class Session:
         return result
 
     def fail(self, request: str, error: Exception) -> None:
-        """`request` was answered with a fault of ours; equal requests have equal texts."""
+        """`request` got an internal error; equal requests have equal texts."""
         self._failed[request] = error
 
     def succeed(self, request: str) -> None:
-        """Heals what failed before."""
+        """Clear an earlier failure of the same request."""
         self._failed.pop(request, None)
 
     @property
@@ -107,7 +107,7 @@ class Session:
         return bool(self._failed)
 
     def end(self, reward: Any = None) -> None:
-        """Calls that still run are cancelled. `reward`: a number, numbers by completion id."""
+        """Cancels running calls. `reward`: a number, or numbers by completion id."""
         if self.ended.is_set():
             raise SessionEndedError
         if reward is not None:
@@ -115,7 +115,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """The end without an outcome. Twice is fine."""
+        """End without an outcome. Idempotent."""
         self.ended.set()
         for task in self._calls:
             task.cancel()
@@ -131,7 +131,7 @@ class Session:
             self.cache.set_reward(interaction_id, value)
 
     def export(self) -> dict[str, InteractionWithTokenLogpReward]:
-        """The samples of an episode that is over, discounted."""
+        """The samples of a finished episode, with discounted rewards."""
         self.raise_if_failed()
         config = self.options.config
         if config.drop_retry_orphans:

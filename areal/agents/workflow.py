@@ -5,10 +5,9 @@
                           v                       v
                        interactions  <-------  proxy -> engine.agenerate
 
-`inline` and `subproc` run an agent of the user's; `online` hands sessions to clients outside. Each
-workflow has its own proxy, on the loop its episodes run on, until `close`.
-
-What agents need before the first episode; `areal check` asks it too, so no torch is loaded.
+`inline` and `subproc` run the user's agent; `online` hands sessions to external clients. Each
+workflow has its own proxy, on the loop of its episodes, until `close`. `check_agent_options` is
+also used by `areal check`, so this file must not import torch.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def agent_workflow(
     tokenizer: Any,
     gconfig: GenerationHyperparameters,
 ) -> RolloutWorkflow:
-    """`agent` is an object with an async `run`, or a class that `kwargs` build."""
+    """`agent` is an object with an async `run`, or a class to build with `kwargs`."""
     options = _session_options(config, tokenizer, gconfig)
     timeout_s = config.session_timeout_seconds
     if config.mode == "subproc":
@@ -63,12 +62,12 @@ def agent_workflow(
 def online_workflow(
     *, config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
 ) -> RolloutWorkflow:
-    """Sessions for whoever has the admin key, which the environment gives."""
+    """Sessions for clients that hold the admin key, which comes from the environment."""
     return OnlineEpisodes(_session_options(config, tokenizer, gconfig), admin_key=admin_key())
 
 
 class AgentEpisodes(RolloutWorkflow):
-    """An agent of the user's: any object with `async run(data, **kwargs) -> reward`."""
+    """The user's agent: any object with `async run(data, **kwargs) -> reward`."""
 
     def __init__(self, place: InlineAgent | SubprocAgent, options: SessionOptions) -> None:
         self._place = place
@@ -91,7 +90,7 @@ class AgentEpisodes(RolloutWorkflow):
 
 
 class OnlineEpisodes(RolloutWorkflow):
-    """Episodes that clients outside drive: start a session, talk, give a reward, end it.
+    """Episodes driven by external clients: start a session, call the model, set a reward, end it.
 
     A session that ends without a reward is a rejected episode.
     """
@@ -132,7 +131,7 @@ class OnlineEpisodes(RolloutWorkflow):
 
 
 class _ProxyOfLoop:
-    """The proxy of the event loop that runs the episodes: a run has one, a notebook several."""
+    """One proxy per event loop that runs episodes: a training run has one, a notebook several."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -150,7 +149,7 @@ class _ProxyOfLoop:
         return self._proxy
 
     def close(self) -> None:
-        """Any thread may call it, more than once, also when the loop is gone."""
+        """Thread-safe and idempotent, also when the loop is closed."""
         self._closed = True
         loop, proxy, self._loop = self._loop, self._proxy, None
         if loop is None or proxy is None or not loop.is_running():
@@ -169,12 +168,12 @@ def _result(session: Session) -> Interactions:
     exported = session.export()
     outcome_id = list(session.cache)[-1]
     reward = session.cache[outcome_id].reward
-    assert reward is not None  # discounting gave every completion one
+    assert reward is not None  # discounting assigned one to every completion
     stats_tracker.get(workflow_context.stat_scope()).scalar(
         reward=reward, num_turns=len(session.cache)
     )
     if workflow_context.is_eval:
-        # Nobody trains on it, and the mean over episodes must not count the long ones twice.
+        # Not trained on; as one sample, a long episode counts once in the mean over episodes.
         return {outcome_id: session.cache[outcome_id]}
     return exported
 
@@ -183,7 +182,7 @@ def _session_options(
     config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
 ) -> SessionOptions:
     check_agent_options(config)
-    tokenizer("")  # settles its inner state: from here on threads may share it
+    tokenizer("")  # initialises its internal state: only then may threads share it
     warm_up()
     matcher = None
     if config.prefix_matcher is not None:
@@ -203,7 +202,7 @@ _MIN_ADMIN_KEY = 16
 
 
 def check_agent_options(config: AgentConfig) -> None:
-    """ValueError for a name that is none, or, with `mode: online`, a key that is missing."""
+    """ValueError for an unknown name or, with `mode: online`, a missing admin key."""
     if config.tool_call_parser not in TOOL_PARSERS:
         known = ", ".join(sorted(TOOL_PARSERS))
         raise ValueError(

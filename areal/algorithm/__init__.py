@@ -1,8 +1,8 @@
 """The mathematics of training: tensors in, tensors out, no state, no config objects.
 
-Names of the YAML for what can be chosen, each standing for an import path as a user's own function
-would be given; `areal.utils.import_path.load_named(name, TABLE, key=...)` finds the function. This
-door imports no torch, so that a config can be checked against the tables in no time.
+The tables map names of the YAML to import paths, the form in which a user's own function is given;
+`areal.utils.import_path.load_named(name, TABLE, key=...)` resolves either. This file imports no
+torch, so that a config can be checked against the tables quickly.
 """
 
 from __future__ import annotations

@@ -4,19 +4,17 @@
                 -> (+ kl_rewards) -> gae or gae_by_turn -> advantages, returns [B, S]
 
 GAE: delta_k = r_k + discount * V_{k+1} - V_k and A_k = delta_k + discount * lambda * A_{k+1} over
-the time steps of a sequence. Positions off the mask (tool output, padding) are no steps: they are
-passed over without discount, and a reward found there belongs to the generated token before it.
-Without a critic the values are 0.
+the time steps of a sequence. Positions off the mask (tool output, padding) are not steps: they are
+skipped without discount, and a reward there belongs to the generated token before it. Without a
+critic the values are 0.
 
-Token tensors here are aligned to predictions: position t belongs to the token at t + 1, which is
-where `shift_left` brings `loss_mask`, `logprobs`, `versions` and `turn_ids`, all of them alike.
+Token tensors are aligned to predictions: position t belongs to the token at t + 1. `shift_left`
+brings `loss_mask`, `logprobs`, `versions` and `turn_ids` to this alignment.
 
-lambda of GAE as a function of the trajectory: long answers want a lambda nearer to 1.
-
-A lambda function is `fn(LambdaContext, **kwargs) -> [B]`, named in `LAMBDA_FUNCTIONS` or given by
-import path; `evaluate_lambda` calls it and refuses anything but one number from 0 to 1 per
-trajectory: above 1 the errors of later steps would grow on their way to the first, below 0 they
-would change sign.
+lambda may be a function of the trajectory, since long answers need one nearer to 1:
+`fn(LambdaContext, **kwargs) -> [B]`, named in `LAMBDA_FUNCTIONS` or given by import path.
+`evaluate_lambda` calls it and rejects anything but one number in [0, 1] per trajectory: above 1 the
+errors of later steps would grow on their way to the first, below 0 they would change sign.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ def shape_rewards(
 
 
 def shift_left(x_BS: torch.Tensor, fill: float = 0) -> torch.Tensor:
-    """Bring what is known of token t + 1 to position t; the last position has no next token."""
+    """Move the value of token t + 1 to position t; the last position has no next token."""
     out = torch.roll(x_BS, -1, dims=1)
     out[:, -1] = fill
     return out
 
 
 def place_outcome(rewards: torch.Tensor, seqlens: torch.Tensor, width: int) -> torch.Tensor:
-    """`[B, width]`, zero but for the position that predicts each sequence's last token."""
+    """`[B, width]`, zero except at the position that predicts each sequence's last token."""
     last = (seqlens - 2).clamp(min=0)  # a sequence of one token predicts nothing: masked anyway
     out = rewards.new_zeros(len(rewards), width)
     return out.scatter_(1, last[:, None], rewards[:, None])
@@ -72,8 +70,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One time step is one generated token; (advantages, returns), zero off the mask.
 
-    lambda is a number, or one for each sequence `[B]` (areal.algorithm.advantage). `bootstrap_B` is
-    the value after the end of sequences that were cut off by length (`cut_off_values`).
+    lambda is a number, or one per sequence `[B]` (see `evaluate_lambda`). `bootstrap_B` is the
+    value after the end of sequences truncated by length (`cut_off_values`).
     """
     batch, width = rewards_BS.shape
     rewards_SB, values_SB = rewards_BS.T.contiguous(), values_BS.T.contiguous()
@@ -106,11 +104,11 @@ def gae_by_turn(
     bootstrap_B: torch.Tensor | None = None,
     token_rewards_BS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One time step is one turn: generated tokens in a row that carry the same turn id.
+    """One time step is one turn: consecutive generated tokens with the same turn id.
 
-    A turn's reward is the sum over its tokens, its value the one at its first token, and its
-    advantage and return belong to each of its tokens. `token_rewards_BS` (the KL penalty) is no
-    outcome of a turn: it is added to the advantage of its own token and goes no further.
+    A turn's reward is the sum over its tokens, its value the one at its first token; its advantage
+    and return apply to each of its tokens. `token_rewards_BS` (the KL penalty) is not an outcome of
+    a turn: it is added to the advantage of its own token only.
     """
     mask_BS = mask_BS.bool()
     check_turn_ids(turn_ids_BS, mask_BS)
@@ -154,10 +152,10 @@ def check_turn_ids(turn_ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> None:
 
 
 def turn_starts(mask_BS: torch.Tensor, turn_ids_BS: torch.Tensor) -> torch.Tensor:
-    """True at each generated token whose turn id differs from that of the generated one before."""
+    """True at each generated token whose turn id differs from the previous generated token's."""
     mask_BS = mask_BS.bool()
     positions = torch.arange(mask_BS.shape[1], device=mask_BS.device).expand(mask_BS.shape)
-    last_BS = torch.where(mask_BS, positions, -1).cummax(1).values  # newest generated, up to t
+    last_BS = torch.where(mask_BS, positions, -1).cummax(1).values  # latest generated token up to t
     before_BS = last_BS.roll(1, dims=1)
     before_BS[:, :1] = -1
     same_turn_BS = turn_ids_BS.gather(1, before_BS.clamp(min=0)) == turn_ids_BS
@@ -167,18 +165,18 @@ def turn_starts(mask_BS: torch.Tensor, turn_ids_BS: torch.Tensor) -> torch.Tenso
 def cut_off_values(
     values_BS: torch.Tensor, seqlens: torch.Tensor, no_eos_B: torch.Tensor
 ) -> torch.Tensor:
-    """The bootstrap `[B]`: the value after the last token where there was no end, else 0."""
+    """The bootstrap `[B]`: the value after the last token if truncated by length, else 0."""
     last_B = values_BS.gather(1, (seqlens - 1)[:, None]).squeeze(1)
     return last_B.masked_fill(~no_eos_B.bool(), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LambdaContext:
-    """What a lambda function may know of each trajectory; all float `[B]`."""
+    """Inputs of a lambda function, per trajectory; all float `[B]`."""
 
     num_tokens_B: torch.Tensor  # generated tokens
-    num_turns_B: torch.Tensor  # turns with a generated token; 1 where turns are not known
-    num_steps_B: torch.Tensor  # whichever of the two is the time step of GAE
+    num_turns_B: torch.Tensor  # turns with a generated token; 1 if turns are unknown
+    num_steps_B: torch.Tensor  # the one of the two that is GAE's time step
 
 
 LambdaFunction = Callable[..., torch.Tensor]
@@ -218,7 +216,7 @@ def relative_position_lambda(context: LambdaContext, *, q: float) -> torch.Tenso
 def evaluate_lambda(
     fn: Callable[..., object], context: LambdaContext, /, **kwargs: Any
 ) -> torch.Tensor:
-    """The lambda of each trajectory `[B]`, or a ValueError that says what is wrong with `fn`."""
+    """The lambda of each trajectory `[B]`; ValueError for an invalid result of `fn`."""
     expected = list(context.num_steps_B.shape)
     who = f"gae_lambda function {getattr(fn, '__qualname__', fn)}"  # any callable of the user
     lambda_call(kwargs).require(signature_of(fn), who)

@@ -1,4 +1,4 @@
-"""How the functions that a user gives by import path are called. Loads no torch."""
+"""Call signatures of functions that users give by import path. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the policy has moved from the reference: a penalty in the reward, or a term of the loss.
+"""KL between policy and reference, as a penalty in the reward or a term of the loss.
 
 Every estimator is a function of d = log pi - log pi_ref at tokens sampled from pi, and estimates
 KL(pi || pi_ref) without bias (k1, k3) or nearly so (k2):
@@ -7,18 +7,18 @@ KL(pi || pi_ref) without bias (k1, k3) or nearly so (k2):
     k2 = d^2 / 2    its gradient is that of the KL on tokens of the current policy
     k3 = e^-d - 1 + d   never negative, low variance
 
-As a loss, k1 has a gradient of mean 0 (it teaches nothing) and k3's is that of the reversed KL;
-k2 is the sound choice there. As a reward any of them will do.
+As a loss, k1 has a gradient of mean 0 (no learning signal) and k3's is that of the reversed KL;
+k2 is the sound choice there. As a reward any of them works.
 
-A KL coefficient that follows a target instead of being guessed.
+`AdaptiveKlController` adjusts the KL coefficient towards a target divergence:
 
     controller = AdaptiveKlController(0.1, target=6.0, horizon=10_000)
     rewards = kl_rewards(..., kl_ctl=controller.value)
     controller.update(mean_kl, num_samples)     # once per step
 
-More divergence than the target raises the coefficient, less lowers it, by at most 20 % of
-num_samples / horizon at a time, so that a new batch never shocks the run (proportional control in
-log space, as in "Fine-Tuning Language Models from Human Preferences"). Part of a recover point.
+Divergence above the target raises the coefficient, below lowers it, by at most 20 % of
+num_samples / horizon per step (proportional control in log space, as in "Fine-Tuning Language
+Models from Human Preferences"). Its state is part of a recover point.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import torch
 
-# One estimate says little beyond "far away"; without a bound one odd token would rule a batch.
+# A large estimate says little beyond "far away"; unbounded, one token would dominate a batch.
 MAX_TOKEN_KL = 10.0
 
 
@@ -71,14 +71,14 @@ def kl_loss(
     estimator: KlEstimator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean over the mask with gradient, detached estimate per token), to be scaled and added to
-    a policy loss. Not clamped: a clamp would stop the pull exactly where the policy is far away.
+    a policy loss. Not clamped: a clamp would stop the gradient where the policy is far away.
     """
     kl_T = estimator(_difference(logprobs_T, ref_logp_T, mask_T))
     return kl_T.sum() / mask_T.sum().clamp(min=1), kl_T.detach()
 
 
 def _difference(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """d, and 0 off the mask, where every estimator is 0 too."""
+    """d, and 0 off the mask, where every estimator is then 0 as well."""
     return (logp - ref_logp.detach()).masked_fill(~mask.bool(), 0.0)
 
 

@@ -1,7 +1,7 @@
-"""Policy-gradient losses over packed tokens.
+"""Losses over packed tokens: policy gradient, critic, supervised fine-tuning, distillation.
 
-A loss is a function `(LossInputs, options) -> (loss, metrics)`: a scalar to minimise, the mean
-over all tokens of the loss mask, and detached per-token tensors worth recording. With r =
+A policy loss is a function `(LossInputs, options) -> (loss, metrics)`: a scalar to minimise, the
+mean over all tokens of the loss mask, and detached per-token tensors worth recording. With r =
 pi_theta / pi_prox, A the advantage and w the weight of a token:
 
     ppo     -w min(r A, clip(r) A)
@@ -11,22 +11,15 @@ pi_theta / pi_prox, A the advantage and w the weight of a token:
 
 Every mean divides by the mask's count, whatever the weights are: a token that was rejected (w = 0,
 by rejection sampling or M2PO) counts as a loss of 0, so parts of a batch add up to the whole.
-
 `own_loss` makes such a loss of a user's function, which may return a loss per token instead.
 
-The critic's loss: values towards returns, each step kept near the values of the rollout.
-
-Supervised fine-tuning: mean cross-entropy of the tokens under the loss mask.
-
-Learn from a teacher's log-probabilities of the student's own tokens.
-
-With t the teacher's log-probability of a sampled token, pi the student and N the tokens to learn:
+`value_loss` moves the critic's values towards returns, clipped around the values of the rollout.
+`sft_loss` is the mean cross-entropy of the tokens under the loss mask. `distillation_loss` learns
+from a teacher's log-probabilities t of the student's own tokens; with N the tokens to learn:
 
     distillation alone   w_d * -sum (pi / pi_old) (t - sg log pi) / N    a policy gradient whose
-                         reward is the teacher's advantage over the student (sg: no gradient)
+    (rl_loss_weight 0)   reward is the teacher's advantage over the student (sg: no gradient)
     beside RL            w_rl * loss_rl + w_d * sum (log pi - t) / N     the reverse KL added
-
-The first is chosen by rl_loss_weight 0.
 """
 
 from __future__ import annotations
@@ -45,14 +38,14 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One packed micro-batch; position t speaks of the token at t + 1."""
+    """One packed micro-batch; position t belongs to the token at t + 1."""
 
     logprobs_T: torch.Tensor  # log pi_theta, with gradient
     prox_logp_T: torch.Tensor  # log of the policy the ratio is clipped around
     advantages_T: torch.Tensor
     mask_T: torch.Tensor  # bool, the tokens to learn from
     weight_T: torch.Tensor | None = None  # pi_prox / pi_behave, 0 where rejected; None is 1
-    cu_seqlens: torch.Tensor | None = None  # [B + 1], where sequences begin; for gspo
+    cu_seqlens: torch.Tensor | None = None  # [B + 1], start of each sequence; for gspo
     behave_logp_T: torch.Tensor | None = None  # log of the policy that sampled
     versions_T: torch.Tensor | None = None  # its version, -1 on text the model did not write
 
@@ -119,7 +112,7 @@ def cispo_loss(
 def own_loss(
     inputs: LossInputs, *, fn: Callable[..., Any], name: str, options: dict[str, Any]
 ) -> tuple[torch.Tensor, Metrics]:
-    """A user's `fn(inputs, **options)` as a policy loss; `name` is what errors call it.
+    """A user's `fn(inputs, **options)` as a policy loss; `name` is used in errors.
 
     It returns a loss per token `[T]`, of which areal takes the weighted mean over the mask, or that
     mean itself, as the losses above do; alone or with a dict of metrics `[T]`. Off the mask every
@@ -213,7 +206,7 @@ def _masked_mean(
     return loss_T.sum() / inputs.mask_T.sum().clamp(min=1), metrics
 
 
-HUBER_DELTA = 10.0  # above this error the pull stays constant; rewards are of order 1
+HUBER_DELTA = 10.0  # the gradient is constant above this error; rewards are of order 1
 
 
 def squared_error(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
@@ -238,7 +231,7 @@ def value_loss(
     A value that has already moved by more than eps_clip towards its return gets no gradient.
     """
     mask_T = mask_T.bool()
-    # Off the mask anything may lie, also what is not finite.
+    # Values off the mask are arbitrary, possibly not finite.
     values_T, old_values_T, returns_T = (
         x_T.masked_fill(~mask_T, 0.0)
         for x_T in (values_T, old_values_T.detach(), returns_T.detach())

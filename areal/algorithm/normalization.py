@@ -1,24 +1,23 @@
 """Centre and scale rewards or advantages over the batch or over each prompt's group.
 
 `normalize(x, ...)` returns (x - mean) / (std + eps) with mean and std each taken over the whole
-batch, over each group, or not at all. Sums run in float64, so the result does not depend on how
-many other rows there are, nor on how many ranks hold them: with a process group the batch is that
-of all its ranks.
+batch, over each group, or not at all. Sums run in float64, so the result does not depend on the
+number of other rows or of ranks that hold them: with a process group the batch spans all its ranks.
 
 GRPO: mean group, std group. Dr.GRPO: mean group. RLOO: mean group, leave one out.
 LitePPO: mean group, std batch. REINFORCE++: both batch, over advantages.
 
-**Episodes.** An episode (one run of a workflow) may export several rows. Of rewards `[B]` each
+**Episodes.** An episode (one run of a workflow) may export several rows. For rewards `[B]` each
 episode counts once, however many rows it has: a row weighs 1 / (rows of its episode), so the mean
-is the mean over episodes of their mean reward. Leaving one out leaves out the whole episode: the
-rest does not depend on anything it did, so that such a baseline has no bias, whatever the rewards
-of its rows. Of advantages `[B, S]` each token counts once, and leaving one out is the same.
+is the mean over episodes of their mean reward. Leave-one-out leaves out the whole episode: the rest
+does not depend on anything it did, so the baseline is unbiased whatever the rewards of its rows.
+For advantages `[B, S]` each token counts once, and so does leave-one-out.
 
 **No spread.** Values that differ by less than float32 rounding are equal, and equal values are
-centred to exactly 0. A standard deviation below MIN_SPREAD of what it would divide says nothing
-about its scale: equal rewards, or a single sample, in a group whose own mean was not subtracted.
-Then the batch's divides, and where that is no better, nothing does. So no result is larger than
-sqrt(n) / MIN_SPREAD for n elements, or than the centred value itself.
+centred to exactly 0. A standard deviation below MIN_SPREAD of the value it would divide carries no
+scale: equal rewards, or a single sample, in a group whose own mean was not subtracted. Then the
+batch's is used, and if that is no better, none. So no result exceeds sqrt(n) / MIN_SPREAD for n
+elements, or the centred value itself.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; rewards travel as float32
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; rewards are stored as float32
 MIN_SPREAD = 0.01
 
 
@@ -49,11 +48,10 @@ def normalize(
 ) -> torch.Tensor:
     """`x` is `[B]` or `[B, S]`; consecutive rows form groups of `group_sizes`.
 
-    Only elements under `mask` count and only they are changed to anything but 0; with nothing
-    under the mask `x` comes back as it is. Levels are "batch", "group" or None (no centring, or
-    a divisor of exactly 1). Rows of a group with equal `episode_ids` `[B]` are one episode; without
-    them every row is its own. All ranks of `process_group` call together, each with whole groups,
-    perhaps with no row at all.
+    Only elements under `mask` count; all others become 0. With an empty mask `x` is returned
+    unchanged. Levels are "batch", "group" or None (no centring, or a divisor of exactly 1). Rows of
+    a group with equal `episode_ids` `[B]` are one episode; without them every row is its own. All
+    ranks of `process_group` call together, each with whole groups, possibly without rows.
     """
     for level in (mean_level, std_level):
         if level not in (None, "batch", "group"):
@@ -120,7 +118,7 @@ class _Slices:
         return self._reduced(values, values.flatten(1).sum(1) if values.ndim > 1 else values, "sum")
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values of at least 0."""
+        """For non-negative values."""
         return self._reduced(
             values, values.flatten(1).amax(1) if values.ndim > 1 else values, "amax"
         )
@@ -140,13 +138,13 @@ class _Slices:
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """What is known of the elements of each slice; all broadcast against `x`."""
+    """Statistics of the elements of each slice; all broadcast against `x`."""
 
     slices: _Slices
     count: torch.Tensor  # sum of weights: episodes, or tokens
     mean: torch.Tensor
     variance: torch.Tensor  # biased
-    are_equal: torch.Tensor  # bool: nothing but rounding between the elements
+    are_equal: torch.Tensor  # bool: the elements differ by rounding only
 
     @classmethod
     def of(
@@ -162,14 +160,14 @@ class _Moments:
     def centred(
         self, x64: torch.Tensor, weight: torch.Tensor, left_out: _Slices | None, *, lone_is_0: bool
     ) -> torch.Tensor:
-        """x less the mean; with `left_out` less the mean of all slices but the element's own."""
+        """x minus the mean; with `left_out` minus the mean of all slices but the element's own."""
         if left_out is None:
             return (x64 - self.mean).masked_fill(self.are_equal, 0.0)
         own = left_out.total(weight)
         rest = self.count - own
         others = (self.count * self.mean - left_out.total(weight * x64)) / rest.clamp(min=1)
-        # A lone sample has no others. In a group it is its own baseline (it teaches nothing);
-        # in a batch there is no baseline.
+        # A lone sample has no others. In a group it is its own baseline (no learning signal); in a
+        # batch there is no baseline.
         alone = torch.zeros_like(x64) if lone_is_0 else x64
         centred = (x64 - others).masked_fill(self.are_equal, 0.0)
         return torch.where(rest > 0.5, centred, alone)
@@ -177,7 +175,7 @@ class _Moments:
     def std(
         self, centred: torch.Tensor, weight: torch.Tensor, *, unbiased: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The standard deviation, and whether there is enough of it to divide `centred` by."""
+        """The standard deviation, and whether it is large enough to divide `centred` by."""
         several = self.count > 1.5
         scale = self.count / (self.count - 1).clamp(min=1) if unbiased else 1.0
         std = (self.variance * scale).sqrt()
@@ -206,5 +204,5 @@ def _episode_of_row(group_ids: torch.Tensor, episode_ids: torch.Tensor | None) -
 
 
 def _numbered(ids: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Each element, or slice of `dim`, as its place among those that differ, in order."""
+    """The rank of each element, or slice of `dim`, among the distinct ones in order."""
     return cast("torch.Tensor", ids.unique(return_inverse=True, dim=dim)[1])  # pyright: ignore[reportUnknownMemberType]  # untyped in torch

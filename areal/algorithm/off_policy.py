@@ -1,6 +1,6 @@
-"""Correct for the weights that sampled a token being older than those now trained.
+"""Off-policy correction: the weights that sampled a token are older than those being trained.
 
-`importance_weight` gives each token w = pi_prox / pi_behave; `reject` masks or clamps it where the
+`importance_weight` returns w = pi_prox / pi_behave per token; `reject` masks or clamps it where the
 two policies are too far apart:
 
     TIS       level token, action clamp          IcePop   level token, action mask, metric ratio
@@ -9,21 +9,20 @@ two policies are too far apart:
 
 `m2po_keep` drops the tokens with the largest second moment instead.
 
-Everything is detached float32 over packed tokens `[T]`. Masking a token makes its weight 0; the
+Everything is detached float32 over packed tokens `[T]`. Masking a token sets its weight to 0; the
 loss still divides by the number of tokens before any masking.
 
-log pi_prox without a forward pass: the policy the step began with, guessed from its neighbours.
-
-Known of each token: log pi_behave with the version v_b that sampled it, and log pi_theta of the
-version v being trained. The guesses target version v - 1:
+The `*_prox` functions estimate log pi_prox, the policy at the start of the step, without a forward
+pass. Known per token: log pi_behave with the version v_b that sampled it, and log pi_theta of the
+version v being trained. The estimates target version v - 1:
 
     loglinear   log pi_behave + a (log pi_theta - log pi_behave)
     linear      log of the same mixture of the probabilities themselves
     rollout     log pi_behave
 
-with a = (v - 1 - v_b) / (v - v_b): policies are taken to drift evenly per version. a is 0 for
-tokens of the last two versions and for text the model did not write (version -1).
-`approximation_errors` compares all of them with a recomputed log pi_prox.
+with a = (v - 1 - v_b) / (v - v_b), assuming an even drift per version. a is 0 for tokens of the
+last two versions and for text the model did not write (version -1). `approximation_errors` compares
+all of them with a recomputed log pi_prox.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def reject(
     At level "sequence" the metric is aggregated over a sequence's masked tokens and decides for
     all of them; with metric "ratio" every token then carries the sequence's geometric mean ratio.
     The KL metrics are those of `areal.algorithm.kl` with d = log pi_prox - log pi_behave: an upper
-    bound on kl_k1 drops tokens that have become likelier, kl_k3 weighs those that have become
-    rarer more.
+    bound on kl_k1 drops tokens that have become likelier, kl_k3 gives more weight to those that
+    have become rarer.
     """
     _check_choices(level, action, metric, agg)
     mask_T = mask_T.bool()
@@ -105,10 +104,10 @@ def m2po_keep(
     *,
     threshold: float,
 ) -> torch.Tensor:
-    """Which tokens M2PO learns from: the most whose mean of log(pi_prox / pi_behave)^2 is below
-    `threshold`, dropped from the largest down; at least one stays.
+    """Tokens that M2PO learns from: the largest set whose mean of log(pi_prox / pi_behave)^2 is
+    below `threshold`, dropping the largest first; at least one stays.
 
-    Any shape; call it on a whole minibatch, for the mean is over all of it. The result multiplies
+    Any shape; call it on a whole minibatch, since the mean is over all of it. The result multiplies
     the weight of the loss and never narrows the loss mask: the denominator stays.
     """
     mask = mask.bool()
@@ -117,7 +116,7 @@ def m2po_keep(
         return mask
     ascending, order = squares.sort(stable=True)
     means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, device=mask.device)
-    num_kept = (means < threshold).sum().clamp(min=1)  # the means never fall
+    num_kept = (means < threshold).sum().clamp(min=1)  # the means are non-decreasing
     kept = torch.empty_like(order, dtype=torch.bool)
     kept[order] = torch.arange(len(squares), device=mask.device) < num_kept
     return torch.zeros_like(mask).masked_scatter(mask, kept)
@@ -197,8 +196,8 @@ def approximation_errors(
     version: int,
     mask_T: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Per token, 0 off the mask, for each guess: `<guess>/logp_error` |guess - log pi_prox| and
-    `<guess>/ratio_error` |pi_guess / pi_prox - 1|, the relative error of the importance weight.
+    """Per token, 0 off the mask, for each estimate: `<name>/logp_error` |estimate - log pi_prox|
+    and `<name>/ratio_error` |pi_estimate / pi_prox - 1|, the importance weight's relative error.
     """
     errors: dict[str, torch.Tensor] = {}
     for name, guess in PROX_GUESSES.items():
@@ -210,7 +209,7 @@ def approximation_errors(
 
 
 def _share(versions_T: torch.Tensor, version: int) -> torch.Tensor:
-    """How much of the way from pi_behave to pi_theta version - 1 had gone."""
+    """The fraction a of the way from pi_behave to pi_theta at version - 1."""
     behind_T = (version - versions_T).float()
     share_T = ((behind_T - 1) / behind_T.clamp(min=1)).clamp(0.0, 1.0)
     return torch.where(versions_T < 0, 0.0, share_T)

@@ -7,12 +7,12 @@ h = sum over a sequence's loss tokens of (log pi - log pi_ref):
     ipo            (h_chosen / n_chosen - h_rejected / n_rejected - 1 / (2 beta))^2
     reward model   -log sigmoid(s_chosen - s_rejected), s the value at the last token
 
-Every loss is a mean over pairs, so a micro-batch weighs as many pairs as it holds. Sums over
-tokens run in float64: two long sums of float32 leave little of their difference.
+Every loss is a mean over pairs, so a micro-batch weighs as many pairs as it holds. Sums over tokens
+run in float64: the difference of two long float32 sums loses most of its precision.
 
 `reward_accuracy` is 1 where the chosen answer has the higher reward, 0 where it has the lower one,
-and 1/2 for a tie: a difference that float32 rounding alone can make. A policy that equals its
-reference ties on every pair, whichever way its sums were rounded.
+and 1/2 for a tie: a difference within float32 rounding. A policy equal to its reference ties on
+every pair, however its sums were rounded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from areal.algorithm.segments import sequence_count, sequence_sum
 
 Metrics = dict[str, torch.Tensor]
 
-# How far apart two float32 forward passes of equal weights may be: in nats for the log-probability
-# of each token, and for a score relative to its size (or to 1, if that is larger).
+# Bound on the difference of two float32 forward passes with equal weights: in nats for the
+# log-probability of each token, relative (to at least 1) for a score.
 ROUNDING = 1e-5
 
 
@@ -54,7 +54,7 @@ def ipo_loss(
     *,
     beta: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Per token, so that a pair of long answers is not further apart for being long."""
+    """Per token, so that long answers are not further apart just for their length."""
     gain_B = _gains(logprobs_T, ref_logp_T, mask_T, cu_seqlens)
     gain_B = gain_B / sequence_count(mask_T, cu_seqlens).clamp(min=1)
     chosen_P, rejected_P = _pairs(gain_B)

@@ -1,8 +1,8 @@
 """Sums, means and maxima over the sequences of a packed micro-batch.
 
-Packed tokens `[T]` lie end to end; sequence b is `cu_seqlens[b] : cu_seqlens[b + 1]`. Only tokens
-under the mask count, and what lies off the mask may be anything: it reaches neither the value nor
-the gradient. A sequence without such a token gives 0.
+Packed tokens `[T]` are contiguous; sequence b is `cu_seqlens[b] : cu_seqlens[b + 1]`. Only tokens
+under the mask count; values off the mask are arbitrary and reach neither the value nor the
+gradient. A sequence without masked-in tokens gives 0.
 
 Shapes: T packed tokens, B sequences.
 """

@@ -1,7 +1,7 @@
 """The contracts. This package imports nothing else of areal, and no torch at run time.
 
-Each name below may be imported from here (`from areal.api import RolloutWorkflow`) and is loaded
-when it is first used. The configuration has its own door, `areal.api.cli_args`.
+Each name below can be imported from here (`from areal.api import RolloutWorkflow`) and is loaded on
+first use. The configuration is imported from `areal.api.cli_args`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Allocation strings: which engine, cut how, over how many devices.
+"""Allocation strings: which engine, with which parallel layout, over how many devices.
 
 One engine:   backend ("[" name "]")? ":" dims      `fsdp:d4t2`, `archon[actor]:d2p2e2`
-dims:         a letter and a positive number each, in any order; what is left out is 1
+dims:         a letter and a positive number each, in any order; 1 by default
               d data, t tensor, p pipeline, and for training c context, e expert
-world size:   d * t * p * c; the e expert ranks are borrowed from d * c * t
-hybrid MoE:   `megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)`, another cut for the experts of the same world
-              (archon: t of ffn is 1 or that of attn; without ffn experts are not cut by t)
-several:      `A+B` on their own devices, `A|B` sharing devices (binds tighter; equal world sizes)
+world size:   d * t * p * c; the e expert ranks are taken from d * c * t
+hybrid MoE:   `megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)`, a second layout for the experts, same world
+              (archon: t of ffn is 1 or that of attn; without ffn experts are not sharded over t)
+several:      `A+B` on separate devices, `A|B` colocated (binds tighter; equal world sizes)
 
-Whitespace means nothing. Text that does not parse is a ValueError, a layout that an engine cannot
-have is an AllocationValidationError, two world sizes that differ are an InvalidAllocationModeError;
-the last two are ValueErrors too. `from_str(str(x)) == x` always.
+Whitespace is ignored. Text that does not parse is a ValueError, a layout that an engine does not
+support an AllocationValidationError, colocated parts of different world sizes an
+InvalidAllocationModeError; the last two are ValueErrors too. `from_str(str(x)) == x` always.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 
 Role = Literal["inference", "training"]
 
-# backend -> (role, letters it takes)
+# backend -> (role, letters it accepts)
 BACKENDS: dict[str, tuple[Role, str]] = {
     "native": ("inference", "dtp"),
     "sglang": ("inference", "dtp"),
@@ -40,16 +40,16 @@ _COMBINE = re.compile(r"[+|](?![^(]*\))")  # not the bar inside a hybrid's paren
 
 
 class AllocationValidationError(ValueError):
-    """The text is well formed but no engine can be laid out like that."""
+    """The text is well formed, but the engine does not support this layout."""
 
 
 class InvalidAllocationModeError(ValueError):
-    """Two parts that share devices want different numbers of them."""
+    """Two colocated parts have different world sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelStrategy:
-    """How one model is cut. Each field is a number of ranks."""
+    """How one model is sharded. Each field is a number of ranks."""
 
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
@@ -64,7 +64,7 @@ class ParallelStrategy:
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Copies of each expert: what expert and expert-tensor ranks leave of a pipeline stage."""
+        """Replicas of each expert: ranks of a pipeline stage / (expert x expert-tensor ranks)."""
         return self._ranks_per_stage // (
             self.expert_parallel_size * self.expert_tensor_parallel_size
         )
@@ -95,7 +95,7 @@ class ParallelStrategy:
 
 @dataclass(frozen=True, slots=True)
 class ModelAllocation:
-    """One engine of a run: its back end, its layout, and whose devices it shares."""
+    """One engine of a run: its backend, its layout, and the engine it is colocated with."""
 
     backend: str
     parallel: ParallelStrategy
@@ -119,7 +119,7 @@ class ModelAllocation:
 
     @property
     def world_size(self) -> int:
-        """Devices it adds to the run: 0 when it shares another engine's."""
+        """Devices it adds to the run: 0 if colocated with another engine."""
         return 0 if self.colocated_with else self.parallel.world_size
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ def _parse_hybrid(backend: str, dims: str, text: str) -> ParallelStrategy:
     expert_world = cut * stages * experts.get("d", 1)
     same = expert_world == attention.world_size
     if "d" not in experts:
-        same = attention.world_size % expert_world == 0  # d is what is left
+        same = attention.world_size % expert_world == 0  # d follows from the rest
     if not same:
         raise InvalidAllocationModeError(
             f"attn and ffn must use the same devices in {text!r}, got world sizes "
@@ -272,7 +272,7 @@ def _check_layout(backend: str, parallel: ParallelStrategy, text: str) -> None:
 
 
 def check_expert_tensor_parallel(parallel: ParallelStrategy) -> None:
-    """Experts of our own models are whole, or cut over the ranks of t like the rest."""
+    """Experts of our own models are unsharded, or sharded over t like the rest."""
     own, tensor = parallel.expert_tensor_parallel_size, parallel.tensor_parallel_size
     if own not in (1, tensor):
         choices = "t1" if tensor == 1 else f"t1 or t{tensor}"
@@ -298,7 +298,7 @@ def check_num_experts(expert_parallel_size: int, num_experts: int) -> None:
 def check_equal_stages(
     pipeline_parallel_size: int, stages_per_rank: int, num_hidden_layers: int
 ) -> None:
-    """megatron-core's stages are equally long; `num_hidden_layers` is the model's."""
+    """megatron-core's stages have equal length; `num_hidden_layers` is the model's."""
     num_stages = pipeline_parallel_size * stages_per_rank
     if num_hidden_layers % num_stages:
         several = f" with megatron.virtual_pipeline_parallel_size {stages_per_rank}"

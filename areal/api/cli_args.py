@@ -1,10 +1,10 @@
-"""The public door of the configuration: every section's class, and the way from argv to a config.
+"""Public imports of the configuration: every section's class, and the loader from argv to a config.
 
     config, path = load_expr_config(sys.argv[1:], GRPOConfig)
 
 reads `train.py --config grpo.yaml actor.optimizer.lr=1e-5 +gconfig.n_samples=8`. A mistake in it is
-a `ConfigError`: one line that says where it was written and what to change. Nothing here imports
-torch, and OmegaConf is imported only when a file is read.
+a `ConfigError`: one line with the position and the fix. Nothing here imports torch; OmegaConf is
+imported only when a file is read.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""How a call travels to an object that lives on several ranks: marks on the methods of a contract.
+"""Contracts of training and inference engines, and how calls reach engines on several ranks.
+
+Marks on the methods of a contract say how a call is distributed:
 
     class TrainEngine(ABC):
-        @split                      # each data-parallel place gets its rows of the first argument
+        @split                      # each data-parallel rank gets its rows of the first argument
         def train_batch(self, input_, ...): ...
 
-        @split(merges_rows=True)    # and the rows of the answers are put back in their order
+        @split(merges_rows=True)    # and the rows of the results are merged in the original order
         def forward_batch(self, input_): ...
 
-        @broadcast                  # the same call on every rank; the first rank's answer
+        @broadcast                  # the same call on every rank; the result of the first
         def save(self, meta): ...
 
-        @head                       # the first rank alone: nothing in it may need another rank
+        @head                       # the first rank only: must not communicate with other ranks
         def get_version(self): ...
 
-A method without a mark does not travel. Marks change nothing about the method itself, so an object
-in this process is called as ever; `infra/train_controller.py` reads them for one that is not.
+An unmarked method is local only. Marks do not change the method, so an engine in this process is
+called directly; `infra/train_controller.py` reads the marks for a remote one.
 
-What a training engine and an inference engine are to the rest of areal.
-
-Both are small on purpose: everything that can be derived is written once elsewhere (micro-batching
-and loss scaling in `engine/train/base.py`, queues and staleness in `rollout/executor.py`).
+Both contracts are small: what can be derived is written once elsewhere (micro-batching and loss
+scaling in `engine/train/base.py`, queues and staleness in `rollout/executor.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ATTRIBUTE = "__areal_mark__"
 @dataclass(frozen=True, slots=True)
 class Mark:
     kind: Literal["split", "broadcast", "head"]
-    merges_rows: bool = False  # of split: the answer has the rows of the argument
+    merges_rows: bool = False  # of split: the result has the rows of the argument
 
 
 @overload
@@ -60,9 +60,9 @@ def split(method: Method) -> Method: ...
 @overload
 def split(*, merges_rows: bool) -> Callable[[Method], Method]: ...
 def split(method: Any = None, *, merges_rows: bool = False) -> Any:
-    """Rows of the padded batch in the first argument are divided by their tokens. Every
-    `rows_per_unit` (a keyword of the method, default 1) neighbours stay together; a place may get
-    none. What is not merged must be the same on every rank."""
+    """Rows of the padded batch in the first argument are balanced by tokens. Groups of
+    `rows_per_unit` consecutive rows (a keyword of the method, default 1) stay together; a rank may
+    get no rows. Results that are not merged must be equal on every rank."""
 
     def mark(marked: Method) -> Method:
         return _mark(marked, Mark("split", merges_rows))
@@ -91,14 +91,14 @@ def _mark(method: Method, mark: Mark) -> Method:
 
 
 class EngineLostError(RuntimeError):
-    """The engine is gone for good: no episode can go on, and none is to blame. The run stops."""
+    """The engine is permanently lost: no episode can continue, and the run stops."""
 
 
 class InferenceEngine(ABC):
     """Token ids in; token ids, log-probabilities and weight versions out.
 
-    Safe to call from one event loop; `agenerate` of many coroutines is the normal load. One that
-    talks to servers pickles without its connections: training ranks send it their weights.
+    Safe to call from one event loop; concurrent `agenerate` calls are the normal load. An engine
+    with remote servers pickles without its connections: training ranks send weights through it.
     """
 
     @abstractmethod
@@ -107,14 +107,14 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def destroy(self) -> None:
-        """End what `initialize` began. Calling it twice, or without initialize, is fine."""
+        """Undo `initialize`. Idempotent, also without a prior `initialize`."""
 
     @abstractmethod
     async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
 
     @abstractmethod
     def pause_generation(self) -> None:
-        """Hold every running request where it is, between two steps."""
+        """Suspend every running request between two steps."""
 
     @abstractmethod
     def continue_generation(self) -> None: ...
@@ -125,48 +125,48 @@ class InferenceEngine(ABC):
         meta: WeightUpdateMeta,
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Load `meta.version` between two steps; running requests go on with it.
+        """Load `meta.version` between two steps; running requests continue with it.
 
-        `named_tensors` comes with the types that publish nothing by themselves: `direct`, `xccl`
-        and `delta`. What does not verify raises RuntimeError and the old weights go on serving.
+        `named_tensors` is set for the types that publish nothing by themselves: `direct`, `xccl`
+        and `delta`. A failed verification raises RuntimeError and the old weights keep serving.
         """
 
     def take_counts(self) -> dict[str, int]:
-        """What a copy in another process has counted since the last call, for `add_counts`."""
+        """Counts of a copy in another process since the last call, for `add_counts`."""
         return {}
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
-        """What a copy in another process has counted; an engine that counts nothing drops it."""
+        """Add the counts of a copy in another process; no-op for an engine without counters."""
         del counts
 
     def expect_weights(self, version: int) -> None:
-        """Weights of this version are about to be sent, by whomever: replies may name it from now
-        on, and none that is newer. An engine that counts versions itself has no use for it."""
+        """Weights of this version are about to be sent, by any sender: from now on replies may
+        carry it, and none newer. No-op for an engine that counts versions itself."""
         del version
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version that a token can have; None where that is not known."""
+        """The newest version a token can have; None if unknown."""
         return None
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
-        """These weights serve, whoever sent them: a server that dies may be replaced by one with
-        them, and one that came meanwhile gets them now. An engine whose servers stay has no use for
-        it."""
+        """These weights are serving, whoever sent them: replacement servers start with them, and
+        servers that joined meanwhile get them now. No-op for an engine with a fixed set of
+        servers."""
         return None
 
     @property
     def servers(self) -> list[str]:
-        """Addresses of the servers that may come and go: when they change, copies are of the past.
-        None where there are no such."""
+        """Addresses of servers that can join and leave; a change invalidates copies of this engine.
+        Empty if there are none."""
         return []
 
     @abstractmethod
     def get_version(self) -> int:
-        """Version of the weights that serve now."""
+        """Version of the serving weights."""
 
     def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities `[B, S]` of the tokens of a padded batch under the weights that serve.
+        """Log-probabilities `[B, S]` of the tokens of a padded batch under the serving weights.
 
         `data` has input_ids and attention_mask. Aligned as `TrainEngine.forward_batch`: at t, log p
         of the token at t + 1; zero at a row's last token and on padding.
@@ -179,7 +179,7 @@ class InferenceEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `offload` freed. Requests go on when nothing is missing any more."""
+        """Restore what `offload` freed. Requests continue once nothing is missing."""
         raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
 
     @abstractmethod
@@ -188,7 +188,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        """By server, the (start, end) of its work after `since`, in seconds since the epoch."""
+        """Server -> (start, end) of its work after `since`, in seconds since the epoch."""
 
 
 class TrainEngine(ABC):
@@ -203,25 +203,25 @@ class TrainEngine(ABC):
     A critic's engine has values in place of log-probabilities: `loss_fn(values_T, mb)`, where
     `values[t]` is the value before the token at t + 1.
 
-    The marks (api/engine_api.py) say how a call reaches an engine whose ranks are other processes.
-    What such a call takes and returns must pickle: loss functions are functions of a module, bound
-    methods of small objects, or partials of those.
+    The marks above say how a call reaches an engine whose ranks are other processes. Arguments and
+    results of such a call must pickle: loss functions are module-level functions, bound methods of
+    small objects, or partials of those.
     """
 
     @broadcast
     @abstractmethod
     def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
-        """Join the ranks of the layout; before `initialize`. One rank joins nobody."""
+        """Join the ranks of the layout; before `initialize`. No-op for world size 1."""
 
     @property
     @abstractmethod
     def data_parallel_rank(self) -> int:
-        """Ranks with the same number compute the same rows, others have other rows."""
+        """Ranks with the same number compute the same rows, others compute different rows."""
 
     @abstractmethod
     def is_data_parallel_head(self) -> bool:
-        """Whether this rank answers for all that compute the same rows together: it is one on which
-        loss functions run, so it has the statistics they record."""
+        """Whether this rank reports for all ranks that compute the same rows: loss functions run on
+        it, so it has the statistics they record."""
 
     @broadcast
     @abstractmethod
@@ -271,10 +271,10 @@ class TrainEngine(ABC):
     @broadcast
     @abstractmethod
     def capture(self) -> Callable[[str | Path], None]:
-        """Copy the resumable state to host memory; what is returned writes it to a folder.
+        """Copy the resumable state to host memory; the returned function writes it to a folder.
 
-        The folder is that of `save` as `dcp` with the optimizer. The writing may happen in another
-        thread while training goes on, one write at a time. On several ranks all call both.
+        The folder has the format of `save` as `dcp` with the optimizer. The write may run in
+        another thread during training, one at a time. All ranks must call both.
         """
 
     @broadcast
@@ -288,12 +288,12 @@ class TrainEngine(ABC):
     @broadcast
     @abstractmethod
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
-        """Remember where `update_weights` sends weights and by which transport."""
+        """Set the target and the transport of `update_weights`."""
 
     @broadcast
     @abstractmethod
     def update_weights(self, version: int) -> None:
-        """Move the current weights to the connected inference engine as `version`."""
+        """Send the current weights to the connected inference engine as `version`."""
 
     @broadcast
     @abstractmethod
@@ -305,8 +305,8 @@ class TrainEngine(ABC):
 
     @broadcast
     def offload(self) -> None:
-        """Move weights and optimizer to the memory of the host; nothing else may be asked of the
-        engine until `onload`. Training then goes on bit for bit as if nothing had happened."""
+        """Move weights and optimizer to host memory; until `onload` the engine accepts no other
+        call. Training then continues bit-identically."""
         raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
 
     @broadcast

@@ -1,14 +1,13 @@
-"""What an agent said to the model and what came back, as tokens that can be trained on.
+"""An agent's model calls as trainable token sequences.
 
-In: every completion of one session. Out: the session's samples, each a row of tensors
-(`api/io_struct.py` has the keys). They are ordered by when they were asked for, not by when the
-reply was complete: that would depend on how long the replies are.
+In: every completion of one session. Out: the session's samples, each a row of tensors (keys in
+`api/io_struct.py`), in the order of the requests; the order of completion would depend on the
+lengths of the replies.
 
-A chat grows: the next request repeats the messages so far, the reply among them, and may end with
-it. So each interaction has as parent the one whose messages and reply are the longest prefix of its
-own messages, and a session is a forest. Exported `individual`, every interaction is a sample by
-itself; exported `concat`, every path from a root to a leaf is one sample, whose tokens are those
-really sampled.
+A chat grows: the next request repeats the messages so far including the reply, and may end with it.
+So the parent of an interaction is the one whose messages and reply are the longest prefix of its
+own messages, and a session is a forest. Exported `individual`, every interaction is one sample;
+exported `concat`, every path from a root to a leaf is one sample of the tokens actually sampled.
 
     cache = InteractionCache()
     parent = cache.find_parent(messages)
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 ExportStyle = Literal["individual", "concat"]
-# Whether the first messages are the beginning of the second: `matcher(prefix, messages)`.
+# `matcher(prefix, messages)`: whether the first messages are a prefix of the second.
 PrefixMatcher = Callable[[Sequence[Message], Sequence[Message]], bool]
 
 
@@ -44,13 +43,13 @@ _created = itertools.count()
 
 
 def next_created() -> int:
-    """The place of a request among all of this process; to be drawn when it comes in."""
+    """Sequence number of a request within this process; taken when the request arrives."""
     return next(_created)
 
 
 @dataclass(slots=True, eq=False)
 class InteractionWithTokenLogpReward:
-    """One completion: the request as messages, the reply as tokens, and what it was worth.
+    """One completion: the request as messages, the reply as tokens, and its reward.
 
     With `chat_template_type` `concat` the reply's input begins with the parent's input and output,
     token by token, and the tensors hold the whole path; with `hf` they hold this turn alone.
@@ -64,10 +63,10 @@ class InteractionWithTokenLogpReward:
     parent: InteractionWithTokenLogpReward | None = None
     chat_template_type: Literal["hf", "concat"] = "hf"
     tools: list[dict[str, Any]] | None = None  # part of the prompt, like the messages
-    completion: dict[str, Any] | None = None  # what the client got, by the route it asked
+    completion: dict[str, Any] | None = None  # the response as sent, in its route's format
     response: dict[str, Any] | None = None
     input_data: Any = None  # the request's own input, where that is not messages
-    created: int = field(default_factory=next_created)  # when it was asked for: see next_created
+    created: int = field(default_factory=next_created)  # order of arrival: see next_created
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
         """A batch of one row. `seq_no_eos` is that of the last reply."""
@@ -122,7 +121,7 @@ class InteractionWithTokenLogpReward:
 
 
 class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
-    """The interactions of one session by id, in the order in which they were asked for."""
+    """The interactions of one session by id, in the order of their requests."""
 
     def __init__(self, matcher: PrefixMatcher | None = None) -> None:
         self._matches = matcher or is_message_prefix
@@ -152,14 +151,14 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
     ) -> InteractionWithTokenLogpReward | None:
         """The longest chat that `messages` continue, the newest of equals; None for a new chat.
 
-        Tools are written into the prompt, so a chat with others does not continue it.
+        Tools are part of the prompt, so a chat with different tools is not continued.
         """
         candidates = [
             item
             for item in self._items.values()
             if len(item.whole_chat()) <= len(messages) and (item.tools or None) == (tools or None)
         ]
-        # Longest first, so that the usual case, the turn before, costs one comparison.
+        # Longest first, so that the common case, the previous turn, costs one comparison.
         for item in sorted(reversed(candidates), key=lambda item: -len(item.whole_chat())):
             if self._matches(item.whole_chat(), messages):
                 return item
@@ -178,7 +177,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
         self.set_reward(self._last_id(), reward)
 
     def apply_reward_discount(self, discount: float) -> None:
-        """Once, from the last to the first: r_i += discount * r_{i+1}. No reward counts as 0."""
+        """Once, from last to first: r_i += discount * r_{i+1}. A missing reward counts as 0."""
         if self._is_discounted:
             raise RuntimeError("the rewards of this session are discounted already")
         if all(item.reward is None for item in self._items.values()):
@@ -189,10 +188,10 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
             item.reward = later = (item.reward or 0.0) + discount * later
 
     def drop_retry_orphans(self) -> list[str]:
-        """Forget replies that never arrived: asked again with the same chat, and not continued.
+        """Drop replies that never arrived: requested again with the same chat, and not continued.
 
-        Of equal requests the one asked last is kept, whichever reply was complete first. Returns
-        the ids. A reply with a reward of its own is kept.
+        Of equal requests the latest is kept, whichever reply was complete first. A reply with its
+        own reward is kept. Returns the dropped ids.
         """
         parents = {id(item.parent) for item in self._items.values()}
         ids = list(self._items)
@@ -208,7 +207,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
         return orphans
 
     def export_interactions(self, style: ExportStyle) -> dict[str, InteractionWithTokenLogpReward]:
-        """The session's samples: all of them, or with `concat` the ends of its chats."""
+        """The session's samples: all interactions, or with `concat` the leaves."""
         if style == "individual":
             return dict(self._items)
         if style != "concat":
@@ -235,7 +234,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
 
 
 def checked_reward(reward: Any) -> float:
-    """`reward` as a float; a failure or a missing value is never taken for a number."""
+    """`reward` as a float; raises for a missing or invalid value."""
     try:
         value = float(reward) if isinstance(reward, numbers.Real) else math.nan
     except OverflowError:
@@ -248,8 +247,8 @@ def checked_reward(reward: Any) -> float:
 def is_message_prefix(prefix: Sequence[Message], messages: Sequence[Message]) -> bool:
     """The default matcher: equal in role, text and tool calls.
 
-    Clients hand a reply back in other words: with fields left out or null, with its text in parts
-    or stripped, with ids of their own. None of these changes what was said.
+    Clients send a reply back in other forms: fields left out or null, text in parts or stripped,
+    different ids. These do not change the content.
     """
     return len(prefix) <= len(messages) and all(
         _said(one) == _said(other) for one, other in zip(prefix, messages, strict=False)

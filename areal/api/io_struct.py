@@ -1,7 +1,7 @@
-"""The values that travel between workflows, engines and trainers.
+"""Data types exchanged by workflows, engines and trainers, and the validity rules of replies.
 
-Nothing here imports torch: a request, a reply or a weight-update order can be built, printed and
-checked by a process that never loads a model.
+Nothing here imports torch: a process that never loads a model can build, print and check a request,
+a reply or a weight update.
 
 Trajectories are plain dicts of tensors, right-padded to `[B, S]`:
 
@@ -15,27 +15,26 @@ Trajectories are plain dicts of tensors, right-padded to `[B, S]`:
 | `turn_ids`       | int32 | 0-based turn, -1 on text the model did not write                     |
 | `rewards`        | f32   | `[B]`, one outcome reward per row                                    |
 | `seq_no_eos`     | bool  | `[B]`, True when generation ended by length, not by a stop token     |
-| `episode_ids`    | int32 | `[B]`, which episode of its group a row is of; the rollout adds it   |
+| `episode_ids`    | int32 | `[B]`, index of the row's episode in its group; added by the rollout |
 
-With `gconfig.reward_normalization` there is `original_rewards` too: `rewards` as they were before.
+With `gconfig.reward_normalization` there is `original_rewards` too: `rewards` before it.
 Rows with images have `multi_modal_input`: a list of B dicts of tensors, {} for a row without.
 
-What an inference server may answer: one check of generated tokens for every back end.
-
-A reply that breaks a rule cannot be trained on, so it is refused, never repaired: the client counts
-it, sends the request again within its bound, and then raises an error that names the server.
+The `check_*` functions validate generated tokens, for every backend. An invalid reply cannot be
+trained on, so it is rejected, never repaired: the client counts it, retries up to its bound, then
+raises an error that names the server.
 
 | rule                                      | why                                                  |
 |-------------------------------------------|------------------------------------------------------|
-| one log-probability per token             | there is none to train with otherwise                |
-| numbers: no booleans, strings or null     | JSON's true is a 1 to Python                         |
+| one log-probability per token             | training needs it                                    |
+| numbers: no booleans, strings or null     | Python takes JSON's true for 1                       |
 | -1000 <= log-probability <= 0.001         | above 0 only by rounding; no sampler draws a token   |
-|                                           | of probability e**-1000; vLLM says -9999 for -inf    |
+|                                           | of probability e**-1000; vLLM writes -9999 for -inf  |
 | token ids of the vocabulary               |                                                      |
-| at most as many tokens as asked for       |                                                      |
+| at most as many tokens as requested       |                                                      |
 | at least one token, unless aborted        | a stop token is a token too                          |
-| versions that were sent, and none that    | weights only move forward while one server           |
-| goes back within one server's output      | generates                                            |
+| versions that were sent, not decreasing   | weights only move forward while one server           |
+| within one server's output                | generates                                            |
 
 Errors are ValueErrors that begin with the name of the field.
 """
@@ -64,9 +63,9 @@ WeightTransport = Literal["direct", "shm", "ipc", "disk", "delta", "xccl"]
 
 @dataclass(slots=True)
 class ModelRequest:
-    """One generation: token ids in. `rid` follows it through every log and retry.
+    """One generation request. `rid` identifies it in every log line and retry.
 
-    An engine that cannot honour a field refuses the request with a ValueError; it never ignores it.
+    An engine that cannot honour a field rejects the request with a ValueError; it never ignores it.
     """
 
     input_ids: list[int]
@@ -74,9 +73,9 @@ class ModelRequest:
     rid: str = field(default_factory=lambda: str(uuid.uuid4()))
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
-    image_data: list[str] = field(default_factory=list)  # base64, in the order of the prompt
-    processor: Any = None  # that made the prompt's image tokens
-    vision_msg_vllm: list[dict[str, Any]] | None = None  # the chat, for servers that want images so
+    image_data: list[str] = field(default_factory=list)  # base64, in prompt order
+    processor: Any = None  # the processor that made the prompt's image tokens
+    vision_msg_vllm: list[dict[str, Any]] | None = None  # the chat, for servers that take images so
 
     def copy(self) -> ModelRequest:
         return replace(
@@ -91,7 +90,7 @@ class ModelRequest:
 
 @dataclass(slots=True)
 class ModelResponse:
-    """One finished generation: a log-probability and a weight version for every output token."""
+    """One finished generation: a log-probability and a weight version per output token."""
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -103,7 +102,7 @@ class ModelResponse:
     ttft: float = 0.0  # seconds to the first token
     input_images: list[str] = field(default_factory=list)  # the request's
     processor: Any = None  # the request's
-    itl: list[float] = field(default_factory=list)  # seconds between tokens; empty: not measured
+    itl: list[float] = field(default_factory=list)  # seconds between tokens; empty if not measured
     routed_experts: Any = None  # [T, layers, experts per token], from engines that record them
 
     def __post_init__(self) -> None:
@@ -153,7 +152,7 @@ class ModelResponse:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """Name, shape and dtype of one weight as it travels."""
+    """Name, shape and dtype of one weight in its transport format."""
 
     name: str
     shape: tuple[int, ...]
@@ -170,33 +169,33 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdateMeta:
-    """An order to move weights of `version` from a training to an inference engine.
+    """Request to move weights of `version` from a training to an inference engine.
 
-    `direct` hands tensors over inside one process; `shm` and `disk` publish a folder of buckets
-    with a checksum manifest, in memory or on disk, that the receiver verifies before it loads;
-    `delta` publishes on disk what has changed since the version before;
-    `ipc` publishes where they lie on a GPU that both processes use;
+    `direct` passes tensors within one process; `shm` and `disk` publish a folder of buckets with a
+    checksum manifest, in memory or on disk, that the receiver verifies before loading;
+    `delta` publishes on disk what changed since the previous version;
+    `ipc` publishes their addresses on a GPU that both processes use;
     `xccl` sends them from device to device through a process group that both engines join.
-    A sender that cannot send adapters refuses the order.
+    A sender that does not support adapters rejects the request.
     """
 
     type: WeightTransport
     version: int = 0
     path: str = ""  # folder of this publication; empty for `direct` and `xccl`
     weight_chunked_mem_mb: int = 1024
-    recompute_kv: bool = True  # False keeps the cache that older weights wrote
+    recompute_kv: bool = True  # False keeps KV-cache entries of older weights
     clear_checkpoint_after_load: bool = True
-    gen_allocation: ModelAllocation | None = None  # who receives: its ranks join the group
+    gen_allocation: ModelAllocation | None = None  # the receiver: its ranks join the group
     nccl_master_address: str = "127.0.0.1"
     nccl_master_port: int | None = None  # None: chosen when the group is opened
     nccl_group_name: str = "update_weight_group"
     use_lora: bool = False  # the tensors are those of an adapter, not of the model
     lora_name: str = ""
-    lora_int_id: int = 1  # the adapter's number, for servers that want one
+    lora_int_id: int = 1  # numeric id of the adapter, for servers that need one
     base_model_name: str = ""  # the model under the adapter
     peft_config: dict[str, Any] = field(default_factory=dict)  # rank, alpha, target modules
-    lora_keep_versions: int = 2  # the newest, and the one that running requests began with
-    key: str = field(default="", repr=False)  # with which a publication is written and opened
+    lora_keep_versions: int = 2  # the newest, and the one that running requests started with
+    key: str = field(default="", repr=False)  # authenticates a publication
 
     def __post_init__(self) -> None:
         known = get_args(WeightTransport)
@@ -221,7 +220,7 @@ class WeightUpdateMeta:
     def from_fsdp_xccl(cls, gen_allocation: ModelAllocation, **options: Any) -> WeightUpdateMeta:
         return cls(type="xccl", gen_allocation=gen_allocation, **options)
 
-    # The engines differ in how they gather a tensor, not in what they are ordered to do.
+    # The engines differ in how they gather a tensor, not in the update they are asked for.
     from_megatron_xccl = from_fsdp_xccl
 
     @classmethod
@@ -233,11 +232,11 @@ class WeightUpdateMeta:
 
     @property
     def versioned_lora_name(self) -> str:
-        """What a server calls the adapter of this version, so that two can be loaded at once."""
+        """The server's name for the adapter of this version, so that two can be loaded at once."""
         return f"{self.lora_name}-v{self.version}"
 
     def with_version(self, version: int) -> WeightUpdateMeta:
-        """The same order for `version`, in a folder `weight_update_v{version}` beside the last."""
+        """The same update for `version`, in a sibling folder `weight_update_v{version}`."""
         if self.type in ("direct", "xccl"):
             return replace(self, version=version)
         folder = Path(self.path)
@@ -247,7 +246,7 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True, slots=True)
 class SaveLoadMeta:
-    """Where and how an engine saves or loads. `hf` is for the world, `dcp` resumes a run."""
+    """Where and how an engine saves or loads. `hf` is for export, `dcp` resumes a run."""
 
     path: str
     weight_format: Literal["hf", "dcp"]
@@ -265,7 +264,7 @@ class FinetuneSpec:
     total_train_epochs: int
     dataset_size: int
     train_batch_size: int
-    max_train_steps: int | None = None  # `total_train_steps` of the config, when it is shorter
+    max_train_steps: int | None = None  # `total_train_steps` of the config, if shorter
 
     @property
     def steps_per_epoch(self) -> int:
@@ -279,7 +278,7 @@ class FinetuneSpec:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Where in the run a step stands. `global_step` counts from 0."""
+    """Position of a step in the run. `global_step` counts from 0."""
 
     epoch: int
     epoch_step: int
@@ -298,7 +297,7 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStat:
-    """The staleness gate's books, in groups."""
+    """Counters of the staleness manager, in groups."""
 
     enqueued: int = 0  # ever admitted
     running: int = 0
@@ -312,12 +311,12 @@ class LocalInfServerInfo:
 
     host: str
     port: int
-    process: Any  # what ends it: `process.terminate()`
+    process: Any  # `process.terminate()` ends it
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """One call of an inference server, as its adapter words it."""
+    """One call of an inference server, in the format of its adapter."""
 
     endpoint: str  # "/generate"
     payload: dict[str, Any]
@@ -327,7 +326,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpGenerationResult:
-    """What an adapter read from a server's reply. A reply that cannot be trained on is refused."""
+    """An adapter's reading of a server's reply. An untrainable reply is rejected."""
 
     output_tokens: list[int]
     output_logprobs: list[float]
@@ -350,7 +349,7 @@ _TOKEN_END = 1 << 63
 
 
 def check_tokens(tokens: Any, *, vocab_size: int | None = None) -> None:
-    """Of any length. Checked by type and extremes, not one by one: outputs are long."""
+    """Any length. Checked by type and extremes, not one by one: outputs are long."""
     end = _TOKEN_END if vocab_size is None else vocab_size
     if not _is_list_of(tokens, {int}):
         raise ValueError(f"output_tokens: expected a list of token ids, got {_shown(tokens)}")
@@ -364,7 +363,7 @@ def check_tokens(tokens: Any, *, vocab_size: int | None = None) -> None:
 def check_logprobs(logprobs: Any, *, low: float = MIN_SAMPLED_LOGPROB) -> None:
     if not _is_list_of(logprobs, {int, float}):
         raise ValueError(f"output_logprobs: expected a list of numbers, got {_shown(logprobs)}")
-    # A comparison with NaN is false, whichever it is: so the extremes do not find it.
+    # Comparisons with NaN are false, so minimum and maximum do not reveal it.
     if logprobs and not (_has_finite_sum(logprobs) and low <= min(logprobs)):
         wrong = next((p for p in logprobs if not low <= p < math.inf), None)
         if wrong is not None:
@@ -386,7 +385,7 @@ def check_lengths(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
 
 
 def check_amount(num_tokens: int, stop_reason: str | None, *, max_tokens: int) -> None:
-    """`stop_reason` None: more may come."""
+    """`stop_reason` None: the reply is not complete yet."""
     if num_tokens > max_tokens:
         raise ValueError(f"output_tokens: {num_tokens} tokens came, {max_tokens} were asked for")
     if num_tokens == 0 and stop_reason in ("stop", "length"):
@@ -394,8 +393,8 @@ def check_amount(num_tokens: int, stop_reason: str | None, *, max_tokens: int) -
 
 
 def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) -> None:
-    """Of one server's tokens in a row; `newest` was sent last, `first` is that of the token before
-    them."""
+    """For consecutive tokens of one server; `newest` is the version sent last, `first` that of the
+    preceding token."""
     if not _is_list_of(versions, {int}):
         raise ValueError(f"output_versions: expected a list of integers, got {_shown(versions)}")
     end = _VERSION_END if newest is None else newest + 1
@@ -413,10 +412,10 @@ def _is_list_of(value: Json, kinds: set[type]) -> bool:
 
 
 def _has_finite_sum(values: Sequence[float]) -> bool:
-    """Then all are finite; they may be also if not."""
+    """True implies that all values are finite; the converse does not hold."""
     try:
         return math.isfinite(sum(values))
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer larger than any float
         return False
 
 

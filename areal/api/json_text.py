@@ -1,16 +1,16 @@
 """Text and JSON at the boundaries of a process: requests, replies, files, model output.
 
     loads(data)           strict: for requests, and replies of servers
-    loads_written(text)   for JSON that a model wrote
+    loads_written(text)   for JSON written by a model
     dumps(value)          for replies and stored text
     well_formed(text)     for any other text that is encoded, logged or stored
 
-Python strings and JSON escapes can hold lone surrogates (half of a UTF-16 pair), which no encoder
-takes; JSON numbers can be larger than a double. `loads` refuses both and names the field. Text that
-leaves this process, and text of a model, has U+FFFD in place of a lone surrogate.
+Python strings and JSON escapes can hold lone surrogates (half of a UTF-16 pair), which cannot be
+encoded; JSON numbers can exceed a double. `loads` rejects both and names the field. In text that
+leaves this process, and in model text, U+FFFD replaces a lone surrogate.
 
-Limits of what `loads` accepts: numbers that are finite as doubles, also integers; 200 levels of
-nesting. NaN and Infinity are not JSON. Of duplicate keys the last one counts.
+Limits of `loads`: numbers, also integers, must be finite as doubles; 200 levels of nesting. NaN and
+Infinity are not JSON. Of duplicate keys the last one counts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pydantic_core import from_json
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
 
 _NUMBER_END = 10**308  # every integer below is finite as a double
-_MAX_SEARCHED = 1 << 20  # bytes of malformed JSON that are searched for the field at fault
+_MAX_SEARCHED = 1 << 20  # bytes of malformed JSON searched for the offending field
 _SCALARS = {str, bool, type(None)}
-# One escape sequence. A pair of surrogates is one character, a surrogate by itself is none.
+# One escape sequence. A surrogate pair is one character, a lone surrogate is none.
 _ESCAPE = re.compile(
     r"\\(?:(u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
     r"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -38,7 +38,7 @@ _ESCAPE = re.compile(
 
 
 class JsonError(ValueError):
-    """`field` is the place of the fault, as `messages[0].content`; empty for the whole."""
+    """`field` is the position of the error, as `messages[0].content`; empty for the whole."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}" if field else reason)
@@ -46,9 +46,9 @@ class JsonError(ValueError):
 
 
 def loads(data: bytes | str, where: str = "", *, check_numbers: bool = True) -> Any:
-    """JsonError when it is not JSON within the limits; `where` is the name of the whole.
+    """JsonError unless it is JSON within the limits; `where` names the whole value.
 
-    check_numbers=False: the caller checks each by its field, and most are in long lists.
+    check_numbers=False: the caller checks numbers per field; most are in long lists.
     """
     try:
         value = from_json(data, allow_inf_nan=False)
@@ -75,13 +75,13 @@ def loads_object(
 
 
 def loads_written(text: str) -> Any:
-    """JsonError when it is not JSON within the limits."""
+    """JsonError unless it is JSON within the limits."""
     text = well_formed(text)
     return loads(_ESCAPE.sub(_whole_escape, text) if "\\u" in text else text)
 
 
 def dumps(value: Any) -> str:
-    """Can be encoded as UTF-8. ValueError for NaN and infinities."""
+    """The result can be encoded as UTF-8. ValueError for NaN and infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return well_formed(text)
 
@@ -100,7 +100,7 @@ def _whole_escape(match: re.Match[str]) -> str:
 
 
 def _surrogate_field(data: bytes | str) -> str | None:
-    """Where the lone surrogate is that made `data` malformed; None if that is not what did."""
+    """Position of the lone surrogate that made `data` malformed; None if the cause is another."""
     if len(data) > _MAX_SEARCHED or not _may_hold_surrogate(data):
         return None
     try:
@@ -119,7 +119,7 @@ def _may_hold_surrogate(data: bytes | str) -> bool:
 def _path_of(
     value: Json, is_bad: Callable[[Json], bool], path: tuple[str, ...] = ()
 ) -> tuple[str, ...] | None:
-    """Where the first bad scalar is: keys and indices, as they are written after each other."""
+    """Path to the first bad scalar: keys and indices as they are written one after another."""
     if isinstance(value, dict):
         for key, item in value.items():
             if is_bad(key):
@@ -138,7 +138,7 @@ def _path_of(
 
 
 def _is_fine(items: list[Any]) -> bool:
-    """Acquits long lists of token ids and log-probabilities quickly; False means "look closer"."""
+    """Fast path for long lists of token ids and log-probabilities; False means "check each"."""
     kinds = set(map(type, items))
     if kinds <= _SCALARS:
         return True

@@ -1,13 +1,13 @@
-"""What is a secret, and texts and trees without them.
+"""Redaction: which values are secret, and removal of secrets from texts and config trees.
 
-A value is a secret when its name says so (`judge_api_key`, `HF_TOKEN`, `db_password`), when it is
-that of such an environment variable (`OPENAI_KEY`, `GH_PAT`, `DB_PASS`), when it is a URL with a
-password, or when somebody said so (`remember_secret`: the token of a run's servers). Logs, the
-run's database, the saved config and trackers are written through here. Lone surrogates are replaced
-on the way: neither files nor SQLite take them.
+A value is secret if its name says so (`judge_api_key`, `HF_TOKEN`, `db_password`), if an
+environment variable with such a name has it (`OPENAI_KEY`, `GH_PAT`, `DB_PASS`), if it is a URL
+with a password, or if it was registered (`remember_secret`: the token of a run's servers). Logs,
+the run's database, the saved config and trackers are written through here. Lone surrogates are
+replaced as well: neither files nor SQLite accept them.
 
-Names of the environment are judged more strictly than those of a config, where `answer_key` and
-`first_pass` are ordinary words.
+More names count as secret in the environment than in a config, where `answer_key` and `first_pass`
+are ordinary words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal.api.json_text import well_formed
 Tree: TypeAlias = "Mapping[Any, Tree] | list[Tree] | tuple[Tree, ...] | str | float | bool | None"
 
 HIDDEN = "<hidden>"
-_MIN_CHARS = 8  # shorter texts would hide ordinary words
+_MIN_CHARS = 8  # hiding shorter values would hide ordinary words
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = (
     {"secret", "password", "passwd", "passphrase", "sshpass"}
@@ -39,7 +39,7 @@ _KINDS_OF_KEY = (
 _KINDS_OF_PASS = {"db", "user", "smtp", "mail", "ftp", "redis", "mysql", "postgres", "admin"}
 # Last words of environment variables.
 _SECRET_LAST = {"KEY", "PAT", "PASS", "PWD", "AUTH", "DSN", "WEBHOOK", "COOKIE", "CRED"}
-# `pad_token` and the like are words of a vocabulary.
+# `pad_token` and the like name vocabulary entries.
 _KINDS_OF_TOKEN = (
     {"pad", "eos", "bos", "unk", "stop", "sep", "cls", "mask", "end", "start", "per"}
     | {"special", "image", "video", "audio", "think", "new", "begin", "ids", "id"}
@@ -55,20 +55,20 @@ _remembered: set[str] = set()
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether what is called `name` must not be shown."""
+    """Whether the value called `name` must not be shown."""
     if not isinstance(value, str) or not value:
         return False
     return _is_secret_name(str(name)) or _URL_WITH_PASSWORD.search(value) is not None
 
 
 def remember_secret(value: str) -> None:
-    """`hide_secrets` takes it out of every text from now on."""
+    """`hide_secrets` removes it from every text from now on."""
     if len(value) >= _MIN_CHARS:
         _remembered.add(value)
 
 
 def hide_secrets(text: str) -> str:
-    """`text` as it may be logged, stored or shown, and encoded as UTF-8."""
+    """`text` fit to be logged, stored or shown, and encoded as UTF-8."""
     text = well_formed(text)
     for secret in sorted(_remembered | _of_environment(), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -78,7 +78,7 @@ def hide_secrets(text: str) -> str:
 
 
 def without_secrets(tree: Tree) -> Any:
-    """A config's dicts and lists with `HIDDEN` for secrets, whose values are remembered."""
+    """A config's dicts and lists with `HIDDEN` for secrets, whose values are registered."""
     _remember_tree(tree)
     return _hidden(tree)
 

@@ -1,4 +1,4 @@
-"""Public door to reward functions in confined processes, which `areal.sandbox.pool` runs."""
+"""Public import of `areal.sandbox.pool`: reward functions in confined processes."""
 
 from areal.sandbox.pool import (
     AsyncRewardWrapper,

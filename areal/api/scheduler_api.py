@@ -1,14 +1,14 @@
-"""Where worker processes run: the contract between a controller and whatever starts processes.
+"""Where worker processes run: the contract between a controller and a process scheduler.
 
-A job is one role ("actor", "rollout") with a number of like workers. The scheduler starts them,
-tells when they are ready and ends them; engines are made inside a worker from an import path, so a
-scheduler never imports one. Every failure is a `SchedulerError` that names role and worker.
+A job is one role ("actor", "rollout") with a number of equal workers. The scheduler starts them,
+reports when they are ready and ends them; engines are built inside a worker from an import path, so
+a scheduler never imports one. Every failure is a `SchedulerError` that names role and worker.
 
     scheduler.create_workers(Job(role="actor", replicas=4, tasks=[SchedulingSpec(gpu=1)]))
     for worker in scheduler.get_workers("actor", timeout=300):
         scheduler.create_engine(worker.id, "package.module.Engine", "actor", timeout_s=300)
 
-Calls block and have a deadline; those to different workers may come from different threads.
+Calls block and have a deadline; calls to different workers may come from different threads.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Job:
     replicas: int
     tasks: list[SchedulingSpec] = field(default_factory=lambda: [SchedulingSpec()])
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
-    default_gpus: int = 1  # of a worker whose spec names no number, where there are GPUs
+    default_gpus: int = 1  # per worker whose spec sets no number, if the machine has GPUs
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -83,7 +83,7 @@ class Job:
         return self.tasks[index if len(self.tasks) > 1 else 0]
 
     def num_cpus_of(self, index: int) -> int:
-        """Where cores are counted, as with Ray."""
+        """For schedulers that count cores, such as Ray."""
         return self.spec_of(index).cpu or 1
 
     def num_gpus_of(self, index: int, *, has_gpus: bool) -> int:
@@ -104,24 +104,24 @@ class Worker:
 class Scheduler(ABC):
     """Starts, finds and ends workers, and calls the engines inside them.
 
-    The workers of a job find each other: RANK, WORLD_SIZE and LOCAL_RANK are in their environment,
-    and torch.distributed can be initialised as `engine/train/process_group.py` does.
+    RANK, WORLD_SIZE and LOCAL_RANK are set in the environment of a job's workers, so that
+    torch.distributed can be initialised as in `engine/train/process_group.py`.
     """
 
     @abstractmethod
     def create_workers(self, job: Job) -> list[str]:
-        """Start the workers of `job`; returns their ids without waiting for them."""
+        """Start the workers of `job`; returns their ids without waiting for readiness."""
 
     @abstractmethod
     def get_workers(self, role: str, timeout: float) -> list[Worker]:
-        """The workers of `role`, all ready. WorkerTimeoutError, or WorkerFailedError with the
-        process's last words, when they are not."""
+        """The workers of `role`, all ready. Otherwise WorkerTimeoutError, or WorkerFailedError with
+        the tail of the process's output."""
 
     @abstractmethod
     def replace_worker(self, worker_id: str, timeout: float) -> Worker:
-        """A new process, ready and without engines, in the place of one that has ended, maybe on
-        another machine; for a worker that meets no others in torch.distributed. WorkerTimeoutError
-        when there is no room for it."""
+        """Replace an ended worker by a new process, ready and without engines, possibly on another
+        machine; only for workers that are in no torch.distributed group. WorkerTimeoutError if no
+        resources are free."""
 
     @abstractmethod
     def delete_workers(self, role: str | None = None) -> None:
@@ -149,12 +149,12 @@ class Scheduler(ABC):
         timeout_s: float,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of an engine in a worker and wait; EngineCallError carries its exception as
-        `__cause__`, WorkerFailedError the last words of a process that ended."""
+        """Call a method of an engine in a worker and wait. EngineCallError has its exception as
+        `__cause__`, WorkerFailedError the tail of an ended process's output."""
 
 
 class SchedulerError(RuntimeError):
-    """Something about `worker` (an id, or a role) went wrong; `reason` says what."""
+    """`worker` is a worker id or a role; `reason` is the cause."""
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"{worker}: {reason}")
@@ -183,11 +183,11 @@ class EngineCreationError(SchedulerError):
 
 
 class EngineImportError(SchedulerError):
-    """The import path of an engine leads nowhere."""
+    """The import path of an engine does not resolve."""
 
 
 class EngineCallError(SchedulerError):
-    """A method of an engine raised inside its worker; `failed_at` is when, by the clock there."""
+    """A method of an engine raised inside its worker; `failed_at` is the worker's clock then."""
 
     def __init__(self, worker: str, reason: str, failed_at: float = 0.0) -> None:
         super().__init__(worker, reason)
@@ -195,7 +195,7 @@ class EngineCallError(SchedulerError):
 
 
 class GPUAllocationError(SchedulerError):
-    """The job wants more GPUs than there are."""
+    """The job needs more GPUs than are available."""
 
 
 class PortAllocationError(SchedulerError):

@@ -1,16 +1,15 @@
 """Temporary folders that do not outlive their owners, not even killed ones.
 
-    with ScratchFolder("ranks") as folder:       # or close(); also when it is garbage
+    with ScratchFolder("ranks") as folder:       # or close(), or garbage collection
         (folder / "rendezvous").touch()
     ScratchFolder("weights", place="/dev/shm", label="my-run").path
                                                  # /dev/shm/areal-weights.my-run-x7_k2m1p
     sweep(root)                                  # removes what killed processes left in `root`
 
-A folder lies in the one that AREAL_SCRATCH names, which a run sets for all its processes to a place
-in its own folder, else in the system's temporary folder; `place` says otherwise. Its name is random
-and only its user can look into it. Its owner holds a lock on it, which the kernel frees when the
-owner ends in any way: a folder whose lock is free is nobody's. Where the file system knows no locks
-nothing is swept.
+A folder is created in `place`, by default in AREAL_SCRATCH (set by a run, for all its processes, to
+a folder of its own), else in the system's temporary folder. Its name is random and its mode
+private. The owner holds a lock on it, which the kernel releases however the owner ends: a folder
+without a held lock is abandoned. On file systems without locks nothing is swept.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ScratchFolder:
     def __init__(self, kind: str, *, place: str | Path | None = None, label: str = "") -> None:
         label = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)[:60]}-" if label else ""
         self.path, lock = _make(f"areal-{kind}.{label}", place or _default_place())
-        self.close = weakref.finalize(self, _end, self.path, lock, os.getpid())  # does it once
+        self.close = weakref.finalize(self, _end, self.path, lock, os.getpid())  # runs once
 
     def __enter__(self) -> Path:
         return self.path
@@ -48,9 +47,9 @@ class ScratchFolder:
 
 @contextlib.contextmanager
 def kept_in(root: Path) -> Generator[None]:
-    """Scratch folders of this process and of those it starts meanwhile lie in `root`.
+    """Scratch folders of this process and of those it starts meanwhile are created in `root`.
 
-    What killed processes have left there, and in the system's temporary folder, goes first.
+    Abandoned ones there and in the system's temporary folder are removed first.
     """
     root.mkdir(mode=0o700, exist_ok=True)
     sweep(root)
@@ -59,14 +58,14 @@ def kept_in(root: Path) -> Generator[None]:
         with variable_set(VARIABLE, str(root.absolute())):
             yield
     finally:
-        sweep(root)  # of children that were ended, not asked
-        with contextlib.suppress(OSError):  # not empty: one of them lives on
+        sweep(root)  # folders of children that were killed
+        with contextlib.suppress(OSError):  # not empty: a child still runs
             root.rmdir()
 
 
 @contextlib.contextmanager
 def variable_set(name: str, value: str) -> Generator[None]:
-    """An environment variable, for this process and those it starts meanwhile."""
+    """Set an environment variable, for this process and those it starts meanwhile."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -79,7 +78,7 @@ def variable_set(name: str, value: str) -> Generator[None]:
 
 
 def sweep(root: str | Path) -> list[Path]:
-    """Remove the folders in `root` whose owners are gone and were this user's."""
+    """Remove the abandoned folders of this user in `root`."""
     removed: list[Path] = []
     for folder in sorted(Path(root).glob("areal-*")):
         if _NAME.fullmatch(folder.name) and (lock := _lock(folder)) is not None:
@@ -90,7 +89,7 @@ def sweep(root: str | Path) -> list[Path]:
 
 def _default_place() -> str:
     root = os.environ.get(VARIABLE)
-    # It may be that of a run on another machine.
+    # The variable may come from a run on another machine.
     return root if root is not None and os.path.isdir(root) else tempfile.gettempdir()
 
 
@@ -100,11 +99,11 @@ def _make(prefix: str, place: str | Path) -> tuple[Path, int | None]:
         try:
             descriptor = _open(folder)
         except FileNotFoundError:
-            continue  # a run that starts has just swept it
+            continue  # a starting run has just swept it
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(descriptor)  # and is doing so now
+            os.close(descriptor)  # a starting run is sweeping it
         except OSError:
             os.close(descriptor)
             return folder, None
@@ -115,10 +114,10 @@ def _make(prefix: str, place: str | Path) -> tuple[Path, int | None]:
 
 
 def _lock(folder: Path) -> int | None:
-    """An open file with the folder's lock; None when it has an owner, or another user's."""
+    """A descriptor holding the folder's lock; None if it has an owner or is another user's."""
     try:
         descriptor = _open(folder)
-    except OSError:  # a link, a file, gone, or not ours to read
+    except OSError:  # a link, a file, removed, or not readable
         return None
     try:
         if _is_private(descriptor):
@@ -131,7 +130,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _is_private(descriptor: int) -> bool:
-    """Nobody else can have put something there."""
+    """Whether no other user can have written there."""
     found = os.fstat(descriptor)
     return found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077 == 0
 
@@ -141,21 +140,21 @@ def _open(folder: Path) -> int:
 
 
 def _end(folder: Path, lock: int | None, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # not a fork of the owner, which ends before it
+    if os.getpid() == owner_pid:  # not in a fork of the owner, which may end before it
         _remove(folder, lock)
 
 
 def _remove(folder: Path, lock: int | None) -> None:
-    with contextlib.suppress(OSError):  # what somebody still writes to goes with the next sweep
+    with contextlib.suppress(OSError):  # a folder still written to is removed by the next sweep
         remove_tree(folder)
     if lock is not None:
         os.close(lock)
 
 
 def remove_tree(path: str | Path) -> None:
-    """Remove a folder whoever has filled it: no link is followed, no depth or mode is too much.
+    """Remove a folder with any contents: links are not followed, any depth and mode.
 
-    OSError when somebody still writes there.
+    OSError if a process still writes there.
     """
     top = os.open(path, _OPEN_FOLDER)
     try:
@@ -168,7 +167,7 @@ def remove_tree(path: str | Path) -> None:
 
 
 def _remove_entry(top: int, name: str) -> list[str]:
-    """Removes one entry of the folder `top`; the folders inside it become entries of `top`."""
+    """Remove one entry of the folder `top`; folders inside it become entries of `top`."""
     if _unlink(name, top):
         return []
     os.chmod(name, 0o700, dir_fd=top)
@@ -178,7 +177,7 @@ def _remove_entry(top: int, name: str) -> list[str]:
         for inner in os.listdir(folder):
             if not _unlink(inner, folder):
                 moved.append(secrets.token_hex(16))
-                os.chmod(inner, 0o700, dir_fd=folder)  # a folder moves only with this right
+                os.chmod(inner, 0o700, dir_fd=folder)  # required to move a folder
                 os.rename(inner, moved[-1], src_dir_fd=folder, dst_dir_fd=top)
     finally:
         os.close(folder)
@@ -187,7 +186,7 @@ def _remove_entry(top: int, name: str) -> list[str]:
 
 
 def _unlink(name: str, folder: int) -> bool:
-    """False for a folder."""
+    """False if it is a folder."""
     if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         return False
     os.unlink(name, dir_fd=folder)

@@ -1,4 +1,4 @@
-"""How one episode runs: the contract a workflow fulfils, and the forms a user may name one in."""
+"""How one episode runs: the contract of a workflow, and the forms in which users name one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RolloutWorkflow(ABC):
             return trajectory_of(reply, reward=1.0)
     """
 
-    text_only: ClassVar[bool] = False  # rows with images are refused before the first episode
+    text_only: ClassVar[bool] = False  # rows with images are rejected before the first episode
 
     @abstractmethod
     async def arun_episode(
@@ -32,7 +32,7 @@ class RolloutWorkflow(ABC):
         An agent's episode has several rows: a dict of its interactions by completion id.
 
         `data` is this episode's own copy of the row. An exception is a failure, never data: it is
-        counted, retried within a bound, and shown.
+        counted, retried up to a bound, and reported.
         """
 
     def close(self) -> None:  # noqa: B027 - most workflows have nothing to end
@@ -40,7 +40,7 @@ class RolloutWorkflow(ABC):
 
 
 class Agent(Protocol):
-    """Any object that talks to the model as to OpenAI's API; it need not know areal.
+    """Any object that calls the model through OpenAI's API; it need not know areal.
 
     class Solver:
         async def run(self, data, **extra_kwargs):
@@ -59,12 +59,12 @@ class Agent(Protocol):
         ...
 
 
-# A workflow or an agent, the class of one (then `workflow_kwargs` build it), or the import path of
-# any of these. None only with `rollout.agent.mode: online`, where clients outside run the episodes.
+# A workflow or an agent, the class of one (built with `workflow_kwargs`), or the import path of any
+# of these. None only with `rollout.agent.mode: online`, where external clients run the episodes.
 WorkflowLike = RolloutWorkflow | type[RolloutWorkflow] | Agent | type[Agent] | str
 
 
 def is_agent(thing: Any) -> bool:
-    """Whether it is an agent or the class of one, and so is run by way of the proxy."""
+    """Whether it is an agent or the class of one, which runs through the proxy."""
     kind = thing if isinstance(thing, type) else type(thing)
     return callable(getattr(thing, "run", None)) and not issubclass(kind, RolloutWorkflow)

@@ -1,4 +1,4 @@
-"""What a running episode knows about itself, without a parameter through every call.
+"""Context of a running episode, available without passing it through every call.
 
 In: the executor enters `episode(...)` around each call of a workflow. Out: the workflow reads
 `workflow_context` anywhere below that call, also in asyncio tasks it starts.
@@ -27,7 +27,7 @@ class Episode:
     """One call of a workflow."""
 
     task_id: int  # position of its prompt in the prompt stream, or in the evaluation set
-    sample: int  # 0-based member of the prompt's group
+    sample: int  # 0-based index in the prompt's group
     is_eval: bool
     run_seed: int
     requests: int = 0  # seeds handed out so far
@@ -40,7 +40,7 @@ class WorkflowContext:
     """Reads the episode of the calling coroutine. One instance: `workflow_context`.
 
     Outside an episode (a workflow called by hand) the stat scope is "rollout" and seeds are None,
-    which leaves the draw to the engine.
+    so the engine draws its own.
     """
 
     def get(self) -> Episode | None:
@@ -67,7 +67,7 @@ class WorkflowContext:
             return None
         index = current.requests
         current.requests += 1
-        # Evaluation prompts are numbered from 0 too; bit 0 keeps their draws apart from training's.
+        # Evaluation prompts are also numbered from 0; bit 0 separates their draws from training's.
         stream = current.run_seed * 2 + int(current.is_eval)
         return sampling_seed(stream, current.task_id, current.sample, index)
 
@@ -77,7 +77,7 @@ workflow_context = WorkflowContext()
 
 @contextmanager
 def episode(*, task_id: int, sample: int, is_eval: bool, run_seed: int) -> Generator[Episode]:
-    """Makes the calling coroutine, and tasks it starts from here, part of this episode."""
+    """Make the calling coroutine, and tasks it starts from here, part of this episode."""
     current = Episode(task_id=task_id, sample=sample, is_eval=is_eval, run_seed=run_seed)
     token = _current.set(current)
     try:

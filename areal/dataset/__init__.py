@@ -1,13 +1,13 @@
 """Data sets: `get_custom_dataset` turns a config section into a list of rows.
 
-A row for RL is {"messages": chat, "answer": str, ...}, and reaches the reward function as keywords;
+A row for RL is {"messages": chat, "answer": str, ...}, passed to the reward function as keywords;
 a supervised row is {"input_ids", "loss_mask"}; a row for reward models and DPO is {"chosen_ids",
 "rejected_ids", "prompt_len"}, two texts that share their first `prompt_len` tokens.
 
-A loader is `loader(path, *, split, tokenizer, max_length, **dataset_kwargs) -> list[dict]`. Which
-one is used: that of columns where the section names some (`prompt`, `answer`),
-`dataset_kwargs.loader` (a name or an import path), else the last part of `path` (`openai/gsm8k`,
-`openai/gsm8k@v1` and `/data/gsm8k` are all gsm8k), else `path` itself as an import path.
+A loader is `loader(path, *, split, tokenizer, max_length, **dataset_kwargs) -> list[dict]`. Order
+of choice: the column loader if the section names columns (`prompt`, `answer`),
+`dataset_kwargs.loader` (a name or an import path), the last part of `path` (`openai/gsm8k`,
+`openai/gsm8k@v1` and `/data/gsm8k` are all gsm8k), `path` itself as an import path.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ LOADERS = {
 }
 
 
-# Their rows have images, which a workflow must know how to show to a model.
+# Rows with images, which need a workflow that can render them.
 IMAGE_DATASETS = frozenset({"clevr_count_70k", "geometry3k"})
 
 
 def get_custom_dataset(
     split: str | None, dataset_config: DatasetConfig, tokenizer: Any, processor: Any = None
 ) -> Sequence[dict[str, Any]]:
-    """The rows of `split` (default: the config's). `processor` goes to loaders of image data."""
+    """The rows of `split` (default: the config's). `processor` is passed to image loaders."""
     kwargs = dict(dataset_config.dataset_kwargs)
     if dataset_config.prompt is not None:
         load = _column_loader(dataset_config)
@@ -86,7 +86,7 @@ def _column_loader(config: DatasetConfig) -> Callable[..., Any]:
 
 
 def loader_name(path: str) -> str:
-    """What `path` says of its loader: its last part, less a hub's `@revision`."""
+    """The loader name in `path`: its last part, without a hub's `@revision`."""
     return path.rstrip("/").rpartition("/")[2].partition("@")[0]
 
 

@@ -1,11 +1,11 @@
-"""Arithmetic problems made on the spot: `47+36=` with answer `83`. Needs no download.
+"""Generated arithmetic problems: `47+36=` with answer `83`. No download.
 
-A problem belongs to the test split when a hash of it says so (`held_out`); `36+47` and `47+36`
-count as one. Pairs for reward models and DPO prefer the right answer to a near miss.
+A hash of the problem assigns it to the test split (`held_out`); `36+47` and `47+36` count as one.
+Pairs for reward models and DPO prefer the right answer to a near miss.
 
-`dataset_kwargs` set the difficulty: operators, the digits of each operand, and how the supervised
-target is written: `plain` (`83`), or `reversed` (`38>83`: digits in the order in which they are
-carried, then the answer, so that the last number is the answer in both).
+`dataset_kwargs` set the difficulty: operators, the digits of each operand, and the format of the
+supervised target: `plain` (`83`), or `reversed` (`38>83`: digits in carry order, then the answer,
+so that the last number is the answer in both).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from areal.dataset.chat_rows import (
 )
 
 Digits = int | Sequence[int]
-MISSES = (1, -1, 2, -2, 10, -10)  # how far a rejected answer is off
+MISSES = (1, -1, 2, -2, 10, -10)  # error of a rejected answer
 MAX_ALL_ROWS = 1_000_000
 
 
@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def near_miss(self) -> str:
-        """A wrong answer, always the same one for this problem."""
+        """A wrong answer, deterministic per problem."""
         return str(int(self.answer) + MISSES[(self.first + 7 * self.second) % len(MISSES)])
 
     @property
@@ -70,7 +70,7 @@ def load_rl(
     path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
 ) -> list[dict[str, Any]]:
     """{"messages", "answer"}. `options` are those of `make_problems`."""
-    options.pop("style", None)  # how a target is written matters to supervised rows only
+    options.pop("style", None)  # the target format matters to supervised rows only
     problems = make_problems(
         split=split, **known_options(options, make_problems, besides=("style",))
     )
@@ -129,7 +129,7 @@ def make_problems(
     num_rows: int | None = None,
     seed: int = 0,
 ) -> list[Problem]:
-    """`num_rows` distinct problems of `split` in a random order; all there are when it is None.
+    """`num_rows` distinct problems of `split` in random order; all of them if None.
 
     Digits are a number or a range [least, most]; 1 digit means 0 to 9, 2 digits 10 to 99.
     """
@@ -152,7 +152,7 @@ def make_problems(
 
 @dataclass(frozen=True, slots=True)
 class _ProblemSpace:
-    """All problems, numbered from 0, without writing them down."""
+    """All problems, numbered from 0, generated on access."""
 
     operators: tuple[str, ...]
     first: range
@@ -174,7 +174,7 @@ def _draw(
         raise ValueError(
             f"dataset_kwargs.num_rows: set it, these options describe {len(space)} problems"
         )
-    # A bit more than the split's share needs; the whole space if that was too little.
+    # Slightly more than the split's share needs; the whole space if that was too few.
     share = 1 / ONE_IN if held_out else 1 - 1 / ONE_IN
     enough = len(space) if num_rows is None else int(1.2 * num_rows / share) + 100
     for size in (min(enough, len(space)), min(4 * enough, len(space)), len(space)):

@@ -1,13 +1,10 @@
-"""Rows from chats: what each kind of training needs, made the same way for every data set.
+"""Rows from chats: the formats of each kind of training, shared by all data sets.
 
-In: chat messages and replies to them. Out: lists of rows no longer than `max_length` tokens.
+In: chat messages and replies to them. Out: lists of rows of at most `max_length` tokens.
 
-Which problems of a data set without a test split are held out: a hash of the problem says so.
-
-The seed and the number of rows do not matter, so no run can train on a problem that another one
-tests with.
-
-Loaders that hand `dataset_kwargs` on to a function: which ones that function takes.
+For data sets without a test split, `is_held_out` decides by a hash of the problem, independent of
+seed and number of rows, so that no run trains on a problem that another one tests with.
+`known_options` checks `dataset_kwargs` against the function that a loader passes them to.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ def pair_rows(
 ) -> list[dict[str, Any]]:
     """{"chosen_ids", "rejected_ids", "prompt_len"} of (prompt, better reply, worse reply).
 
-    Both begin with the same `prompt_len` tokens and end with the end token.
+    Both start with the same `prompt_len` tokens and end with the end token.
     """
     if not pairs:
         return []
@@ -116,7 +113,7 @@ def known_options(
 ) -> dict[str, Any]:
     """`options`, all of them parameters of `function`.
 
-    `besides` are keys the loader takes itself; an error lists them too.
+    `besides` are keys the loader handles itself; an error lists them too.
     """
     known = {*inspect.signature(function).parameters, *besides} - {"split"}
     for name in options:

@@ -1,8 +1,8 @@
-"""CLEVR count: how many things are in a rendered picture; the answer is a whole number.
+"""CLEVR count: the number of objects in a rendered picture; the answer is an integer.
 
-`path` is the bare name `clevr_count_70k` (then the hub's BUAADreamer/clevr_count_70k), another hub
-name, a local folder or a Parquet file. Columns: images, problem, answer. The clevr_count reward
-reads the answer.
+`path` is the bare name `clevr_count_70k` (the hub's BUAADreamer/clevr_count_70k), another hub name,
+a local folder or a Parquet file. Columns: images, problem, answer. The clevr_count reward reads the
+answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INSTRUCTION = "\nCount them, then give the number alone in square brackets, like
 def load_rl(
     path: str, *, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
 ) -> ImageRows:
-    """{"messages", "images", "answer"}, as `image_rows` says."""
+    """{"messages", "images", "answer"}, as in `image_rows`."""
     return load_image_rows(
         HUB_NAME if path == "clevr_count_70k" else path,
         split=split,

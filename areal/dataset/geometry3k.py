@@ -1,6 +1,6 @@
 """Geometry3K: a geometry problem and its drawing; the answer is a number or an expression.
 
-`path` is the bare name `geometry3k` (then the hub's hiyouga/geometry3k), another hub name, a local
+`path` is the bare name `geometry3k` (the hub's hiyouga/geometry3k), another hub name, a local
 folder or a Parquet file. Columns: images, problem, answer. The geometry3k reward reads the answer.
 """
 
@@ -17,7 +17,7 @@ INSTRUCTION = "\nEnd with your final answer in square brackets, like [42]."
 def load_rl(
     path: str, *, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
 ) -> ImageRows:
-    """{"messages", "images", "answer"}, as `image_rows` says."""
+    """{"messages", "images", "answer"}, as in `image_rows`."""
     return load_image_rows(
         HUB_NAME if path == "geometry3k" else path,
         split=split,

@@ -1,6 +1,6 @@
 """GSM8K: grade-school word problems with worked solutions that end in `#### number`.
 
-`path` is the bare name `gsm8k` (then the hub's openai/gsm8k), another hub name, a folder with
+`path` is the bare name `gsm8k` (the hub's openai/gsm8k), another hub name, a folder with
 `{split}.jsonl` files or a saved data set, or one JSON-lines file. Columns: question, answer.
 """
 

@@ -1,8 +1,8 @@
-"""HH-RLHF: two replies of an assistant to the same dialogue, of which people preferred one.
+"""HH-RLHF: two replies of an assistant to the same dialogue, one preferred by people.
 
-`path` is the bare name `hh-rlhf` (then the hub's Anthropic/hh-rlhf), another hub name, a folder
-with `{split}.jsonl` files, or one such file. Columns: chosen, rejected; each a whole dialogue in
-one text, whose turns begin with a blank line and `Human:` or `Assistant:`.
+`path` is the bare name `hh-rlhf` (the hub's Anthropic/hh-rlhf), another hub name, a folder with
+`{split}.jsonl` files, or one such file. Columns: chosen, rejected; each a whole dialogue as one
+text, whose turns start with a blank line and `Human:` or `Assistant:`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def load_pairs(
 
 
 def read_pair(chosen: str, rejected: str) -> tuple[Messages, str, str] | None:
-    """(dialogue, preferred reply, other reply); None when the texts are not such a pair.
+    """(dialogue, preferred reply, other reply); None if the texts are not such a pair.
 
-    A few rows of the data set end with a turn of the human, or differ before the last reply.
+    A few rows of the data set end with a human turn, or differ before the last reply.
     """
     better, worse = read_dialogue(chosen), read_dialogue(rejected)
     for dialogue in (better, worse):
@@ -52,7 +52,7 @@ def read_pair(chosen: str, rejected: str) -> tuple[Messages, str, str] | None:
 
 
 def read_dialogue(text: str) -> Messages:
-    """The turns of a dialogue; what stands before the first one belongs to none."""
+    """The turns of a dialogue; text before the first one is dropped."""
     _, *parts = _TURN.split("\n\n" + text.lstrip("\n"))
     return [
         {"role": _ROLES[speaker], "content": content.strip()}

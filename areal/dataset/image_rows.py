@@ -1,4 +1,4 @@
-"""Rows of questions about images, made when they are asked for: all at once would fill memory.
+"""Rows of questions about images, built on access: all at once would fill memory.
 
 In: a table with `images` (encoded), `problem` (with `<image>` where an image belongs) and `answer`.
 Out: {"messages", "images", "answer"}. A message's content is a list of {"type": "image"} and
@@ -64,7 +64,7 @@ class ImageRows(Sequence):
 
 
 def _content(problem: str, num_images: int, instruction: str) -> list[dict[str, str]]:
-    """Text and images in turn; images of a problem that does not place them come first."""
+    """Text and images interleaved; images without a placeholder in the problem come first."""
     marked = problem if _PLACE in problem else _PLACE * num_images + problem
     parts = re.split(f"({_PLACE})", marked + instruction)
     return [

@@ -1,16 +1,16 @@
-"""Read the rows of one split from a JSON-lines, CSV or Parquet file, a local folder or the hub.
+"""Reads the rows of one split from a JSON-lines, CSV or Parquet file, a local folder or the hub.
 
-JSON-lines and CSV are read with the standard library, so that the `datasets` package is needed only
-for other formats and for the hub. Errors name the path, what was looked for and what is there.
-Images stay encoded: a row holds {"bytes", "path"} for each, whatever the source.
+JSON-lines and CSV are read with the standard library; the `datasets` package is needed only for
+other formats and for the hub. Errors name the path, what was expected and what is there. Images
+stay encoded: a row holds {"bytes", "path"} for each, whatever the source.
 
-Rows of a file by the names of its columns: training data without a line of Python.
+`load_rl` and `load_sft` build training rows from named columns, without user code:
 
     train_dataset: {path: rows.jsonl, prompt: question, answer: answer}
 
 `path` is a JSON-lines, CSV, TSV or Parquet file, a folder with `{split}.jsonl` (or .csv, ...), or a
-hub name. `prompt` is a text, or a chat as a list of {"role", "content"}. The other columns reach
-the reward function too, under their own names.
+hub name. `prompt` is a text, or a chat as a list of {"role", "content"}. The other columns are
+passed to the reward function under their own names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_rows(
 def open_rows(
     path: str, *, split: str, columns: tuple[str, ...], config: str | None = None
 ) -> Sequence[Row]:
-    """`read_rows` one by one when asked for: for data sets whose rows are large."""
+    """`read_rows`, decoded on access: for data sets with large rows."""
     local = Path(path).expanduser()
     if local.is_file():
         rows = _read_file(local)
@@ -60,8 +60,8 @@ def open_rows(
 
 
 def first_row(path: Path, split: str) -> Row | None:
-    """The first row of a JSON-lines or CSV file (or of that of a folder), without the others; None
-    where there is no such file."""
+    """The first row of a JSON-lines or CSV file (or of the split's in a folder), without reading
+    the others; None if there is no such file."""
     files = [path / f"{split}{suffix}" for suffix in _TEXT_FORMATS] if path.is_dir() else [path]
     for file in files:
         rows = _TEXT_FORMATS.get(file.suffix.lower())
@@ -77,7 +77,7 @@ def _read_file(file: Path) -> Sequence[Row]:
 
 
 def _read_folder(folder: Path, split: str) -> Sequence[Row]:
-    """`{split}` with one of our suffixes, a `save_to_disk`, or what `load_dataset` makes of it."""
+    """`{split}` with a known suffix, a `save_to_disk`, or whatever `load_dataset` reads."""
     for suffix in (*_TEXT_FORMATS, ".parquet"):
         file = folder / f"{split}{suffix}"
         if file.is_file():
@@ -93,7 +93,7 @@ def _read_folder(folder: Path, split: str) -> Sequence[Row]:
         if (folder / "state.json").is_file():
             return TableRows(cast("datasets.Dataset", datasets.load_from_disk(str(folder))))
         return TableRows(datasets.load_dataset(str(folder), split=split))
-    except Exception as error:  # the package raises a dozen kinds for a folder it cannot read
+    except Exception as error:  # the package raises many types for an unreadable folder
         raise ValueError(
             f"dataset.path: no split {split!r} in {folder} (found: {', '.join(found) or 'nothing'};"
             f" expected {split}.jsonl or a data set of Hugging Face): {_first_line(error)}"
@@ -101,7 +101,7 @@ def _read_folder(folder: Path, split: str) -> Sequence[Row]:
 
 
 def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
-    """A data set of a hub, by `org/name` or `org/name@revision`."""
+    """A data set of the hub, by `org/name` or `org/name@revision`."""
     import datasets
     import datasets.config
 
@@ -116,7 +116,7 @@ def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
     except ValueError as error:
         cause = _first_line(error)
         raise ValueError(f"dataset.path: {path!r}, split {split!r}: {cause}") from error
-    except Exception as error:  # those of the hub's client, of its HTTP client, of the file system
+    except Exception as error:  # of the hub's client, its HTTP client or the file system
         raise RuntimeError(
             f"dataset.path: {path!r} is not a local file or folder, and the hub did not give it: "
             f"{_first_line(error)}"
@@ -125,7 +125,7 @@ def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
 
 
 def _check_commit(path: str, prepared: str | None, expected: str | None) -> None:
-    """Without its hub, `datasets` takes whichever revision this machine has prepared last."""
+    """Offline, `datasets` uses whichever revision this machine prepared last."""
     if None not in (prepared, expected) and prepared != expected:
         raise ValueError(
             f"its hub cannot be asked, and this machine has prepared commit {prepared}, not "
@@ -140,7 +140,7 @@ def _read_parquet(file: Path) -> Sequence[Row]:
     import pyarrow.parquet
 
     try:
-        # Mapped, not copied: rows are decoded when they are asked for.
+        # Mapped, not copied: rows are decoded on access.
         table = pyarrow.parquet.read_table(file, memory_map=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not a Parquet file ({_first_line(error)})") from error
@@ -148,13 +148,13 @@ def _read_parquet(file: Path) -> Sequence[Row]:
 
 
 class TableRows(Sequence):
-    """The rows of a table, taken out of it when asked for.
+    """The rows of a table, extracted on access.
 
     Images stay encoded: decoded, those of a large data set would fill memory.
     """
 
     def __init__(self, table: datasets.Dataset) -> None:
-        # `datasets` knows no type for this format, whose rows are tables of pyarrow.
+        # `datasets` has no type for this format, whose rows are pyarrow tables.
         self._table: Any = table.with_format("arrow")
 
     @property
@@ -183,7 +183,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
                 if b"\\u" in line:
-                    json.dumps(row, ensure_ascii=False).encode()  # half a character has no UTF-8
+                    json.dumps(row, ensure_ascii=False).encode()  # rejects lone surrogates
             except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
                 raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
             if not isinstance(row, dict):
@@ -203,9 +203,9 @@ def _finite(text: str) -> float:
 
 
 def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[Row]:
-    """The first line names the columns; every value is a text."""
-    csv.field_size_limit(sys.maxsize)  # an answer may be long
-    with file.open(encoding="utf-8-sig", newline="") as text:  # -sig: Excel puts a mark in front
+    """The first line names the columns; every value is text."""
+    csv.field_size_limit(sys.maxsize)  # answers may be long
+    with file.open(encoding="utf-8-sig", newline="") as text:  # -sig: Excel writes a BOM
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(reader, [])
@@ -226,7 +226,7 @@ def _csv_row(file: Path, line: int, names: list[str], values: list[str]) -> Row:
     return dict(zip(names, values, strict=True))
 
 
-# Suffix -> what reads such a file row by row. A file of another suffix is taken for JSON-lines.
+# Suffix -> row reader. Other suffixes are read as JSON-lines.
 _TEXT_FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _jsonl_rows,
     ".csv": _csv_rows,
@@ -235,7 +235,7 @@ _TEXT_FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def _check_columns(rows: Sequence[Row], columns: tuple[str, ...], path: str) -> None:
-    # A table has the same columns in every row; rows of JSON may each differ.
+    # A table has the same columns in every row; JSON rows may differ.
     if isinstance(rows, TableRows):
         rows = [dict.fromkeys(rows.column_names)]
     for number, row in enumerate(rows):
@@ -278,7 +278,7 @@ def load_sft(
     answer: str,
     max_length: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The answer is what the model learns to write."""
+    """The answer column is the supervised target."""
     chats = [
         (_chat(row, number, prompt, path), _reply(row, number, answer, path))
         for number, row in enumerate(_read(path, split, prompt, answer))

@@ -1,6 +1,6 @@
 r"""ToRL: competition mathematics to be solved with or without tools.
 
-`path` is a Parquet file or a folder with `{split}.parquet`, as the project GAIR-NLP/ToRL ships them
+`path` is a Parquet file or a folder with `{split}.parquet`, as in the project GAIR-NLP/ToRL
 (data/torl_data), or a hub name. Columns: prompt (a chat) and reward_model {"ground_truth", ...}.
 """
 

@@ -10,7 +10,7 @@ from areal.api.alloc_mode import ModelAllocation
 if TYPE_CHECKING:
     from areal.api.engine_api import TrainEngine
 
-# By import path: what one engine needs is not loaded for another.
+# Import paths, so that one engine's dependencies are not loaded for another.
 TRAIN_ENGINES = {
     "archon": "areal.engine.train.archon.ArchonEngine",
     "fsdp": "areal.engine.train.fsdp.engine.FSDPEngine",

@@ -1,4 +1,4 @@
-"""A chat as prompt tokens, by the tokenizer's chat template."""
+"""Chat messages to prompt tokens, by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areal.api.json_text import loads_written
 from areal.openai.requests import ChatCall, WireError
 from areal.utils.chat_template import TemplateError, render_chat
 
-# Arguments of transformers' renderer: a request may set variables of the template, not these.
+# Arguments of transformers' renderer; a request may set template variables, but not these.
 _RESERVED = {
     *("conversation", "conversations", "messages", "tools", "documents", "chat_template"),
     "add_generation_prompt",
@@ -25,9 +25,9 @@ def chat_prompt_ids(tokenizer: Any, call: ChatCall) -> list[int]:
 
 
 def chat_prompt_text(tokenizer: Any, call: ChatCall) -> str:
-    """The text whose tokens `chat_prompt_ids` gives.
+    """The text whose tokens `chat_prompt_ids` returns.
 
-    TemplateLimitError when the template takes too much: not the caller's fault.
+    TemplateLimitError if the template exceeds its resource limits: not the caller's fault.
     """
     if not tokenizer.chat_template:
         raise WireError(
@@ -49,7 +49,7 @@ def chat_prompt_text(tokenizer: Any, call: ChatCall) -> str:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates know no "developer", and write a call's arguments as JSON themselves."""
+    """Templates have no "developer" role and serialise a call's arguments to JSON themselves."""
     message = dict(message)
     if message["role"] == "developer":
         message["role"] = "system"
@@ -64,6 +64,6 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = loads_written(arguments)
-        except ValueError:  # the model wrote no JSON: shown as it wrote it
+        except ValueError:  # the model wrote invalid JSON: keep its text
             return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,8 +1,7 @@
 """Replies and stream chunks of the chat and completion API, as dicts ready for JSON.
 
-One `Output` is one choice. `tokenizer` is used where log-probabilities were asked for: they name
-their tokens. Log-probabilities cover every token that was sampled, also a stop token that the text
-does not show.
+One `Output` is one choice. `tokenizer` is used only where log-probabilities were requested, to name
+their tokens. They cover every sampled token, also a stop token that the text does not show.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from areal.openai.tool_calls import parse_tool_calls
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One sampled output; `text` is what the client sees of it (see visible_text)."""
+    """One sampled output; `text` is the part visible to the client (see visible_text)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -38,7 +37,7 @@ def chat_reply(
     tool_parser: str = "hermes",
     in_reasoning: bool = False,
 ) -> dict[str, Any]:
-    """`created` in Unix seconds. Tool calls are looked for when the request gave tools.
+    """`created` in Unix seconds. Tool calls are parsed only if the request has tools.
 
     in_reasoning: the outputs begin inside reasoning that the prompt opened.
     """
@@ -73,7 +72,7 @@ def completion_reply(
     prompt_tokens: int,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """`outputs` prompt after prompt, n each; `prompt_tokens` of all prompts."""
+    """`outputs` in prompt order, n per prompt; `prompt_tokens` is the sum over all prompts."""
     choices = []
     for index, output in enumerate(outputs):
         logprobs = None
@@ -104,7 +103,7 @@ def chat_chunk(
     logprobs: dict[str, Any] | None = None,
     finish_reason: str | None = None,
 ) -> dict[str, Any]:
-    """One piece of choice `index`: first {"role": "assistant", "content": ""}, last {}."""
+    """One chunk of choice `index`: first {"role": "assistant", "content": ""}, last {}."""
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
     return _chunk(call, completion_id, created, "chat.completion.chunk", [choice])
 
@@ -126,7 +125,7 @@ def completion_chunk(
 def usage_chunk(
     call: ChatCall | CompletionCall, completion_id: str, created: int, usage: dict[str, int]
 ) -> dict[str, Any]:
-    """The last piece of a stream whose request has `include_usage`."""
+    """The last chunk of a stream whose request has `include_usage`."""
     kind = "chat.completion.chunk" if isinstance(call, ChatCall) else "text_completion"
     return {**_chunk(call, completion_id, created, kind, []), "usage": usage}
 
@@ -140,7 +139,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def finish_reason(stop_reason: StopReason, *, has_calls: bool = False) -> str:
-    """OpenAI's word; "abort" (the server ended the request) is ours."""
+    """OpenAI's finish reason; "abort" (the server ended the request) is an extension."""
     return "tool_calls" if has_calls and stop_reason == "stop" else stop_reason
 
 
@@ -164,7 +163,7 @@ def chat_logprobs(
 def completion_logprobs(
     tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float], *, text_offset: int = 0
 ) -> dict[str, Any]:
-    """`text_offset`: characters of the tokens before these."""
+    """`text_offset`: number of characters before these tokens."""
     tokens = [token_text(tokenizer, token) for token in token_ids]
     offsets = []
     for token in tokens:

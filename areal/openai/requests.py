@@ -1,19 +1,14 @@
 """Request bodies of /v1/chat/completions and /v1/completions as typed calls.
 
-Whatever JSON comes in, the result is a call or a `WireError` that names the field. What would
-change the output and is not supported is refused; other unknown keys are kept in `extra`. Options
-OpenAI has no name for (`top_k`, `stop_token_ids`, `ignore_eos`, ...) have the names of `gconfig`;
-`max_total_tokens` is its bound of prompt and output together.
+For any JSON the result is a call or a `WireError` that names the field, with the status and body
+OpenAI's clients expect. Unsupported options that would change the output are rejected; other
+unknown keys are kept in `extra`. Options that OpenAI does not have (`top_k`, `stop_token_ids`,
+`ignore_eos`, ...) have the names of `gconfig`; `max_total_tokens` is its bound on prompt plus
+output.
 
-The messages and tools of a chat request, checked and in one shape.
-
-Contents become plain text: a list of text parts is joined, null is the empty text.
-
-Reading one field of a request body: its value when it is as expected, else a WireError.
-
-A field that is null counts as left out, as in OpenAI's API.
-
-What is wrong with a request, and how OpenAI's clients expect to be told.
+Messages and tools are checked and normalised: contents become plain text (text parts are joined,
+null is the empty text). `Fields` reads one field at a time; a null field counts as absent, as in
+OpenAI's API.
 """
 
 from __future__ import annotations
@@ -26,12 +21,12 @@ from areal.api.config.inference import GenerationHyperparameters
 
 _MAX_N = 128
 _MAX_STOPS = 64
-_MAX_CHOICES = 4096  # of one request
-_MAX_UNKNOWN = 64  # options; each is compared with all that are known
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
-_NO_BOUND = 1 << 30  # tokens of prompt and output: what the engine can hold is the bound
+_MAX_CHOICES = 4096  # per request
+_MAX_UNKNOWN = 64  # unknown options per request; each is compared with all known ones
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default, for /v1/completions only
+_NO_BOUND = 1 << 30  # prompt and output tokens: effectively the engine's capacity
 
-# Options that change the output and are not supported, with the values that leave it alone.
+# Unsupported options that change the output, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "audio": (),
@@ -61,9 +56,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """`messages` have text contents; `tools` is empty when there are none, or none may be used."""
+    """`messages` have text contents; `tools` holds those the model may use, possibly none."""
 
-    model: str  # empty when left out
+    model: str  # empty if absent
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     gconfig: GenerationHyperparameters
@@ -72,14 +67,14 @@ class ChatCall:
     logprobs: bool
     top_logprobs: int
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # keys that change nothing here
+    extra: dict[str, Any] = field(default_factory=dict)  # keys without effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionCall:
     """`prompt` is always a list of prompts, each a text or a list of token ids.
 
-    Every prompt gets `gconfig.n_samples` outputs; choices come prompt after prompt.
+    Every prompt gets `gconfig.n_samples` outputs; choices are in prompt order.
     """
 
     model: str
@@ -173,7 +168,7 @@ def _gconfig(fields: Fields, max_new_tokens: int) -> GenerationHyperparameters:
         "frequency_penalty": fields.number("frequency_penalty", 0.0, low=-2, high=2),
         "seed": fields.integer("seed", None),
     }
-    if options["top_k"] in (-1, 0):  # "no cut", in the words of other servers
+    if options["top_k"] in (-1, 0):  # "no limit" in other servers
         options["top_k"] = defaults.top_k
     try:
         return GenerationHyperparameters(**options)
@@ -213,7 +208,7 @@ def _streaming(fields: Fields) -> tuple[bool, bool]:
 
 
 def _extra(fields: Fields) -> dict[str, Any]:
-    """What is left, when it can be ignored without lying."""
+    """The remaining keys; WireError for one that must not be ignored."""
     extra, unknown = {}, fields.rest()
     if len(unknown) > _MAX_UNKNOWN:
         raise WireError(
@@ -290,7 +285,7 @@ def _content(fields: Fields, where: str, *, may_be_absent: bool) -> str:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A call the model made earlier."""
+    """A tool call of an earlier turn."""
     fields = Fields(call, where)
     function = Fields(fields.any("function"), f"{where}.function")
     if not isinstance(function.any("arguments"), str | dict):
@@ -309,17 +304,17 @@ _REQUIRED = object()
 
 
 class Fields:
-    """The fields of one JSON object; remembers which ones nobody asked for."""
+    """The fields of one JSON object; tracks which ones were read."""
 
     def __init__(self, body: Any, where: str = "") -> None:
         if not isinstance(body, dict):
             raise WireError(400, f"{where or 'body'}: expected a JSON object, got {show(body)}")
         self._body = body
         self._where = f"{where}." if where else ""
-        self.asked: set[str] = set()  # names, given or not
+        self.asked: set[str] = set()  # names that were read, present or not
 
     def rest(self) -> dict[str, Any]:
-        """What was given and not asked for."""
+        """Fields that are present and were not read."""
         return {name: v for name, v in self._body.items() if name not in self.asked}
 
     def has(self, name: str) -> bool:
@@ -392,7 +387,7 @@ def _bounds(low: int, high: int) -> str:
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """A string that can be written as UTF-8: JSON allows halves of characters, models do not."""
+    """A string that can be encoded as UTF-8: JSON allows lone surrogates, tokenizers do not."""
     if not isinstance(value, str):
         return False
     try:
@@ -403,31 +398,31 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def is_token_ids(value: Any) -> TypeGuard[list[int]]:
-    """A list of integers that can be token ids; checked by extremes, because prompts are long."""
+    """Integers that can be token ids; checked by minimum and maximum, because prompts are long."""
     if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
         return False
     return min(value) >= 0 and max(value) < 1 << 31
 
 
 def show(value: Any) -> str:
-    """A value as the caller would recognise it, never long."""
+    """A short rendering of a value, recognisable to the caller."""
     if isinstance(value, int) and abs(value) >= _INT_END:
         return "an integer beyond 64 bits"
     try:
         text = ascii(value[:60] if isinstance(value, list | str) else value)
-    except (ValueError, RecursionError):  # integers of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError):  # integers with thousands of digits, deep nesting
         return f"a {type(value).__name__}"
     return f"{text[:60]}..." if len(text) > 60 else text
 
 
 _TYPES = {
     429: "rate_limit_error"
-}  # other statuses: the caller's fault below 500, else the server's
+}  # other statuses: the request is invalid below 500, else a server error
 _CODES = {401: "invalid_api_key"}
 
 
 class WireError(Exception):
-    """`param` is the field of the request at fault; `code` a name programs can test for."""
+    """`param` is the invalid field of the request; `code` is machine-readable."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None

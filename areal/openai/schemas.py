@@ -1,7 +1,7 @@
-"""The bodies that `parse_chat` and `parse_completion` take, as JSON Schemas.
+"""JSON Schemas of the bodies that `parse_chat` and `parse_completion` take.
 
-What a schema forbids is refused there. Not everything it allows is granted: some options need
-others beside them, and keys that are not listed may be ignored or not supported.
+What a schema forbids, the parser rejects. The parser is stricter: some options require others, and
+unlisted keys may be ignored or unsupported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FUNCTION = object_of(
     required=["name"],
 )
 
-# A field that is null counts as left out.
+# A null field counts as absent.
 SAMPLING: dict[str, Schema] = {
     name: or_null(schema)
     for name, schema in {

@@ -1,13 +1,13 @@
-"""Tokens into the text a client sees, piece by piece.
+"""Incremental detokenisation: tokens to the text a client sees, piece by piece.
 
     stream = TextStream(tokenizer, gconfig)
     stream.push([5, 7]) + stream.push([9]) + stream.finish() == visible_text(tokenizer, [5, 7, 9])
 
-Invariant: however the tokens are cut into pushes, the pieces join to the same text. A piece never
-ends within a UTF-8 character, nor within what may become a stop string: both wait for the next
-push. The text ends before the first stop string that is complete.
+Invariant: however tokens are split into pushes, the pieces join to the same text. A piece never
+ends within a UTF-8 character or a possible stop string: both are held until the next push. The text
+ends before the first complete stop string.
 
-What one token is by itself: its text, and its bytes when it is only a part of a character.
+`token_text` and `token_bytes` decode a single token, which may be part of a character.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from areal.api.config.inference import GenerationHyperparameters
 
-_UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
+_UNFINISHED = "\ufffd"  # what decoders write for an incomplete or invalid character
 
 
 def visible_text(tokenizer: Any, tokens: list[int], gconfig: GenerationHyperparameters) -> str:
-    """The whole output as text. Leave a stop token out of `tokens`: it is not text."""
+    """The whole output as text. `tokens` must not include a trailing stop token."""
     stream = TextStream(tokenizer, gconfig)
     return stream.push(tokens) + stream.finish()
 
@@ -31,13 +31,13 @@ class TextStream:
     def __init__(self, tokenizer: Any, gconfig: GenerationHyperparameters) -> None:
         self._decoder = _Decoder(tokenizer, skip_special_tokens=gconfig.skip_special_tokens)
         self._stops = gconfig.stop or []
-        # A stop string counts when all of it comes after the first `min_new_tokens` tokens.
+        # A stop string counts only if all of it comes after the first `min_new_tokens` tokens.
         self._num_unwatched = gconfig.min_new_tokens if self._stops else 0
-        self._held = ""  # decoded, and perhaps the beginning of a stop string
+        self._held = ""  # decoded, possibly the start of a stop string
         self.stopped = False  # a stop string was found: the text is complete
 
     def push(self, tokens: list[int]) -> str:
-        """The text that is certain now, without what was returned before."""
+        """The text that is final now, without what was returned before."""
         unwatched, tokens = tokens[: self._num_unwatched], tokens[self._num_unwatched :]
         free = ""
         if unwatched:
@@ -46,7 +46,7 @@ class TextStream:
         return free + self._watch(self._decoder.push(tokens)) if tokens else free
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         text = self._watch(self._decoder.finish()) + self._held
         self._held = ""
         return text
@@ -68,14 +68,14 @@ class TextStream:
 
 
 def find_stop(text: str, stops: list[str]) -> int | None:
-    """Where the stop string begins that is complete first, read from the left."""
+    """Start of the stop string that is completed first, reading from the left."""
     found = [(text.find(stop), stop) for stop in stops]
     ends = [(start + len(stop), start) for start, stop in found if start >= 0]
     return min(ends)[1] if ends else None
 
 
 def _overlap(text: str, stops: list[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
+    """Length of the longest suffix of `text` that is a prefix of a stop string."""
     for length in range(min(len(text), max(map(len, stops)) - 1), 0, -1):
         if any(stop.startswith(text[-length:]) for stop in stops):
             return length
@@ -85,16 +85,16 @@ def _overlap(text: str, stops: list[str]) -> int:
 class _Decoder:
     """Decodes the newest tokens together with those just before them.
 
-    Some tokenizers write a token in another way at the beginning of a text: the tokens before it
-    are decoded with it, and their part is cut off.
+    Some tokenizers decode a token differently at the start of a text, so the preceding tokens are
+    decoded with it and their part is cut off.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._context: list[int] = []  # shown already
-        self._fresh: list[int] = []  # after it, not all shown
-        # Characters of the text of context and fresh that were returned; None: those of context.
+        self._context: list[int] = []  # already returned
+        self._fresh: list[int] = []  # tokens after `_context`, not fully returned
+        # Characters of decode(context + fresh) already returned; None: exactly those of context.
         self._num_shown: int | None = 0
 
     def push(self, tokens: list[int]) -> str:
@@ -110,7 +110,7 @@ class _Decoder:
         return piece
 
     def finish(self) -> str:
-        """The rest, with what is not a character and will not become one."""
+        """The rest, including bytes that did not become a character."""
         if not self._fresh:
             return ""
         return self._text(self._context + self._fresh)[self._num_shown :]
@@ -131,7 +131,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """None when the tokenizer does not tell."""
+    """None if the tokenizer does not expose bytes."""
     text = token_text(tokenizer, token)
     if "\ufffd" not in text:
         return text.encode()
@@ -146,10 +146,10 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
 
 @cache
 def _byte_of_letter() -> dict[str, int]:
-    """Byte-level vocabularies write every byte as one visible letter.
+    """Byte-level vocabularies map every byte to one printable letter.
 
-    Bytes that are visible in Latin-1 stand for themselves; the others take the letters from 256 on,
-    in their order.
+    Bytes that are printable in Latin-1 map to themselves, the others to code points from 256 on, in
+    order.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]

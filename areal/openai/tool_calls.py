@@ -1,15 +1,15 @@
-"""Calls of tools that a model wrote into its text.
+"""Parsers for the tool calls in a model's text.
 
-| parser         | what the model writes                                                  |
+| parser         | format                                                                 |
 |----------------|------------------------------------------------------------------------|
 | hermes, qwen   | <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number    |
-| llama          | {"name": "f", "parameters": {...}}, several divided by ; or line breaks |
+| llama          | {"name": "f", "parameters": {...}}, separated by ; or line breaks       |
 
-Reasoning, <think>...</think>, is content: a call that stands in it is not made. Reasoning that is
-not closed goes on to the end. A template may open it in the prompt, so that the output begins
-inside (`in_reasoning`, see begins_in_reasoning).
+Reasoning, <think>...</think>, is content: calls inside it are not made. Unclosed reasoning extends
+to the end. A template may open it in the prompt, so that the output starts inside (`in_reasoning`,
+see begins_in_reasoning).
 
-What is not a valid call stays text: nothing the model wrote is lost.
+Invalid calls stay in the content: no text of the model is lost.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _THINK, _END_THINK = "<think>", "</think>"
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _TAG = re.compile("<(?:think>|/think>|tool_call>)")
 _LLAMA_TAG = "<|python_tag|>"
-_MAX_BROKEN = 64  # openings without a valid call, of one text
-_HEADER_TOKENS = 32  # at the end of a prompt: more than the tag and white space behind it
+_MAX_BROKEN = 64  # opening tags without a valid call, per text
+_HEADER_TOKENS = 32  # at the end of a prompt: longer than the tag and trailing white space
 
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """Both take the text and whether it begins in reasoning."""
+    """Both functions take the text and whether it begins in reasoning."""
 
     parse: Callable[[str, bool], tuple[str, ToolCalls]]
     may_begin: Callable[[str, bool], int]  # see tool_calls_may_begin
@@ -44,7 +44,7 @@ class ToolParser:
 def parse_tool_calls(
     text: str, parser: str = "hermes", *, in_reasoning: bool = False
 ) -> tuple[str | None, ToolCalls]:
-    """(content, calls) of a complete text. Without a call the content is the text as it is."""
+    """(content, calls) of a complete text. Without a call the content is the unchanged text."""
     content, calls = TOOL_PARSERS[parser].parse(text, in_reasoning)
     if not calls:
         return text, []
@@ -52,7 +52,7 @@ def parse_tool_calls(
 
 
 def tool_calls_may_begin(text: str, parser: str = "hermes", *, in_reasoning: bool = False) -> int:
-    """The text before this index is content, whatever follows: a stream may show it."""
+    """Index before which the text is content whatever follows: a stream may show it."""
     return TOOL_PARSERS[parser].may_begin(text, in_reasoning)
 
 
@@ -65,7 +65,7 @@ def begins_in_reasoning(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
 
 
 def parser_of_template(chat_template: str | None) -> str:
-    """The parser for models that are shown their tools by this template."""
+    """The parser for models whose tools are rendered by this template."""
     template = chat_template or ""
     return "llama" if _OPENING not in template and '"parameters"' in template else "hermes"
 
@@ -88,7 +88,7 @@ def _parse_hermes(text: str, in_reasoning: bool) -> tuple[str, ToolCalls]:
             content = _join(content, text[position : tag.start()])
             position = len(text) if end < 0 else end + len(_CLOSING)
         elif (num_broken := num_broken + 1) == _MAX_BROKEN:
-            break  # each may have been read to the end of the text
+            break  # bounds the work: each may be scanned to the end of the text
     return _join(content, text[position:]), calls
 
 
@@ -98,7 +98,7 @@ def _is_open(tag: str, in_reasoning: bool) -> bool:
 
 
 def _join(content: str, piece: str) -> str:
-    """The white space around a call belongs to the call; texts it divides become lines."""
+    """White space around a call belongs to the call; the texts it separates become lines."""
     if not content:
         return piece.rstrip()
     return f"{content}\n{piece.strip()}" if piece.strip() else content
@@ -148,7 +148,7 @@ def _llama_may_begin(text: str, in_reasoning: bool) -> int:
 
 
 def _end_of_reasoning(text: str, in_reasoning: bool) -> int:
-    """Where the text after the leading reasoning begins."""
+    """Start of the text after the leading reasoning."""
     if not in_reasoning and not text.lstrip().startswith(_THINK):
         return 0
     end = text.find(_END_THINK)
@@ -163,7 +163,7 @@ def _json_of(text: str) -> Any:
 
 
 def _call_of(value: Any) -> dict[str, Any] | None:
-    """A call in OpenAI's shape, or None when `value` is not one."""
+    """A call in OpenAI's format, or None if `value` is not one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -1,8 +1,8 @@
 """Reward functions: `fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
 
-They are plain and synchronous; `areal.api.reward_api.AsyncRewardWrapper` runs them in processes of
-their own. `data` is the row of the data set. A function raises when it cannot judge; it returns 0
-only for an answer that is wrong.
+They are plain and synchronous; `areal.api.reward_api.AsyncRewardWrapper` runs them in worker
+processes. `data` is the row of the data set. A function raises if it cannot judge; it returns 0
+only for a wrong answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from areal.utils import import_path
 from areal.utils.import_path import Call, signature_of
 
-# Names for `reward_fn` in the YAML. Any other function is given by its import path.
+# Names for `reward_fn` in the YAML. Other functions are given by import path.
 REWARD_FNS = {
     "clevr_count": "areal.reward.clevr_count.clevr_count_reward_fn",
     "countdown": "areal.reward.countdown.countdown_reward_fn",
@@ -32,12 +32,12 @@ REWARD_CALL = Call(
 
 
 def get_reward_fn(name: str, *, key: str = "reward_fn") -> Callable[..., float]:
-    """The function behind a name or an import path; `key` is the config key that errors name."""
+    """The function of a name or an import path; errors name the config key `key`."""
     found = import_path.load_named(name, REWARD_FNS, key=key)
     check_reward_fn(found, f"{key}: {name}")
     return found
 
 
 def check_reward_fn(fn: Callable[..., float], what: str = "reward_fn") -> None:
-    """ValueError, which begins with `what`, when the function cannot be called as a reward is."""
+    """ValueError, starting with `what`, if the function cannot be called as a reward function."""
     REWARD_CALL.require(signature_of(fn), what)

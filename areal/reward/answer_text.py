@@ -1,7 +1,7 @@
-r"""Find the final answer in a text.
+r"""Extraction of the final answer from a text.
 
-Pure string work, in time proportional to the text. A final answer is, in this order, the last
-`\boxed{...}`, what follows the last `####`, or the last number or expression.
+String operations only, in time linear in the text. A final answer is, in this order, the last
+`\boxed{...}`, the text after the last `####`, or the last number or expression.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from decimal import Decimal
 
 from areal.reward.arithmetic import MAX_CHARACTERS, NUMBER
 
-# A minus directly after a digit or a bracket subtracts: no sign.
+# A minus directly after a digit or a bracket is a subtraction, not a sign.
 _LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])-)?(?:{NUMBER})")
 _PLAIN = re.compile(rf"[-+]?(?:{NUMBER})")
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 
-# What an expression is made of, in plain text and in LaTeX. Anything else ends it: words, line
-# ends, `=`, `$`.
+# Tokens of an expression, in plain text and in LaTeX. Anything else ends it: words, line ends,
+# `=`, `$`.
 _PIECE = re.compile(
     rf"(?P<number>{NUMBER}|\\pi(?![a-zA-Z]))"
     r"|(?P<operator>\*\*|[-+*/^×÷·]|\\(?:cdot|times|div)(?![a-zA-Z]))"
@@ -28,14 +28,14 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _PAIRS = {")": "(", "}": "{"}
-# A whole number at the very end, after something that no expression holds: most answers of most
-# models, and found in a tenth of the time.
+# An integer at the very end, after a character that no expression contains: the most common answer,
+# found in a tenth of the time.
 _PLAIN_END = re.compile(r"[^\s\d.,+\-*/^(){}\\%×÷·$€£¥](-?\d+)\Z")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}\d]*\}(?:\^\{?\d\}?)?")  # \text{ cm}^2
 
 
 def final_answer(text: str) -> str | None:
-    """The marked answer, or the last number when none is marked; None when there is neither."""
+    """The marked answer, or the last number if none is marked; None if there is neither."""
     marked = marked_answer(text)
     return marked if marked is not None else last_number(text)
 
@@ -78,37 +78,37 @@ def last_number(text: str) -> str | None:
 
 
 def plain_number(text: str) -> Decimal | None:
-    """The value of a text that is one decimal number, perhaps with `$`, `%` or thousands commas."""
+    """The value of a text that is one decimal number, optionally with `$`, `%` or commas."""
     bare = bare_text(text).rstrip("%").strip()
     return Decimal(bare.replace(",", "")) if _PLAIN.fullmatch(bare) else None
 
 
 def bare_text(text: str) -> str:
-    """Without `$`, backslashes before signs, and the full stop of a sentence."""
+    """Without `$`, backslashes before symbols, and a trailing full stop."""
     return re.sub(r"\\(?=[%$ ,!])", "", text).replace("$", "").strip().rstrip(".").strip()
 
 
 def last_expression(text: str) -> str | None:
     r"""The last number with the arithmetic around it: `3+2`, `1/2`, `\frac{1}{2}`, `50%`.
 
-    A number after another one, without an operator between them, begins a new expression.
+    A number that follows another without an operator starts a new expression.
     """
     if plain := _PLAIN_END.search(text, len(text) - 32 if len(text) > 32 else 0):
         return plain[1]
-    text = _around_last_number(text).replace("{,}", ",")  # LaTeX's thousands
+    text = _around_last_number(text).replace("{,}", ",")  # LaTeX's thousands separator
     runs = list(_runs(_UNIT.sub("\n", text)))
     return _trimmed(runs[-1]) if runs else None
 
 
 def _around_last_number(text: str) -> str:
-    """As much of the text as an answer at its last number can take up; "" without a number."""
+    """The part of the text that an answer at its last number can span; "" without a number."""
     last = next((i for i in range(len(text) - 1, -1, -1) if text[i].isdecimal()), -1)
     last = max(last, text.rfind("\\pi"))
     return "" if last < 0 else text[max(0, last - MAX_CHARACTERS) : last + MAX_CHARACTERS]
 
 
 def _runs(text: str) -> Iterator[list[re.Match[str]]]:
-    """Pieces of expressions in a row, each row with a number in it."""
+    """Runs of consecutive expression tokens that contain a number."""
     run: list[re.Match[str]] = []
     for piece in _PIECE.finditer(text):
         kind, before = piece.lastgroup, run[-1].lastgroup if run else None
@@ -129,12 +129,12 @@ def _runs(text: str) -> Iterator[list[re.Match[str]]]:
 
 
 def _has_number(run: list[re.Match[str]]) -> bool:
-    """`^2` after a letter (m^2) is no number of its own."""
+    """`^2` after a letter (m^2) does not count."""
     return any(piece.lastgroup == "number" for piece in run) and run[0].group() != "^"
 
 
 def _trimmed(run: list[re.Match[str]]) -> str:
-    """Without what has no partner: brackets of the sentence, dangling operators, bullets."""
+    """Without unmatched tokens: brackets of the sentence, dangling operators, bullets."""
     paired = _paired(run)
     first, end = 0, len(run)
     while first < end and _dangles(run[end - 1], paired):
@@ -145,7 +145,7 @@ def _trimmed(run: list[re.Match[str]]) -> str:
 
 
 def _paired(run: list[re.Match[str]]) -> set[int]:
-    """Where the brackets stand that close, or are closed by, another one of the run."""
+    """Positions of the brackets that have a match in the run."""
     opened: list[re.Match[str]] = []
     paired: set[int] = set()
     for piece in run:
@@ -157,14 +157,14 @@ def _paired(run: list[re.Match[str]]) -> set[int]:
 
 
 def _dangles(piece: re.Match[str], paired: set[int]) -> bool:
-    """Whether it has no meaning at the edge of an expression."""
+    """Whether it is meaningless at the edge of an expression."""
     if piece.lastgroup in ("open", "close"):
         return piece.start() not in paired
     return piece.lastgroup == "operator"
 
 
 def _is_sign(run: list[re.Match[str]], place: int) -> bool:
-    """A minus right before its number, or before the currency of it; `- 5` is an item of a list."""
+    """A minus directly before its number or its currency sign; `- 5` is a list item."""
     piece = run[place]
     between = piece.string[piece.end() : run[place + 1].start()] if place + 1 < len(run) else " "
     return piece.group() == "-" and not between.strip("\\$€£¥")

@@ -1,8 +1,8 @@
-"""Arithmetic written as plain text, and when two numbers are the same answer.
+"""Values of plain-text arithmetic, and when two numbers are the same answer.
 
-`value("3+2") == Fraction(5)`: numbers with + - * / ^ and brackets, in whole fractions. Nothing is
-evaluated as code, and the size of every result is bounded, so no text can make it slow. What is not
-plain arithmetic (LaTeX, letters, roots) has no value here and is left to math-verify.
+`value("3+2") == Fraction(5)`: numbers with + - * / ^ and brackets, in exact fractions. Nothing is
+evaluated as code, and the size of every result is bounded, so no text can make it slow. Anything
+else (LaTeX, letters, roots) has no value here and is left to math-verify.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-DIGITS = 6  # to which two numbers must agree
-MAX_CHARACTERS = 1000  # a longer text is no final answer
+DIGITS = 6  # of agreement between equal numbers
+MAX_CHARACTERS = 1000  # a longer text is not a final answer
 MAX_BITS = 50_000  # of numerator and denominator: about 15,000 decimal digits
 MAX_NESTING = 50  # of brackets and signs
 
@@ -22,11 +22,11 @@ _SYMBOLS = {"**": "^", "×": "*", "·": "*", "÷": "/"}
 
 
 class TooLargeError(ArithmeticError):
-    """A number of more digits than any answer has, such as 9^9^9."""
+    """A number with more digits than any answer has, such as 9^9^9."""
 
 
 def same_number(gold: Fraction, given: Fraction) -> bool:
-    """Equal when rounded to 6 digits: after the point, or below 0.1 from the first that is not 0.
+    """Equal when rounded to 6 decimals, or below 0.1 to 6 significant digits.
 
     So whole numbers must be equal, 0.333333 is 1/3, 0.33333 is not, and 2e-7 is not 1e-7.
     """
@@ -37,9 +37,9 @@ def same_number(gold: Fraction, given: Fraction) -> bool:
 
 
 def value(text: str) -> Fraction | None:
-    """What the text comes to; None when it is not plain arithmetic, or divides by 0.
+    """The value of the text; None if it is not plain arithmetic, or divides by 0.
 
-    TooLargeError when the result, or a number on the way to it, is beyond MAX_BITS.
+    TooLargeError if the result or an intermediate number exceeds MAX_BITS.
     """
     tokens = _tokens(text)
     if tokens is None:
@@ -52,7 +52,7 @@ def value(text: str) -> Fraction | None:
 
 
 def nesting(text: str) -> int:
-    """How many brackets of any kind are open at most."""
+    """Maximum depth of open brackets of any kind."""
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -61,7 +61,7 @@ def nesting(text: str) -> int:
 
 
 def _tokens(text: str) -> list[str | Fraction] | None:
-    """Last token first, so that `pop` takes them in order."""
+    """In reverse order, so that `pop` returns them in order."""
     if len(text) > MAX_CHARACTERS:
         return None
     text = text.strip()
@@ -78,7 +78,7 @@ def _tokens(text: str) -> list[str | Fraction] | None:
 
 
 class _NotArithmetic(Exception):
-    """The tokens make no expression."""
+    """The tokens do not form an expression."""
 
 
 def _sum(tokens: list[str | Fraction], depth: int) -> Fraction:
@@ -128,8 +128,8 @@ def _atom(tokens: list[str | Fraction], depth: int) -> Fraction:
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
-        raise _NotArithmetic  # a root: perhaps no fraction
-    # Before it is computed; 0, 1 and -1 stay small whatever the exponent.
+        raise _NotArithmetic  # a root: possibly irrational
+    # Checked before computing; 0, 1 and -1 stay small whatever the exponent.
     if _bits(base) > 1 and _bits(base) * abs(exponent) > MAX_BITS:
         raise TooLargeError("a power of so many digits is no answer")
     return base**exponent.numerator

@@ -1,8 +1,8 @@
 """Reward for countdown: 1 for an expression that makes the target, 0.1 for a legal one that misses.
 
-Legal means: numbers, + - * / and brackets only, and each of the row's `nums` used exactly once. The
-expression is what stands in the last `<answer>...</answer>`, or else the last line; a part after
-`=` is left out. It is parsed, never evaluated as code, and computed in whole fractions.
+Legal means: only numbers, + - * / and brackets, with each of the row's `nums` used exactly once.
+The expression is the content of the last `<answer>...</answer>`, or else the last line, without a
+part after `=`. It is parsed, never evaluated as code, and computed in exact fractions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import operator
 from fractions import Fraction
 from typing import Any
 
-LEGAL_BUT_WRONG = 0.1  # learning the rules comes before hitting the target
+LEGAL_BUT_WRONG = 0.1  # the rules are learned before the target is hit
 MAX_CHARACTERS = 200
 
 _OPERATORS = {
@@ -51,11 +51,11 @@ def find_expression(text: str) -> str:
 
 
 class NotAnExpression(Exception):
-    """The text holds something else than numbers, operators and brackets."""
+    """The text contains something other than numbers, operators and brackets."""
 
 
 def _parse(text: str) -> ast.expr:
-    # The bound keeps a text of ten thousand brackets from the parser's stack.
+    # The bound protects the parser's stack from thousands of nested brackets.
     if not text or len(text) > MAX_CHARACTERS:
         raise NotAnExpression
     try:
@@ -65,7 +65,7 @@ def _parse(text: str) -> ast.expr:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The node's value; the numbers it holds are added to `used`."""
+    """The node's value; its numbers are appended to `used`."""
     match node:
         case ast.Constant(value=int(number)) if type(number) is int:
             used.append(number)

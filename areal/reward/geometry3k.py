@@ -1,7 +1,7 @@
 r"""Reward for geometry problems: 1 when the bracketed answer equals the row's `answer`, else 0.
 
-The completion's answer is the last `\boxed{...}`, else the last `[...]`; without either it is 0,
-since a model that does not mark its answer has not given one.
+The completion's answer is the last `\boxed{...}`, else the last `[...]`; without either the reward
+is 0: an unmarked answer does not count.
 """
 
 from __future__ import annotations

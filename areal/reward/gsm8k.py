@@ -2,11 +2,11 @@ r"""Reward for grade-school problems: 1 when the final answer is right, else 0.
 
 A row of GSM8K has the worked solution as its `answer`, which ends with `#### N`: the final number
 of the completion must be N, with or without thousands separators, `$`, `%`, units or a full stop.
-Any other `answer` is judged by mathematics: 0.5, 1/2, 2/4 and `$\frac{1}{2}$` are the same.
+Any other `answer` is compared mathematically: 0.5, 1/2, 2/4 and `$\frac{1}{2}$` are equal.
 
-The final answer of a completion is the last `\boxed{...}`, what follows `####`, or the last number
-(GSM8K) or expression (any other row) of the text. Numbers are equal when they agree to 6 digits:
-after the point, or below 0.1 from the first that is not 0.
+The final answer of a completion is the last `\boxed{...}`, the text after `####`, or the last
+number (GSM8K) or expression (any other row). Numbers are equal if they agree to 6 decimals, or
+below 0.1 to 6 significant digits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal.reward.answer_text import (
 )
 from areal.reward.math_verify import same_answer
 
-# Letters outside LaTeX commands: of a unit or word, of a sentence.
+# Letters outside LaTeX commands: of a unit, and of a word.
 _UNIT = re.compile(r"[\s{][^\W\d_]{2,}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{3,}")
 
@@ -45,10 +45,10 @@ def gsm8k_reward_fn(
     return float(same_answer(gold, completions.strip(), in_prose=_is_sentence(completions)))
 
 
-@lru_cache(maxsize=1024)  # the samples of a prompt are judged one after the other
+@lru_cache(maxsize=1024)  # the samples of a prompt are judged one after another
 def _expected(answer: str) -> tuple[str, bool]:
-    """The answer of a row that is not GSM8K's: all of it, unless it is a sentence; and whether it
-    is one expression with a value: not x + 1, (1, 2) or 3:2."""
+    """The answer of a row not from GSM8K: all of it, unless it is a sentence; and whether it is one
+    expression with a value: not x + 1, (1, 2) or 3:2."""
     gold = last_boxed(answer)
     if gold is not None:
         gold = _without_unit(gold)

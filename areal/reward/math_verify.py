@@ -1,13 +1,13 @@
 """Reward for mathematical answers: 1 when the final answer equals the row's `answer`, else 0.
 
-Equal texts and plain arithmetic are settled here; only what is left goes to math-verify, which
-parses LaTeX and compares by sympy. Its clock runs on a signal, so it must be called from a main
-thread, as a reward worker does.
+Equal texts and plain arithmetic are decided here; only the rest goes to math-verify, which parses
+LaTeX and compares with sympy. Its timeout uses a signal, so it must be called from a main thread,
+as in a sandbox worker.
 
-Numbers are equal when they agree to 6 digits (`arithmetic.same_number`), however they are written:
-0.5, 1/2, 50% and `\\frac{1}{2}` are one answer. An answer of more than 1,000 characters, with more
-than 50 brackets inside each other, or of more than 15,000 digits, is wrong without being computed.
-A comparison that fails or runs out of time raises: it says nothing about the answer.
+Numbers are equal if they agree to 6 digits (`arithmetic.same_number`), in any notation: 0.5, 1/2,
+50% and `\\frac{1}{2}` are one answer. An answer of more than 1,000 characters, more than 50 nested
+brackets or more than 15,000 digits is wrong without being computed. A comparison that fails or
+times out raises: it says nothing about the answer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 PARSE_TIMEOUT_S = 5
 COMPARE_TIMEOUT_S = 5
-MAX_PROSE_CHARACTERS = 10_000  # at the end of a text, where an answer is looked for
-_NUMERIC_DIGITS = 30  # of a number that has no finite form, such as pi
+MAX_PROSE_CHARACTERS = 10_000  # at the end of a text, searched for an answer
+_NUMERIC_DIGITS = 30  # of a number without a finite form, such as pi
 
 
 def math_verify_reward_fn(
@@ -50,13 +50,13 @@ def math_verify_reward_fn(
 def same_answer(gold: str, given: str, *, in_prose: bool = False) -> bool:
     """Whether two answers are equal: as text, as numbers, and last as mathematics.
 
-    `in_prose` says that `given` is a whole text in which math-verify has to find the answer.
-    ValueError when `gold` is no answer that anything could be compared with.
+    `in_prose`: `given` is a whole text in which math-verify has to find the answer. ValueError if
+    `gold` is not an answer that can be compared.
     """
     if gold == given:
         return True
     if gold.isdecimal() and given.isdecimal() and max(len(gold), len(given)) <= MAX_CHARACTERS:
-        return int(gold) == int(given)  # the usual case, at a hundredth of the cost
+        return int(gold) == int(given)  # the common case, at a hundredth of the cost
     if in_prose:
         given = given[-MAX_PROSE_CHARACTERS:]
     elif len(given) > MAX_CHARACTERS or nesting(given) > MAX_NESTING:
@@ -77,7 +77,7 @@ def same_answer(gold: str, given: str, *, in_prose: bool = False) -> bool:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    """What plain arithmetic comes to. `50%` is 50 to some and 1/2 to others."""
+    """Values as plain arithmetic. `50%` may mean 50 or 1/2."""
     bare = bare_text(text)
     found = value(bare.rstrip("%"))
     if found is None:
@@ -103,21 +103,21 @@ def _same_mathematics(gold: str, given: str, in_prose: bool) -> bool:
             return False
         compare = timeout(timeout_seconds=COMPARE_TIMEOUT_S)(_equal)
         return compare(gold_parsed, given_parsed, has_percent="%" in gold + given)
-    except TimeoutException:  # a BaseException, which no boundary expects
+    except TimeoutException:  # a BaseException, which callers do not expect
         raise TimeoutError(
             f"math-verify took longer than {COMPARE_TIMEOUT_S} s over {given!r:.200}"
         ) from None
 
 
 def _parse(text: str) -> list[Any]:
-    """What math-verify reads in `text`, [] when nothing. Timeouts and MemoryError are raised."""
+    """What math-verify finds in `text`, possibly nothing. Timeouts and MemoryError are raised."""
     from math_verify import parse
 
     try:
         return parse(text, parsing_timeout=PARSE_TIMEOUT_S, raise_on_error=True)
     except MemoryError:
         raise
-    except Exception:  # whatever the grammar stumbles over: a text that is no mathematics
+    except Exception:  # any parser error: the text is not mathematics
         return []
 
 
@@ -145,7 +145,7 @@ def _equal(gold: list[Any], given: list[Any], has_percent: bool) -> bool:
 
 
 def _number(expression: Basic | str) -> Fraction | None:
-    """The real number it stands for."""
+    """Its value as a real number."""
     from sympy import Float, N, Rational
 
     if not getattr(expression, "is_number", False):  # a text, a matrix, an equation
@@ -158,12 +158,12 @@ def _number(expression: Basic | str) -> Fraction | None:
 
 
 def _is_too_large(expression: Basic | str) -> bool:
-    """Whether sympy would have to write out a number beyond all bounds."""
+    """Whether sympy would have to expand a number beyond the bound."""
     return not isinstance(expression, str) and _bits(expression) > MAX_BITS
 
 
 def _bits(expression: Basic) -> float:
-    """At most so many binary digits before the point; infinite when that is beyond a float."""
+    """Upper bound on binary digits before the point; infinite if beyond a float."""
     args = [_bits(arg) for arg in getattr(expression, "args", ()) if hasattr(arg, "args")]
     match type(expression).__name__:
         case "Pow":

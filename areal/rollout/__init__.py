@@ -1,6 +1,5 @@
 """The asynchronous core: prompts go in, fresh batches of trajectories come out.
 
-`executor` runs the show; `staleness` says when a prompt may start, `selection` which results form a
-batch, `ledger` keeps every prompt's state on disk, `source` is the endless prompt stream,
-`submitted` runs single rows beside it.
+`executor` drives it; `staleness` bounds admission, `buffer` selects batches, `ledger` records the
+state of every prompt on disk, `source` is the endless prompt stream, `tasks` runs single rows.
 """

@@ -1,26 +1,20 @@
-"""The books the trainer thread and the loop thread share: which groups run, which wait for a batch.
+"""Which groups run, which wait for a batch, and which of them form the next batch?
 
-In: groups that start and outcomes that end them. Out: batches, the groups that turned too old, and
-sentences about who waits for whom. It keeps the gate's counts in step with its own.
+In: groups that start and outcomes that end them. Out: batches, stale groups, and descriptions of
+a wait. `GroupPool` is shared by the trainer thread and the loop thread without a lock of its own:
+the executor's condition guards every call. Invariant: a task is running, or waiting in the pool, or
+has left by exactly one of batch, rejection, failure or staleness; the gate's counts agree.
 
-No lock inside: the executor's condition guards every call. Invariant: a task is running, or waiting
-in the pool, or gone to exactly one of batch, rejection, failure or staleness.
+`select_batch` is pure: the version that admitted each task in, the task ids of the batch out, or
+None for "wait". Two rules. (1) No task may become stale. A task admitted at version u can be
+trained up to the step of version u + eta, and each step takes one batch; so the remaining tasks up
+to u, finished and running, must fit into the steps until then. While they would not, because newer
+results overtook slow ones, the step waits for the slow ones: they are never overtaken and then
+discarded, so long answers are not under-represented. (2) The oldest admission goes first, then
+prompt order; the batch itself is in prompt order.
 
-Which finished groups form the next batch: a pure function of what is finished and running.
-
-In: the version that admitted each task. Out: the task ids of the batch, or None for "wait".
-
-Two rules. (1) Nothing may turn too old. A task admitted at version u can be trained up to the step
-of version u + eta, and each step has room for one batch; so what is left of the tasks up to u,
-finished and running, must fit into the steps until then. While it would not, because newer answers
-overtook slow ones, the slow ones are waited for: they are never overtaken and then thrown away, so
-long answers are not under-represented. (2) The oldest admission goes first, then the prompt order;
-the batch itself is in prompt order.
-
-How a group ends: the verdict on what its workflow returned or raised.
-
-In: a trajectory, None, or an exception. Out: an `Outcome`, which the ledger records and the pool
-counts. Pure: nothing is written or counted here.
+`judge` and `failed` are pure too: a trajectory, None or an exception in, an `Outcome` out, which
+the ledger records and the pool counts.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class GroupPool:
-    """Sizes are bounded by the gate: at most (eta + 1) * B groups wait."""
+    """Running and finished groups. The gate bounds both: at most (eta + 1) * B finished ones."""
 
     def __init__(self, gate: StalenessManager) -> None:
         self._gate = gate
@@ -53,16 +47,16 @@ class GroupPool:
         self._keep_rejected = False
         self.rejections: Counter[str] = Counter()
         self.num_stale = 0
-        self.progress_at = time.monotonic()  # when a group last came to wait for its batch
+        self.progress_at = time.monotonic()  # when a group was last added to `_finished`
 
     def restore(
         self, version: int, waiting: Sequence[Finished], *, keep_rejected: bool
     ) -> list[int]:
-        """Begin. `keep_rejected`: rejected groups wait for a batch too, and make it smaller.
+        """Set the initial state. `keep_rejected`: rejected groups count towards a batch too.
 
-        Returns the tasks that have no room, to be issued again. There are some when the step that
-        is done again had dropped a batch of nothing but rejected groups (`give_back`): these wait
-        again, and so do the groups that got their places, the newest of all.
+        Returns the tasks beyond capacity, to be issued again. There are some if the repeated step
+        had dropped a batch of rejected groups only (`give_back`): these wait again, and so do the
+        groups that were admitted instead of them, the newest of all.
         """
         self._keep_rejected = keep_rejected
         oldest_first = sorted(waiting, key=lambda result: (result.issued_version, result.task_id))
@@ -93,11 +87,11 @@ class GroupPool:
 
     @property
     def holds_a_batch(self) -> bool:
-        """Enough groups for one; whether it must still wait for an old one, `take` knows."""
+        """Necessary, not sufficient: `take` may still wait for an older group."""
         return len(self._finished) >= self._gate.consumer_batch_size
 
     def take(self, version: int) -> list[Finished] | None:
-        """The groups of the step of `version`, or None while it has to wait."""
+        """The groups for the step of `version`, or None while it has to wait."""
         chosen = select_batch(
             {task_id: result.issued_version for task_id, result in self._finished.items()},
             {task_id: group.issued_version for task_id, group in self._running.items()},
@@ -107,7 +101,7 @@ class GroupPool:
         return None if chosen is None else [self._finished.pop(task_id) for task_id in chosen]
 
     def find_stale(self, version: int) -> list[int]:
-        """The strict check: groups with a token too old for a step of `version`."""
+        """Groups with a token too old for a step of `version`; independent of admission."""
         return [
             result.task_id
             for result in self._finished.values()
@@ -121,11 +115,11 @@ class GroupPool:
         self._gate.on_stale(len(task_ids))
 
     def give_back(self, taken: Sequence[Finished]) -> None:
-        """Groups that were taken but no step will count: others may start instead."""
+        """Release the slots of groups that were taken but belong to no step."""
         self._gate.on_stale(len(taken))
 
     def why_stuck(self, version: int, *, paused: bool) -> str | None:
-        """Why no batch can ever come from here, or None while something still moves."""
+        """Why no batch can come any more, or None while one can."""
         if self._running:
             return None
         if paused:
@@ -143,14 +137,14 @@ class GroupPool:
             f"{version}, {len(self._running)} running"
         )
         if self._running:
-            # A copy: the watchdog reads this without the lock, which may be what is held.
+            # A copy: the watchdog calls this without the lock, which a stuck thread may hold.
             oldest = min(list(self._running.values()), key=lambda group: group.since)
             age_s = time.monotonic() - oldest.since
             text += f", the oldest is task {oldest.prompt.task_id} since {age_s:.1f} s"
         return f"{text}; rejected: {dict(self.rejections)}"
 
     def counts(self) -> dict[str, float]:
-        """Groups since the start; running and finished: now."""
+        """Totals since the start; `running` and `finished` are current values."""
         gate = self._gate.get_stats()
         return {
             "running": gate.running,
@@ -169,10 +163,9 @@ def select_batch(
     count: int,
     oldest_fresh: int,
 ) -> list[int] | None:
-    """Both mappings are task id -> version at admission; `count` tasks are wanted.
+    """Both mappings are task id -> version at admission; `count` is the batch size.
 
-    `oldest_fresh` is the oldest admission this step may still use, so a task as old as that is
-    useless to the next step.
+    `oldest_fresh` is the oldest admission this step may use; the next step may not.
     """
     if len(finished) < count:
         return None
@@ -184,8 +177,8 @@ def select_batch(
 
 
 def _must_wait(left: Iterable[int], running: Iterable[int], count: int, oldest_fresh: int) -> bool:
-    """Whether running tasks and those `left`, given by their admission, would not all find room in
-    later steps, and it helps to wait: some that run would be in time for this one."""
+    """Whether running tasks and those `left`, given by admission version, exceed the capacity of
+    later steps, and waiting helps because some running task could still join this batch."""
     num_running, num_finished = Counter(running), Counter(left)
     num_left, some_run = 0, False
     for version in sorted(num_running | num_finished):
@@ -207,7 +200,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`rejected` may carry the trajectory that was turned down."""
+    """How a group ended; a rejected one may carry its trajectory."""
 
     task_id: int
     state: Literal["finished", "rejected", "failed"]
@@ -221,7 +214,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A result that waits for its batch. Without a trajectory: a rejected group that counts."""
+    """A result waiting for its batch. Trajectory None: a rejected group of a dynamic batch."""
 
     task_id: int
     issued_version: int
@@ -236,13 +229,13 @@ def judge(
     *,
     version: int,
 ) -> Outcome:
-    """`version` is the policy version now. Exceptions of `should_accept` are the caller's."""
+    """`version` is the current policy version. Exceptions of `should_accept` propagate."""
     state, why = "finished", ""
     if trajectory is None:
         state, why = "rejected", "workflow returned None"
     elif not accepts(should_accept, trajectory):
         state, why = "rejected", "should_accept_fn"
-    # Without recorded versions the safe bounds are: as old as its admission, as new as now.
+    # Without recorded versions, admission and now are safe bounds.
     span = None if trajectory is None else version_span(trajectory)
     head, tail = span or (group.issued_version, version)
     task_id = group.prompt.task_id
@@ -252,8 +245,8 @@ def judge(
 def accepts(
     should_accept: Callable[[Trajectory], bool] | None, trajectory: Trajectory | None
 ) -> bool:
-    """Whether the user's filter keeps a group. It sees the rewards as the workflow gave them:
-    normalised ones have a mean of 0 in every group, so there would be nothing to tell by."""
+    """Whether the user's filter keeps a group. It gets unnormalized rewards: normalized ones have
+    mean 0 in every group and would carry no information."""
     if trajectory is None or should_accept is None:
         return True
     raw = trajectory.get("original_rewards")

@@ -1,11 +1,11 @@
 """The process's one asyncio loop, in a named thread beside the trainer.
 
-In: plain functions and coroutines from any thread. Out: their effects; a failure nobody handled is
-kept in `failure` and announced to `on_failure` listeners, so that no waiter waits for a dead loop.
+In: functions and coroutines from any thread. An unhandled exception is kept in `failure` and
+reported to `on_failure` listeners, so that no thread waits for a dead loop.
 
     loop thread   consumes: calls and coroutines   waits for: sockets, timers, the next call
                   unblocked by: call(), run()      ends: close(), or never
-Close = stop intake, cancel what runs, gather it within a deadline, end the loop.
+Close = stop intake, cancel the tasks, gather them within a deadline, end the loop.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class TaskRunner:
         self._listeners.append(listener)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` in the loop soon, in the order of calls. Any thread."""
+        """Schedule `function` in the loop, in the order of calls. Any thread."""
         self._loop.call_soon_threadsafe(self._guarded, function)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start a task this runner owns. Loop thread only; its exception is a `failure`."""
+        """Start a task owned by this runner. Loop thread only; its exception is a `failure`."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
         return task
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine whose result, or exception, the caller collects. Any thread."""
+        """Start a coroutine; the caller gets its result or exception. Any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def raise_if_failed(self) -> None:
@@ -64,7 +64,7 @@ class TaskRunner:
             raise RuntimeError(f"the {self._name} loop is not running: call start() first")
 
     def cancel_tasks(self, timeout_s: float) -> None:
-        """Cancel every spawned task and wait for them to end; names those that would not."""
+        """Cancel every spawned task and wait for the end of each; logs those that do not end."""
         if not self._thread.is_alive():
             return
         try:
@@ -77,7 +77,7 @@ class TaskRunner:
             )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Calling it twice, or without start, is fine."""
+        """Idempotent; also valid without start()."""
         if not self._closing and self._thread.is_alive():
             self._closing = True
             self.cancel_tasks(timeout_s)
@@ -97,7 +97,7 @@ class TaskRunner:
             self._cancel_leftovers()
 
     def _cancel_leftovers(self) -> None:
-        """Tasks that workflows or engines started on their own; end them before the loop closes."""
+        """End tasks started by workflows or engines before the loop closes."""
         leftovers = asyncio.all_tasks(self._loop)
         for task in leftovers:
             task.cancel()

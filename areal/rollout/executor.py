@@ -1,8 +1,8 @@
-"""The heart of areal: prompts run ahead of training, never too far, and come back as batches.
+"""Asynchronous rollout: generation runs ahead of training within a staleness bound.
 
-    trainer thread                              loop thread (task_runner.py)
-    --------------                              ----------------------------
-    prepare_batch() <----- finished pool <----- settle: ledger, then pool <-- group ends
+    trainer thread                              loop thread (event_loop.py)
+    --------------                              ---------------------------
+    prepare_batch() <----- group pool <-------- settle: ledger, then pool <-- group ends
         |  (waits on `changed`)                   |                             ^
     train, publish weights                        v                             |
         |                                       admit: gate -> source -> ledger -> GroupRunner
@@ -12,21 +12,21 @@
     admit          consumes: capacity of the gate, prompts (re-issued ones first)
                    produces: running groups, each `issued` in the ledger before it starts
                    waits for: nothing; no capacity means no admission
-                   unblocked by: a new version, a group that gave its place back, resume()
+                   unblocked by: a new version, a released slot of the gate, resume()
     group          consumes: one prompt       produces: an outcome (finished, rejected or failed)
                    waits for: engine, reward  unblocked by: them, or cancelled by close()
     settle         consumes: all outcomes of one tick of the loop, in one transaction
-                   produces: the finished pool, at most (eta + 1) * B groups by the gate's bound
-    prepare_batch  consumes: B groups of the pool (selection.py); take_batch only if they are there
+                   produces: the finished groups of the pool, at most (eta + 1) * B
+    prepare_batch  consumes: B groups of the pool (buffer.py)
                    waits for: `changed`, at most `timeout_s` without a new result
                    unblocked by: settle, a failure of the loop, too many failed groups, close()
 
-Beside this stream: `submit` / `wait` and `rollout_batch` run single rows by the same GroupRunner,
-without gate and ledger (submitted.py, direct.py). Given as a WorkflowRecipe, a workflow runs in
-worker processes (workers.py) instead of on the loop; nothing else changes.
+`take_batch` is `prepare_batch` without the wait. `submit` / `wait` and `rollout_batch` run single
+rows through the same GroupRunner, without gate and ledger (tasks.py). A workflow given as a
+WorkflowRecipe runs in worker processes (workers.py) instead of on the loop; all else is the same.
 
-Invariants: a group older than the gate's bound is never returned (checked again here, whatever
-admission did); a group is durable before the trainer can see it; a prompt has one state.
+Invariants: a group older than the gate's bound is never returned (checked again when a batch is
+taken); a group is durable before the trainer can see it; a prompt has exactly one state.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _REJECTED_BATCHES = 10  # in a row, before a warning
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step trains on, in prompt order: one trajectory `[G, S]` per prompt."""
+    """The training batch of one step, in prompt order: one trajectory `[G, S]` per prompt."""
 
     version: int  # of the weights it was prepared for
     task_ids: list[int]
@@ -89,7 +89,7 @@ class WorkflowExecutor:
         batch = executor.prepare_batch()
         ...                                # train on batch.trajectories, publish the weights
         executor.mark_trained(batch, step)
-        executor.set_version(step + 1)     # generation goes on as soon as the weights are in
+        executor.set_version(step + 1)     # admits the groups that the new version allows
     executor.close()                       # before engine.destroy() and runner.close()
     """
 
@@ -105,7 +105,7 @@ class WorkflowExecutor:
         on_trajectory: Callable[[int, Trajectory, int, bool], object] | None = None,
         workers: RolloutWorkers | None = None,
     ) -> None:
-        """`on_trajectory(task_id, trajectory, version, is_eval)` sees every trajectory made.
+        """`on_trajectory(task_id, trajectory, version, is_eval)` is called for every trajectory.
 
         `workers` run the workflows that are given as recipes.
         """
@@ -148,11 +148,11 @@ class WorkflowExecutor:
         dynamic_bs: bool = False,
         resume: Resume | None = None,
     ) -> None:
-        """Begin to generate. Once per executor.
+        """Start generation. Once per executor.
 
-        `should_accept_fn` sees a whole group with its rewards as the workflow gave them; a group it
-        turns down is replaced by another prompt. With `dynamic_bs` it is not: it counts towards its
-        batch, which comes back smaller.
+        `should_accept_fn` gets a whole group with the unnormalized rewards. A rejected group is
+        replaced by another prompt; with `dynamic_bs` it counts towards its batch instead, which
+        is then smaller.
         """
         resume = resume or Resume()
         self._source = source
@@ -174,7 +174,7 @@ class WorkflowExecutor:
         self._runner.call(self._admit)
 
     def prepare_batch(self) -> Batch:
-        """Block until the next B groups are there. Raises what stopped the rollout otherwise."""
+        """Block until the next B groups are ready; raises the error that stopped the rollout."""
         wait_began = time.monotonic()
         with waiting(lambda: self._pool.describe_wait(self._version)), self._changed:
             while (batch := self._take()) is None:
@@ -182,17 +182,17 @@ class WorkflowExecutor:
             return batch
 
     def take_batch(self) -> Batch | None:
-        """The next batch when it is there already; None where `prepare_batch` would wait."""
+        """The next batch if it is ready; None where `prepare_batch` would wait."""
         with self._changed:
             return self._take()
 
     def mark_trained(self, batch: Batch, step: int) -> None:
-        """The weights contain `batch` now. Call it before the recover point of `step` is saved:
-        a point newer than the mark would train the batch again."""
+        """Record that the weights include `batch`. Call it before the recover point of `step` is
+        saved: a point without the mark would train the batch again."""
         self._ledger.trained(batch.task_ids, step, batch.version, dropped=batch.dropped)
 
     def set_version(self, version: int) -> None:
-        """The engine serves `version` from now on: admit what that allows."""
+        """The engine serves `version` now: admit the groups it allows."""
         with self._changed:
             if version < self._version:
                 raise ValueError(f"version must not go back: {self._version} to {version}")
@@ -203,7 +203,7 @@ class WorkflowExecutor:
         return self._version
 
     def pause(self) -> None:
-        """Admit nothing more, neither of the stream nor of submitted rows; what runs goes on."""
+        """Stop admission of the stream and of submitted rows; running groups continue."""
         self._paused = True
         self._submitted.pause()
 
@@ -224,10 +224,10 @@ class WorkflowExecutor:
         reward_normalization: bool = False,
         drop_incomplete_group: bool = False,
     ) -> int:
-        """Run this row soon, beside the prompt stream; the id to wait for it by.
+        """Queue one row beside the prompt stream; returns the task id for `wait_for_task`.
 
-        No gate and no ledger: whoever trains on the result minds its `versions` himself. A workflow
-        given by its class is built for this row and closed after it; give an object to share it.
+        No gate and no ledger: a caller that trains on the result checks its `versions`. A workflow
+        given by its class is built for this row and closed after it; an object is shared.
         """
         should_accept: Callable[[Trajectory], bool] | None = (
             import_path.load(should_accept_fn, key="should_accept_fn")
@@ -254,11 +254,11 @@ class WorkflowExecutor:
     def wait(
         self, count: int, timeout: float | None = None, raise_timeout: bool = True
     ) -> list[Trajectory | None]:
-        """The results of `count` submitted rows, each once, the first submitted first.
+        """Results of `count` submitted rows, in submission order; each is returned once.
 
-        None is a rejection. A row that failed raises TaskFailedError; the others stay for the next
-        call. After `timeout` seconds (else after rollout.request_timeout without a result) it
-        raises TimeoutError, or returns [] with `raise_timeout=False`; nothing is lost by either.
+        None is a rejection. A failed row raises TaskFailedError; the others stay for the next
+        call. After `timeout` seconds (default: rollout.request_timeout without a result) it
+        raises TimeoutError, or returns [] with `raise_timeout=False`; no result is lost.
         """
         try:
             return [self._result(task) for task in self._submitted.wait(count, timeout)]
@@ -270,8 +270,8 @@ class WorkflowExecutor:
     def wait_for_task(
         self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
     ) -> Trajectory | None:
-        """As `wait`, for one row. With `raise_timeout=False`, None also says "not yet": asked
-        again, a row that was rejected is unknown (ValueError), one that still runs is not."""
+        """As `wait`, for one row. With `raise_timeout=False` None also means "not yet": a second
+        call raises ValueError for a row that was rejected, but not for one still running."""
         try:
             return self._result(self._submitted.wait_for_task(task_id, timeout))
         except TimeoutError:
@@ -290,10 +290,10 @@ class WorkflowExecutor:
     ) -> list[Trajectory | None]:
         """Run these rows now, beside the prompt stream: no gate, no ledger. For evaluation.
 
-        At least `batch_size` of them are in flight at a time, or twice what training may have.
+        At most max(batch_size, 2 * max_concurrent_rollouts) rows are in flight.
 
-        One entry per row, None where the workflow rejected it or it failed within the bound, which
-        is logged. The rewards are as the workflow gave them. Goes on while the executor is paused.
+        One entry per row: None if the workflow rejected it, or if it failed and the failure ratio
+        stays within its bound (logged). Rewards are not normalized. Ignores pause().
         """
         failures = FailureMeter(self._limits.max_failure_ratio)
         results = run_rows(
@@ -301,7 +301,7 @@ class WorkflowExecutor:
             self._group_runner(workflow, failures, is_eval=is_eval, group_size=group_size),
             rows,
             failures,
-            # Twice what runs: a row that ends finds the next one queued.
+            # Twice the concurrency, so that the next row is queued when one ends.
             max_ahead=max(batch_size, 2 * self._gate.max_concurrent_rollouts),
         )
         for index, trajectory in enumerate(results):
@@ -309,7 +309,7 @@ class WorkflowExecutor:
         return results
 
     def stats(self) -> dict[str, float]:
-        """Groups by what became of them, and episodes that ran again, by the reason."""
+        """Groups by state, and retried episodes by kind of error."""
         with self._changed:
             counts = self._pool.counts() | self._failures.counts()
         if self._workers is not None:
@@ -319,7 +319,7 @@ class WorkflowExecutor:
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop intake, wake waiters, cancel, gather.
 
-        Cancelled groups stay `issued` in the ledger, so that a resumed run issues them again.
+        Cancelled groups stay `issued` in the ledger: a resumed run issues them again.
         """
         self._closed = True
         self._wake()
@@ -337,13 +337,13 @@ class WorkflowExecutor:
             if kept:
                 dropped, self._dropped = self._dropped, []
                 return Batch(self._version, list(kept), list(kept.values()), dropped)
-            # A dynamic batch without a single group: nothing to train on, so sample further.
+            # A dynamic batch of rejected groups only: nothing to train on, so sample more.
             self._pool.give_back(results)
             self._runner.call(self._admit)
         return None
 
     def _drop_stale(self) -> None:
-        """Whatever admission did, an old token is never trained on."""
+        """Second check, independent of admission: no token older than the bound is trained on."""
         stale = self._pool.find_stale(self._version)
         if stale:
             logger.warning("dropped %d groups too old for version %d", len(stale), self._version)
@@ -352,7 +352,7 @@ class WorkflowExecutor:
             self._runner.call(self._admit)
 
     def _wait(self, wait_began: float) -> None:
-        """One bounded wait for a change, after making sure that one can still come."""
+        """One bounded wait for a change; raises if no change can come."""
         stuck = self._pool.why_stuck(self._version, paused=self._paused)
         if stuck is not None:
             raise RuntimeError(f"prepare_batch: {stuck}")
@@ -378,7 +378,7 @@ class WorkflowExecutor:
 
     def _admit(self) -> None:
         """Start as many groups as the gate allows, in prompt order."""
-        version = self._version  # may grow meanwhile; then set_version calls again
+        version = self._version  # if it grows meanwhile, set_version calls again
         count = self._gate.get_capacity(version)
         stopped = self._paused or self._closed or self._failures.error is not None
         if count <= 0 or stopped:
@@ -399,21 +399,21 @@ class WorkflowExecutor:
         return self._next_task_id - 1
 
     async def _run(self, group: Running) -> None:
-        """One group, to its outcome. The boundary where a workflow's exception becomes a count."""
+        """Run one group to its outcome. Boundary: a workflow's exception becomes a failed group."""
         try:
             trajectory = await self._groups.run(group.prompt.task_id, group.prompt.data)
             self._check_versions(trajectory)
             outcome = judge(group, trajectory, self._should_accept, version=self._version)
         except EngineLostError:
-            raise  # a failure of the loop: the prompt stays `issued`, for the run that goes on
+            raise  # fails the loop; the prompt stays `issued`, for the resumed run
         except Exception as error:
             outcome = failed(group, error, version=self._version)
-        if not self._outcomes:  # the first of this tick; the others join it
+        if not self._outcomes:  # the first of this tick; one call settles them all
             self._runner.call(self._settle)
         self._outcomes.append(outcome)
 
     def _check_versions(self, trajectory: Trajectory | None) -> None:
-        """Again, whatever the engine did: its copies in workers do not know what was sent."""
+        """Checked here because engine copies in workers do not know the newest version sent."""
         newest = self._engine.newest_version
         if trajectory is None or newest is None:
             return
@@ -425,14 +425,14 @@ class WorkflowExecutor:
             )
 
     def _settle(self) -> None:
-        """Durable first, visible second, then let others start."""
+        """Make outcomes durable, then visible to the trainer, then admit."""
         outcomes, self._outcomes = self._outcomes, []
         self._ledger.settle(outcomes, self._version)
         with self._changed:
             for outcome in outcomes:
                 self._pool.end(outcome)
                 self._count(outcome)
-            # Waking the trainer for less than a batch would only take the interpreter from others.
+            # Waking the trainer for less than a batch would only contend for the GIL.
             if self._pool.holds_a_batch or self._failures.error is not None:
                 self._changed.notify_all()
         for outcome in outcomes:

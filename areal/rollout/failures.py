@@ -1,8 +1,8 @@
-"""Counting failures, so that a broken workflow stops the run instead of starving it.
+"""Failure counts and limits: a broken workflow stops the run instead of starving it.
 
-In: every exception of an episode (also those that a retry heals) and the end of every group. Out:
-counts by kind for the statistics, and a `RolloutFailedError` once too large a share of the recent
-groups failed. A failure never becomes a reward or a rejection.
+In: every exception of an episode (also one that a retry fixes) and the end of every group. Out:
+counts by kind for the statistics, and a `RolloutFailedError` once too many of the recent groups
+failed. A failure never becomes a reward or a rejection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("RolloutFailures")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureLimits:
-    """How much goes wrong before the run stops."""
+    """Failures tolerated before the run stops."""
 
     max_failure_ratio: float = 0.1  # failed share of the recent groups
     max_retries: int = 3  # further attempts of an episode after its first
@@ -30,7 +30,7 @@ class RolloutFailedError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """What a rollout worker process says went wrong there; `kind` is the exception's name."""
+    """An exception in a rollout worker process; `kind` is the name of its class."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -48,8 +48,8 @@ class FailureMeter:
         if not 0 <= max_ratio <= 1:
             raise ValueError(f"rollout.max_failure_ratio must lie in [0, 1], got {max_ratio}")
         self.error: RolloutFailedError | None = None
-        self.attempts: Counter[str] = Counter()  # exceptions of episodes by kind, healed or not
-        self.retries: Counter[str] = Counter()  # those of them after which the episode ran again
+        self.attempts: Counter[str] = Counter()  # exceptions of episodes by kind, retried or not
+        self.retries: Counter[str] = Counter()  # those after which the episode was retried
         self.groups: Counter[str] = Counter()  # groups given up, by kind
         self._max_ratio = max_ratio
         self._min_groups = min_groups
@@ -81,7 +81,7 @@ class FailureMeter:
             raise self.error
 
     def counts(self) -> dict[str, float]:
-        """For the statistics. Copies first: the loop thread may be counting just now."""
+        """For the statistics. Works on copies: the loop thread may update the counters."""
         counts: dict[str, float] = {}
         for name, kinds in (("failed", dict(self.groups)), ("retried", dict(self.retries))):
             counts[name] = sum(kinds.values())
@@ -105,7 +105,7 @@ class FailureMeter:
 
 
 class RejectionStreak:
-    """Warns of a run that generates and never trains: group after group is turned down."""
+    """Warns when many groups in a row are rejected: the run generates and never trains."""
 
     def __init__(self, patience: int) -> None:
         self._patience = patience  # groups before the first warning; doubles with each one
@@ -130,7 +130,7 @@ class RejectionStreak:
 
 
 def describe(error: BaseException) -> str:
-    """`Kind: message` on one line, for the ledger and for a last line on the terminal."""
+    """`Kind: message` on one line, for the ledger and for error messages."""
     text = " ".join(str(error).split())
     if len(text) > 300:
         text = text[:297] + "..."

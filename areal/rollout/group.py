@@ -1,13 +1,13 @@
-"""One prompt, `group_size` episodes at once, one trajectory.
+"""Runs a group: one prompt, `group_size` concurrent episodes, one trajectory.
 
-In: a row of data. Out: the samples concatenated to `[G, S]`, or None when every one was rejected by
-the workflow. Fewer samples than `group_size` are fine, because algorithms use real group sizes,
-unless `drop_incomplete_group` says otherwise. An agent's episode may have several rows; they carry
-its number (`episode_ids`), because baselines compare episodes and not rows.
+In: a row of data. Out: the samples concatenated to `[G, S]`, or None if the workflow rejected all
+of them. A group may have fewer samples than `group_size`, because algorithms use real group sizes,
+unless `drop_incomplete_group` is set. An agent's episode may have several rows; `episode_ids` marks
+them, because baselines compare episodes, not rows.
 
-An episode that raises is run again with the same seeds, up to `limits.max_retries` times; then the
-whole group fails. Training on those that happened not to fail would bias towards easy answers. A
-RewardError is final: the reward was tried again already, and the same tokens would come back to it.
+An episode that raises is retried with the same seeds, up to `limits.max_retries` times; then the
+whole group fails, since training on the surviving episodes would bias towards easy answers. A
+RewardError is final: the reward was retried already, and the same seeds give the same tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_RETRY_DELAY_S = 5.0
 
 
 class Groups(Protocol):
-    """The groups of one prompt stream, run here (`GroupRunner`) or in workers (`PlacedGroups`)."""
+    """Runs the groups of one prompt stream: here (`GroupRunner`) or in workers (`PlacedGroups`)."""
 
     @property
     def is_eval(self) -> bool: ...
@@ -50,7 +50,7 @@ class Groups(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """How the groups of one prompt stream (or one evaluation) are run."""
+    """Runs the groups of one prompt stream (or one evaluation) in this process."""
 
     engine: InferenceEngine
     workflow: RolloutWorkflow
@@ -58,7 +58,7 @@ class GroupRunner:
     run_seed: int
     is_eval: bool
     limits: FailureLimits
-    on_attempt_failed: Callable[[Exception, bool], None]  # the error, and whether it runs again
+    on_attempt_failed: Callable[[Exception, bool], None]  # error, whether it is retried
     reward_normalization: bool = False
     drop_incomplete_group: bool = False
 
@@ -89,7 +89,7 @@ class GroupRunner:
         return group
 
     async def _sample(self, task_id: int, index: int, data: dict[str, Any]) -> Any:
-        """One episode with its retries; each attempt starts from an unspoilt copy of the row."""
+        """One episode with its retries; each attempt gets a fresh copy of the row."""
         for attempt in range(self.limits.max_retries + 1):
             try:
                 with (
@@ -113,8 +113,8 @@ class GroupRunner:
 
 
 def copy_row(value: Any) -> Any:
-    """A deep copy. Plain text and numbers in dicts and lists, which most rows are, are walked here:
-    `copy.deepcopy` takes ten times as long, and every episode of every step needs a copy."""
+    """A deep copy for every episode. Rows of plain text and numbers in dicts and lists, the usual
+    case, are copied here: `copy.deepcopy` takes ten times as long."""
     kind = type(value)  # pyright: ignore[reportUnknownVariableType]  # of Any it is unknown
     if kind is str or kind is int or kind is float or kind is bool or value is None:
         return value

@@ -5,18 +5,16 @@
       |  `--> rejected: why
       `-----> failed: why
 
-In: what the executor and the trainer did. Out: after a crash, `rewind` says what to issue again and
-which finished trajectories are still good. A trajectory is stored in the transaction that makes its
-task `finished`, so there is no moment at which one exists without the other.
+In: state changes from the executor and the trainer. Out: after a crash, `rewind` says which tasks
+to issue again and which finished trajectories are still valid. A trajectory is stored in the
+transaction that makes its task `finished`, so neither exists without the other.
 
 Invariant: each write names the state it leaves, and fails as a whole if any task is not in it;
 nothing can be trained twice or end twice. Many tasks per transaction keep it under 0.1 ms a task.
 
-What the ledger's tables add up to: read by the run itself and by anybody beside it.
+The `read_*` functions take a read-only connection, so `areal ledger` can inspect a live run:
 
-    counts = balance(read_only_connection)       # raises when the books do not agree
-
-Only reads, and loads no torch: `areal ledger` looks at a run that is going on.
+    counts = read_balance(connection)       # RuntimeError if the tables are inconsistent
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a prompt stream goes on. The default is a fresh start."""
+    """Where a prompt stream resumes. The default is a fresh start."""
 
     version: int = 0
     next_task_id: int = 0  # first prompt never issued
@@ -56,7 +54,7 @@ class Ledger:
         self._db = db
 
     def issue(self, prompts: Sequence[Prompt], version: int) -> None:
-        """Prompts about to run. One that is `issued` already (after a rewind) counts an attempt."""
+        """Prompts about to run; one already `issued` (after a rewind) counts another attempt."""
         now = time.time()
         rows = [(prompt.task_id, prompt.epoch, prompt.row, version, now) for prompt in prompts]
         with self._db.transaction() as connection:
@@ -72,7 +70,7 @@ class Ledger:
             )
 
     def settle(self, outcomes: Sequence[Outcome], version: int) -> None:
-        """Running groups that ended, in one transaction. Only finished ones keep a trajectory."""
+        """Record ended groups in one transaction. Only finished ones keep a trajectory."""
         now = time.time()
         rows: list[tuple[Any, ...]] = []
         blobs: list[tuple[int, bytes]] = []
@@ -102,9 +100,9 @@ class Ledger:
     def trained(
         self, task_ids: Sequence[int], step: int, version: int, *, dropped: Sequence[int] = ()
     ) -> None:
-        """The batch of `step`, sampled for the weights of `version`, is in the weights now.
+        """The weights now include the batch of `step`, which was sampled for `version`.
 
-        `dropped` are the rejected groups a dynamic batch used up.
+        `dropped` are the rejected groups counted in a dynamic batch.
         """
         now = time.time()
         with self._db.transaction() as connection:
@@ -138,12 +136,11 @@ class Ledger:
             )
 
     def rewind(self, step: int, version: int) -> Resume:
-        """Make the ledger agree with weights saved after `step` as `version`.
+        """Roll the ledger back to the weights saved after `step` as `version`.
 
-        What later weights wrote or trained on did not happen: such a task is issued again, unless
-        its trajectory is stored and was written by weights up to `version`, which makes it good as
-        it is. A failure at `version` or later gets another chance.
-        A run without a recover point calls `rewind(-1, 0)`.
+        A task that later weights generated or trained on is issued again, unless its trajectory is
+        stored and has no token newer than `version`: then it is `finished`. A failure at `version`
+        or later is issued again. A run without a recover point calls `rewind(-1, 0)`.
         """
         where = {"step": step, "version": version}
         with self._db.transaction() as connection:
@@ -156,7 +153,7 @@ class Ledger:
         return self._resume(version)
 
     def issue_again(self, task_ids: Sequence[int]) -> None:
-        """Groups that ended, but for which a run that resumes has no room; their work is undone."""
+        """Undo ended groups that exceed the capacity of a resumed run."""
         with self._db.transaction() as connection:
             _write(
                 connection,
@@ -168,12 +165,12 @@ class Ledger:
             _delete_trajectories(connection, "state = 'issued'")
 
     def prune(self, step: int) -> None:
-        """Forget trajectories trained at or before `step`: no recover point needs them any more."""
+        """Delete trajectories trained at or before `step`: no recover point needs them any more."""
         with self._db.transaction() as connection:
             _delete_trajectories(connection, f"state = 'trained' AND step <= {int(step)}")
 
     def balance(self) -> dict[str, int]:
-        """Tasks per state and in all; raises RuntimeError if the books do not agree."""
+        """Tasks per state and in total; RuntimeError if the tables are inconsistent."""
         with self._db.transaction() as connection:
             return read_balance(connection)
 
@@ -206,7 +203,7 @@ class Ledger:
 
 _ISSUED = """state = 'issued', why = '', head_version = NULL, tail_version = NULL,
     closed_version = NULL, step = NULL, reward = NULL, finished_at = NULL, closed_at = NULL"""
-# Work whose weights are gone goes back to `issued`.
+# Tasks done with weights after the recover point go back to `issued`.
 _REOPEN = f"""
 UPDATE tasks SET {_ISSUED}
 WHERE (state IN ('finished', 'trained', 'rejected') AND tail_version > :version)
@@ -214,7 +211,7 @@ WHERE (state IN ('finished', 'trained', 'rejected') AND tail_version > :version)
    OR (state = 'stale' AND closed_version > :version)
    OR (state = 'failed' AND closed_version >= :version)
 """
-# What is left of the steps after the recover point: fresh trajectories that wait for a batch again.
+# The remaining tasks of steps after the recover point: valid trajectories, to be batched again.
 _UNTRAIN = """
 UPDATE tasks SET state = 'finished', step = NULL, closed_version = NULL, closed_at = NULL
 WHERE state = 'trained' AND step > :step
@@ -224,7 +221,7 @@ WHERE state = 'trained' AND step > :step
 def _write(
     connection: sqlite3.Connection, sql: str, rows: Sequence[tuple[Any, ...]], expected: str
 ) -> None:
-    """One statement for many rows; every row must hit, or the transaction is undone."""
+    """One statement for many rows; each must update a row, or the transaction rolls back."""
     if not rows:
         return
     changed = connection.executemany(sql, rows).rowcount
@@ -236,8 +233,8 @@ def _write(
 
 
 def _delete_trajectories(connection: sqlite3.Connection, condition: str) -> None:
-    # CROSS: from the trajectories, which are few, to their tasks. Left to choose, SQLite would go
-    # through all tasks of a state, and those are as many as the run is long.
+    # CROSS fixes the join order: few trajectories first, then their tasks. SQLite's planner would
+    # scan all tasks of a state, whose number grows with the run.
     connection.execute(
         f"""DELETE FROM trajectories WHERE task_id IN
             (SELECT task_id FROM trajectories CROSS JOIN tasks USING (task_id) WHERE {condition})"""
@@ -263,8 +260,8 @@ _FAULTS = {
         SELECT task_id FROM tasks
         WHERE (state IN ('issued', 'finished')) = (closed_version IS NOT NULL)""",
 }
-# Every step trains on one prompt at least, also a dynamic batch: steps are 0, 1, ... without a
-# hole, and the statistics of a step come after its prompts. A run of rows has no prompts.
+# Every step trains on at least one prompt, also with a dynamic batch: steps are 0, 1, ... without
+# gaps, and statistics of a step follow its prompts. An offline run (SFT, ...) has no tasks.
 _STEP_FAULTS = {
     "trained steps come after a step that trained on nothing": """
         SELECT DISTINCT step FROM tasks WHERE state = 'trained' AND step > 0 AND step - 1 NOT IN
@@ -276,7 +273,7 @@ _STEP_FAULTS = {
 
 
 def read_balance(connection: sqlite3.Connection) -> dict[str, int]:
-    """Tasks per state and in all; RuntimeError if the books do not agree."""
+    """Tasks per state and in total; RuntimeError if the tables are inconsistent."""
     counts = dict.fromkeys(STATES, 0)
     for state, count in connection.execute("SELECT state, count(*) FROM tasks GROUP BY state"):
         counts[state] = count
@@ -291,7 +288,7 @@ def read_balance(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def read_reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
-    """(state, why, number of prompts) of those that ended without being trained on."""
+    """(state, why, number of prompts) of prompts that ended untrained."""
     rows = connection.execute(
         """SELECT state, why, count(*) FROM tasks WHERE state IN ('rejected', 'stale', 'failed')
            GROUP BY state, why ORDER BY count(*) DESC"""
@@ -300,7 +297,7 @@ def read_reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
 
 
 def read_task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | None:
-    """All that is known of one prompt; None when it was never issued."""
+    """The row of one prompt; None if it was never issued."""
     found = connection.execute(
         """SELECT tasks.*, trajectories.task_id IS NOT NULL AS trajectory_kept
            FROM tasks LEFT JOIN trajectories USING (task_id) WHERE task_id = ?""",
@@ -310,8 +307,8 @@ def read_task(connection: sqlite3.Connection, task_id: int) -> dict[str, object]
 
 
 def read_trained(connection: sqlite3.Connection, step: int) -> list[tuple[int, bytes | None]]:
-    """(task id, stored trajectory) of the batch of `step` in its order; None: forgotten since."""
-    # A batch is in prompt order (selection.py), so the order need not be stored.
+    """(task id, stored trajectory or None if pruned) of the batch of `step`, in batch order."""
+    # A batch is in prompt order (`select_batch`), so the order need not be stored.
     rows = connection.execute(
         """SELECT task_id, data FROM tasks LEFT JOIN trajectories USING (task_id)
            WHERE state = 'trained' AND step = ? ORDER BY task_id""",
@@ -322,7 +319,7 @@ def read_trained(connection: sqlite3.Connection, step: int) -> list[tuple[int, b
 
 def steps_with_trajectories(connection: sqlite3.Connection) -> set[int]:
     """The steps whose whole batch is still stored."""
-    # From the trajectories, which are few; a trained task without one was forgotten with its step.
+    # CROSS: few trajectories first. Pruning removes a step as a whole, so one trajectory is proof.
     rows = connection.execute(
         """SELECT DISTINCT step FROM trajectories CROSS JOIN tasks USING (task_id)
            WHERE state = 'trained'"""

@@ -1,11 +1,11 @@
 """The endless stream of prompts, as a function: task id -> epoch, row and data.
 
-In: a list-like data set. Out: task 0, 1, 2, ... walk through a seeded permutation of the rows, a
-new one each epoch. Because the position is the task id, the whole cursor of a run is one integer,
-and a re-issued task gets exactly its old prompt.
+In: a list-like data set. Out: tasks 0, 1, 2, ... follow a seeded permutation of the rows, a new one
+each epoch. The position is the task id, so the cursor of a run is one integer and a re-issued task
+gets exactly the same prompt.
 
-Invariant: within an epoch every row comes at most once (exactly once unless `drop_last` leaves out
-the rows that do not fill a batch).
+Invariant: each row occurs at most once per epoch (exactly once unless `drop_last` leaves out the
+rows that do not fill a batch).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class PromptSource:
 def _permutation(seed: int, epoch: int, rows: int) -> np.ndarray:
     """Rows in the order of a hash of (seed, epoch, row).
 
-    Our own hash, not a library's generator: those may change their streams between releases, and
-    a changed permutation would silently repeat and skip prompts after a resume.
+    Our own hash, because library generators may change between releases, and a different
+    permutation would silently repeat and skip prompts after a resume.
     """
     key = _mix(np.array([seed % 2**64], dtype=np.uint64))
     key = _mix(key + np.uint64(epoch))

@@ -1,4 +1,4 @@
-"""The gate: how many prompts may start now, so that no result can be too old when its turn comes.
+"""The staleness gate: how many prompts may start now, so that no result is too old to train on?
 
 In: counts of groups submitted, accepted, rejected, released. Out: a capacity in groups (one prompt
 with all its samples is one unit). With B = consumer_batch_size, eta = max_staleness, v = version:
@@ -6,9 +6,9 @@ with all its samples is one unit). With B = consumer_batch_size, eta = max_stale
     capacity = min(max_concurrent_rollouts - running, (eta + v + 1) * B - (accepted + running))
 
 Why it bounds staleness: the step of version v trains on B groups, so v * B are trained before it,
-and at most (eta + 1) * B live groups are not. Those admitted while the weights were at u have the
-steps up to u + eta; `selection.py` sees to it that they always fit into these. eta = 0 admits
-exactly the B groups of the current step.
+and at most (eta + 1) * B live groups are not. Those admitted while the weights were at u can be
+trained in the steps up to u + eta; `select_batch` (buffer.py) ensures that they fit into these.
+eta = 0 admits exactly the B groups of the current step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal.api.io_struct import RolloutStat
 
 
 class StalenessManager:
-    """Counts groups under one lock; it never blocks and knows no task."""
+    """Counts groups under one lock; never waits, and knows counts only, not tasks."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class StalenessManager:
         max_staleness: int,
         total_steps: int | None = None,
     ) -> None:
-        """With `total_steps` nothing is let in that the run's last step would not train on."""
+        """With `total_steps`, no group is admitted beyond the batch of the last step."""
         _require(max_concurrent_rollouts >= 1, "max_concurrent_rollouts", max_concurrent_rollouts)
         _require(consumer_batch_size >= 1, "consumer_batch_size", consumer_batch_size)
         if max_staleness < 0:
@@ -55,7 +55,7 @@ class StalenessManager:
 
     @property
     def most_waiting(self) -> int:
-        """More untrained groups than this there never are, or some would turn too old."""
+        """Upper bound of untrained groups; with more, some would become stale."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def oldest_fresh(self, version: int) -> int:
@@ -72,19 +72,19 @@ class StalenessManager:
             self._running += count
 
     def on_accepted(self, count: int = 1) -> None:
-        """Finished; the group keeps its place in the budget for ever."""
+        """Finished; the group keeps its slot in the budget for good."""
         with self._lock:
             self._finish(count)
             self._accepted += count
 
     def on_rejected(self, count: int = 1) -> None:
-        """Filtered or failed; its place is free, so another prompt starts instead."""
+        """Filtered or failed; releases its slot, so another prompt starts instead."""
         with self._lock:
             self._finish(count)
             self._rejected += count
 
     def on_stale(self, count: int = 1) -> None:
-        """Accepted, but never to be trained on: gives its place back."""
+        """Accepted, but never trained on: releases its slot."""
         with self._lock:
             assert self._accepted >= count, f"{count} groups released, {self._accepted} accepted"
             self._accepted -= count

@@ -1,20 +1,16 @@
-"""Single tasks beside the prompt stream: submit a row now, wait for its trajectory later.
+"""Single rows beside the prompt stream: submit one and wait for it, or run many to the end.
 
-In: rows of data, each with how its group is run. Out: what became of each, once. No gate and no
-ledger: who trains on these minds their versions himself. Evaluation runs on it too (`direct.py`).
+In: rows of data, each with its group runner. Out: the result of each, once. No gate and no ledger:
+a caller that trains on results checks their versions. `run_rows` blocks until every row has ended
+and returns one trajectory (or None) per row, in order; evaluation uses it.
 
     loop thread    consumes: submitted tasks, oldest first   produces: ended tasks
-                   waits for: a place (`max_concurrent`), resume()
+                   waits for: a slot (`max_concurrent`), resume()
     a caller       consumes: ended tasks                     waits for: `changed`, within a timeout
                    unblocked by: a task that ends, a failure of the loop, close()
 
-Invariant: a task is queued, running, ended or claimed; only one that ended is ever claimed. A
-failed task raises in the wait that meets it and is never a None, which means rejected.
-
-Run given rows to the end and wait: evaluation beside the training stream, on the same loop.
-
-In: rows of data. Out: one trajectory (or None) per row, in their order. No gate and no ledger: the
-results are never trained on. Failures are counted and bounded like everywhere.
+Invariant: a task is queued, running, ended or claimed; only an ended one can be claimed. A failed
+task raises in the wait that claims it; it is never returned as None, which means rejected.
 """
 
 from __future__ import annotations
@@ -45,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class TaskFailedError(RuntimeError):
-    """A submitted task whose episodes raised, also when tried again; its cause is the exception."""
+    """An episode of a submitted task failed after all retries; `__cause__` is its exception."""
 
 
 @dataclass(slots=True)
 class Task:
-    """One row and, once it has ended, what became of it."""
+    """One row and, once it has ended, its result."""
 
     task_id: int
     groups: Groups
@@ -58,7 +54,7 @@ class Task:
     should_accept: Callable[[Trajectory], bool] | None
     on_end: Callable[[], None] | None
     place: int  # in the order of submission
-    trajectory: Trajectory | None = None  # None: rejected, when there is no error
+    trajectory: Trajectory | None = None  # None without an error: rejected
     error: Exception | None = None
 
 
@@ -79,7 +75,7 @@ class SubmittedTasks:
         self._queue: deque[Task] = deque()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ended: dict[int, Task] = {}
-        self._unclaimed: set[int] = set()  # ids of all three
+        self._unclaimed: set[int] = set()  # ids of queued, running and ended tasks
         self._num_submitted = 0
         self._next_id = 0
         self._num_failed = 0  # among the ended
@@ -95,7 +91,7 @@ class SubmittedTasks:
         should_accept: Callable[[Trajectory], bool] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> int:
-        """Queue one row; the id to wait for it by. `on_end` may block: it has its own thread."""
+        """Queue one row; returns its task id. `on_end` may block: it runs in its own thread."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("submit: the executor is closed")
@@ -110,9 +106,9 @@ class SubmittedTasks:
         return task_id
 
     def wait(self, count: int, timeout_s: float | None = None) -> list[Task]:
-        """Claim `count` ended tasks, the first submitted first.
+        """Claim `count` ended tasks, in submission order.
 
-        TaskFailedError as soon as one has failed: that one is claimed, the others stay.
+        TaskFailedError as soon as one fails: that one is claimed, the others stay.
         TimeoutError claims nothing.
         """
         with self._changed:
@@ -146,7 +142,7 @@ class SubmittedTasks:
             return self._claim(next(iter(self._ended.values())))
 
     def pause(self) -> None:
-        """Start nothing more; what runs goes on."""
+        """Start no more tasks; running ones continue."""
         with self._changed:
             self._paused = True
 
@@ -156,7 +152,7 @@ class SubmittedTasks:
         self._runner.call(self._start)
 
     def close(self) -> None:
-        """Wake waiters, forget what is queued, cancel what runs. Calling it twice is fine."""
+        """Wake waiters, drop queued tasks, cancel running ones. Idempotent."""
         with self._changed:
             self._closed = True
             queued = list(self._queue)
@@ -217,7 +213,7 @@ class SubmittedTasks:
                 self._running[task.task_id] = run
 
     async def _run(self, task: Task) -> None:
-        """The boundary where a workflow's exception becomes the task's failure."""
+        """Boundary: a workflow's exception becomes the failure of its task."""
         try:
             task.trajectory = await task.groups.run(task.task_id, task.data)
             if not accepts(task.should_accept, task.trajectory):
@@ -261,10 +257,10 @@ def run_rows(
     *,
     max_ahead: int,
 ) -> list[dict[str, Any] | None]:
-    """Blocks the calling thread. `tasks` serve this call alone, and are closed at its end.
+    """Blocks the calling thread. `tasks` is used by this call only, and closed at its end.
 
-    Rows are read as they come to be submitted, `max_ahead` of them before the first has ended: a
-    data set may load each only then.
+    At most `max_ahead` rows are submitted and not ended. A row is read when it is submitted, since
+    a data set may load rows lazily.
     """
     results: list[dict[str, Any] | None] = [None] * len(rows)
     unsubmitted = iter(range(len(rows)))

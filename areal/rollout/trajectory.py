@@ -1,19 +1,18 @@
-"""One group's trajectory (a dict of tensors, see `api/io_struct.py`): its form, figures and bytes.
+"""The trajectory of one group (a dict of tensors, see `api/io_struct.py`): format, encoding, dump.
 
-In: what a workflow returned. Out: tensors, also for an agent's interactions; a check that they are
-a trajectory at all; the episode of each row; rewards normalised within a group; the span of weight
-versions that wrote it, its mean reward, and its stored form (safetensors: data only, no code, so a
-run database from elsewhere is safe to read).
+In: the result of a workflow. Out: tensors, also for an agent's interactions; a format check; the
+episode of each row; rewards normalized within a group; the span of weight versions that generated
+it, its mean reward, and its stored form (safetensors: data only, so a run database from elsewhere
+is safe to read).
 
-Finished trajectories as text a human can read, one file per prompt.
+`TrajectoryDump` writes finished trajectories as text, one file per prompt, one line per sample:
 
     {logs}/rollout/{version}/{task_id}.jsonl         training
     {logs}/eval-rollout/{version}/{task_id}.jsonl    evaluation
 
-`version` is that of the newest token of a training group, and of the evaluated weights. A file has
-one line per sample: ids and lengths, the reward, prompt and completion as text, and `version_rle`,
-the weights that wrote the completion as [[version, number of tokens], ...]. Episodes of several
-turns also list their `segments`.
+`version` is that of a training group's newest token, or of the evaluated weights. `version_rle`
+lists the weights that generated the completion as [[version, number of tokens], ...]; multi-turn
+episodes also have `segments`.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ def check_trajectory_format(
     expected_keys: Collection[str] | None = None,
     logger: Logger | None = None,
 ) -> bool:
-    """True, or TypeError or ValueError when a workflow returned what cannot be trained on.
+    """True, or TypeError or ValueError if the result of a workflow cannot be trained on.
 
-    None (a rejection) and a dict of interactions are fine. Else it is a dict of tensors with the
-    required keys, `input_ids` `[B, S]`, and every `expected_keys`; `multi_modal_input` is a list of
-    B dicts. Every other value begins with `[B, S]` or is `[B]`: with a `logger` one that does not,
-    a B other than `batch_size`, or turns that do not count up, is a warning, without one an error.
+    Valid: None (a rejection), a dict of interactions, or a dict of tensors with the required keys,
+    `input_ids` `[B, S]`, and every `expected_keys`; `multi_modal_input` is a list of B dicts. Every
+    other value starts with `[B, S]` or is `[B]`. A violation of this last rule, a B other than
+    `batch_size`, or turns out of order is a warning with a `logger`, an error without.
     """
     if data is None or is_interactions(data):
         return True
@@ -118,7 +117,7 @@ def _check_multi_modal(value: Any, num_rows: int) -> None:
 
 
 def is_interactions(result: Any) -> TypeGuard[dict[str, InteractionWithTokenLogpReward]]:
-    """Whether an agent's workflow returned this: {completion id: interaction}."""
+    """Whether this is the result of an agent's workflow: {completion id: interaction}."""
     return (
         _is_dict(result)
         and len(result) > 0
@@ -131,9 +130,9 @@ def _is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def as_tensors(result: Any) -> dict[str, Any] | None:
-    """What one episode returned as one dict of tensors, a row per interaction of an agent.
+    """The result of one episode as one dict of tensors, with a row per interaction of an agent.
 
-    The whole check comes when the group is together; here is refused what could not get there.
+    The full check runs on the whole group; here only results that cannot be concatenated fail.
     """
     if is_interactions(result):
         return concat_padded_tensors([item.to_tensor_dict() for item in result.values()])
@@ -143,8 +142,8 @@ def as_tensors(result: Any) -> dict[str, Any] | None:
 
 
 def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """The episodes of a group that gave a trajectory, each row with `episode_ids`: its place among
-    the samples of the prompt. Whatever rows an episode exports, it stays one episode."""
+    """The episodes of a group that are not rejected, with `episode_ids`: the sample index of each
+    row. An episode that exports several rows is still one episode."""
     members: list[dict[str, Any]] = []
     for index, member in enumerate(results):
         if member is not None:
@@ -157,7 +156,7 @@ def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, 
 def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """(r - mean) / (biased std + 1e-8) over the episodes of a group; `original_rewards` are kept.
 
-    A member is an episode and counts once; all its rows are compared with the same mean.
+    A member is an episode and counts once; all its rows use the same mean.
     """
     for member in members:
         if "rewards" not in member:
@@ -182,11 +181,11 @@ def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
-    """Oldest and newest weight version among the generated tokens; None when it is not recorded."""
+    """Oldest and newest weight version of the generated tokens; None if not recorded."""
     if "versions" not in trajectory:
         return None
     versions = trajectory["versions"].numpy(force=True)
-    # Prompt tokens carry -1. Padding carries 0, which is a version too: the mask tells them apart.
+    # Prompt tokens carry -1. Padding carries 0, which is also a version, hence the mask.
     real = trajectory["attention_mask"].numpy(force=True).astype(bool)
     generated = versions[real & (versions >= 0)]
     if generated.size == 0:
@@ -195,7 +194,7 @@ def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
 
 
 def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
-    """Of the episodes, from the rewards as the workflow gave them."""
+    """Mean over episodes of the unnormalized rewards."""
     rewards = trajectory.get("original_rewards", trajectory.get("rewards"))
     if rewards is None:
         return None
@@ -203,26 +202,26 @@ def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
 
 
 def encode(trajectory: dict[str, Any]) -> bytes:
-    """The safetensors bytes. Runs for every group, so it takes the library's quicker way."""
+    """The safetensors bytes, by way of numpy: the faster path, and this runs for every group."""
     if MULTI_MODAL_KEY in trajectory:
         trajectory = _flatten_images(trajectory)
     if any(tensor.dtype == torch.bfloat16 for tensor in trajectory.values()):
         tensors = {key: value.detach().cpu().contiguous() for key, value in trajectory.items()}
-        return safetensors.torch.save(tensors)  # numpy knows no bfloat16; a third of the speed
+        return safetensors.torch.save(tensors)  # numpy has no bfloat16; a third of the speed
     return safetensors.numpy.save(
         {key: value.contiguous().numpy(force=True) for key, value in trajectory.items()}
     )
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Keys come back sorted: the library reads them in no fixed order."""
+    """Keys are sorted: safetensors returns them in no fixed order."""
     tensors = dict(sorted(safetensors.torch.load(data).items()))
     if MULTI_MODAL_KEY not in tensors:
         return tensors
     return _unflatten_images(tensors)
 
 
-# A list of dicts of tensors as tensors: `multi_modal_input` counts the rows, and
+# Stored form of a list of dicts of tensors: `multi_modal_input` holds the number of rows, and
 # `multi_modal_input/3/pixel_values` is a tensor of row 3.
 
 
@@ -257,7 +256,7 @@ class TrajectoryDump:
     def write(
         self, task_id: int, trajectory: Mapping[str, torch.Tensor], version: int, is_eval: bool
     ) -> Path:
-        """Write the group of one prompt; an older file of the same task and version is replaced."""
+        """Write the group of one prompt; replaces a file of the same task and version."""
         records = [
             {"task_id": task_id, "sample_idx": i, **self._describe(_row(trajectory, i))}
             for i in range(len(trajectory["input_ids"]))
@@ -265,7 +264,7 @@ class TrajectoryDump:
         kind = "eval-rollout" if is_eval else "rollout"
         path = self._logs / kind / str(version) / f"{task_id}.jsonl"
         lines = (well_formed(json.dumps(record, ensure_ascii=False)) + "\n" for record in records)
-        # Not flushed to the disk: a dump is for reading, and losing one to a power cut is no harm.
+        # No fsync: losing a dump to a power cut is harmless.
         atomic_write_text(path, "".join(lines), durable=False)
         return path
 
@@ -288,7 +287,7 @@ class TrajectoryDump:
         return record
 
     def _segments(self, ids: Sequence[int], turn_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Runs of one author: the model's turn, or -1 for text it did not write."""
+        """Runs of equal turn id: a turn of the model, or -1 for text it did not generate."""
         segments: list[dict[str, Any]] = []
         start = 0
         for turn, run in groupby(turn_ids):

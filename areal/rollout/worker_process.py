@@ -1,13 +1,13 @@
-"""A rollout worker: runs groups on an event loop of its own, in a process of its own.
+"""Rollout worker process: runs groups on its own event loop.
 
     controller -> worker   frames of pickle: the set-up, then ("open", stream, main, bytes) and
                            ("run", call, stream, task id, row)
     worker -> controller   frames of (JSON, safetensors): {"ready"}, {"call", "attempt_failed"},
                            {"call", "state": "done" | "rejected" | "failed", ...} + trajectory
 
-The controller starts it (`workers.py`) and it ends with it: when the socket closes, or with the
-kernel's signal. It remembers nothing that matters: killed, its groups run elsewhere. What it is
-sent is the controller's own, so pickle is no door to anybody; what it answers is data only.
+The controller (`workers.py`) starts it; it ends when the socket closes, or by the parent-death
+signal. It keeps no state that matters: if it is killed, its groups run elsewhere. Pickle travels
+only from the controller, which the worker trusts anyway; replies are data only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from areal.utils.garbage import settle_garbage_collector
 DOWN = struct.Struct("<Q")  # bytes of pickle
 UP = struct.Struct("<II")  # bytes of JSON, of safetensors
 
-_call: ContextVar[int] = ContextVar("rollout_call")  # that the running group answers
+_call: ContextVar[int] = ContextVar("rollout_call")  # call id of the running group
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class WorkflowRecipe:
 
 def main(fd: int) -> None:
     stacks.listen()
-    os.dup2(2, 1)  # what a workflow prints is for the log
+    os.dup2(2, 1)  # output of a workflow goes to the log
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     asyncio.run(_serve(channel))
@@ -72,7 +72,7 @@ async def _serve(channel: socket.socket) -> None:
 
 
 async def _next_frame(reader: asyncio.StreamReader) -> Any:
-    """What the controller sent next; None when it has gone."""
+    """The next message of the controller; None when the connection is closed."""
     try:
         (size,) = DOWN.unpack(await reader.readexactly(DOWN.size))
         return pickle.loads(await reader.readexactly(size))
@@ -90,7 +90,7 @@ class _Worker:
         self._send({"ready": True})
 
     def open(self, stream: int, main: tuple[str, str] | None, spec: bytes) -> None:
-        """A stream that cannot be opened fails every group of it, with the reason."""
+        """If a stream cannot be opened, each of its groups fails with that error."""
         try:
             if main is not None:
                 adopt_main(*main)
@@ -119,7 +119,7 @@ class _Worker:
         self._engine.destroy()
 
     async def _run(self, call: int, stream: int, task_id: int, row: dict[str, Any]) -> None:
-        """The boundary where an exception becomes a message."""
+        """Boundary: an exception becomes a message."""
         _call.set(call)
         answer: dict[str, Any] = {"call": call}
         payload = b""

@@ -1,31 +1,23 @@
 """Rollout workers: a pool of processes that run groups when one event loop is not enough.
 
-    executor: gate, ledger, verdicts            worker 0 .. N-1 (worker_process.py)
-    PlacedGroups.run(task id, row) -- pipe -->  GroupRunner.run -> workflow -> servers, rewards
-                      trajectory  <-- pipe --   safetensors
+    executor: gate, ledger, outcomes            worker 0 .. N-1 (worker_process.py)
+    PlacedGroups.run(task id, row) -- socket -> GroupRunner.run -> workflow -> servers, rewards
+                      trajectory <-- socket --  safetensors
 
-A placement, not another path: `PlacedGroups` stands where a `GroupRunner` stands, and the worker
-runs that very class. The executor cannot tell the two apart.
+`PlacedGroups` has the interface of `GroupRunner` and the worker runs a `GroupRunner`, so the
+executor treats both alike. A worker is a child of this process (`spawn_here`) or of a scheduler's
+worker on any machine (`HostedWorker.spawn`, behind the same socket interface).
 
-    reader of a worker   consumes: its answers      waits for: the socket
-                         unblocked by: an answer, or the worker's end
-    a call               waits for: its answer      unblocked by: it, or WorkerLostError
+    reader of a worker    consumes: replies         waits for: the socket
+                          unblocked by: a reply, or the end of the worker
+    a call                waits for: its reply      unblocked by: it, or WorkerLostError
+    carrier of a hosted   relays bytes between the local socket and the host by scheduler calls;
+    worker                ends with either end of the connection, or with the worker
 
-A worker that dies takes nothing along: its groups go to another worker at once, with the seeds they
-had, at most `max_retries` times each, and a new process takes its place; one that is killed before
-it is ready is started as many times again. One that ends by itself before that stops the run, with
-its last output.
-
-Where the processes of rollout workers are: below this one, or below workers of a scheduler.
-
-    spawn_here(0, logs)       a child of this process, and the socket it listens to
-    HostedWorker(...).spawn   a child of a scheduler's worker, on whatever machine that is
-
-The two look the same to `workers.py`. Behind the socket of a hosted one a thread carries the bytes
-of both directions, by calls of the scheduler; they travel as they would through a socket.
-
-    carrier of a worker   waits for: bytes from there, a moment at a time
-                          unblocked by: them; ends with either end of the connection, or the worker
+Invariant: a dead worker loses no group. Its groups are retried on other workers with the same
+seeds, at most `max_retries` times each, and a new process replaces it. A worker killed before it is
+ready is started again up to `max_retries` times; one that exits by itself before that stops the
+run, with its last output.
 """
 
 from __future__ import annotations
@@ -66,23 +58,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("RolloutWorkers")
 
-_READ_BYTES = 16 << 20  # of answers buffered per worker before it has to wait
+_READ_BYTES = 16 << 20  # of replies buffered per worker before back-pressure
 
-_DYING_S = 2.0  # a killed process closes its socket a little before it has ended
+_DYING_S = 2.0  # a killed process closes its socket shortly before its exit
 
 
 class WorkerLostError(RuntimeError):
-    """The process a group ran in has ended."""
+    """The worker process of a group has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedGroups:
-    """Runs groups in the workers, as `GroupRunner` does here."""
+    """Runs groups in the workers; same interface as `GroupRunner`."""
 
     workers: RolloutWorkers
     stream: int
     is_eval: bool
-    on_attempt_failed: Callable[[Exception, bool], None]  # the error, and whether it runs again
+    on_attempt_failed: Callable[[Exception, bool], None]  # error, whether it is retried
 
     async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
         return await self.workers.run(self, task_id, data)
@@ -90,7 +82,7 @@ class PlacedGroups:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A group in a worker."""
+    """A group in flight in a worker."""
 
     groups: PlacedGroups
     answer: asyncio.Future[dict[str, Any] | None]
@@ -103,7 +95,7 @@ class _Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     calls: dict[int, _Call] = field(default_factory=dict)
-    opened: set[int] = field(default_factory=set)  # streams it knows
+    opened: set[int] = field(default_factory=set)  # streams that were sent to it
 
     def send(self, message: Any) -> None:
         frame = pickle.dumps(message)
@@ -113,8 +105,8 @@ class _Worker:
 class RolloutWorkers:
     """workers = RolloutWorkers(runner, engine, count=4); workers.start(); ...; workers.close()
 
-    `engine` is copied to every worker by pickle and initialized there. `spawn(index)` starts the
-    process of one and returns it with its socket; by default it is a child of this one.
+    `engine` is pickled, and each worker initializes its copy. `spawn(index)` starts a worker's
+    process and returns it with its socket; the default is a child of this process.
     """
 
     def __init__(
@@ -135,8 +127,8 @@ class RolloutWorkers:
         self._spawn = spawn or partial(spawn_here, logs=None)
         self.num_replaced = 0
         self._alive: list[_Worker] = []
-        self._someone = asyncio.Event()  # set while `alive` is not empty
-        self._streams: dict[bytes, int] = {}  # what opens a stream, and its number
+        self._someone = asyncio.Event()  # set while `_alive` is not empty
+        self._streams: dict[bytes, int] = {}  # pickled (main module, spec) -> stream id
         self._next_call = 0
         self._closing = False
 
@@ -145,7 +137,7 @@ class RolloutWorkers:
         return [worker.process.pid for worker in self._alive]
 
     def start(self) -> None:
-        """Blocks until every worker is ready; RuntimeError with its last output if one is not."""
+        """Blocks until all workers are ready; RuntimeError with the last output if one fails."""
         started = [self._runner.run(self._bring_up(index)) for index in range(self._count)]
         for future in started:
             future.result(self._setup_timeout_s + 60)
@@ -166,14 +158,14 @@ class RolloutWorkers:
                 "the top level of a module, or set rollout.workers=0"
             ) from error
         main = main_module("the workflow") if b"__main__" in spec else None
-        # The same workflow again, as in every evaluation, is the stream it was.
+        # An equal workflow, as in every evaluation, reuses its stream.
         stream = self._streams.setdefault(pickle.dumps((main, spec)), len(self._streams))
         return PlacedGroups(self, stream, options["is_eval"], on_attempt_failed)
 
     async def run(
         self, groups: PlacedGroups, task_id: int, data: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """One group, in whichever worker has least to do."""
+        """Run one group in the worker with the fewest groups in flight."""
         for attempt in range(self._max_retries + 1):
             async with asyncio.timeout(self._setup_timeout_s):
                 await self._someone.wait()
@@ -187,7 +179,7 @@ class RolloutWorkers:
                     raise
 
     def close(self) -> None:
-        """Ends the processes. The executor is closed before: nothing waits for an answer."""
+        """End the processes. Close the executor first, so that no call is in flight."""
         self._closing = True
         for worker in list(self._alive):
             worker.process.terminate(grace_s=2.0)
@@ -209,7 +201,7 @@ class RolloutWorkers:
             worker.calls.pop(number, None)
 
     async def _bring_up(self, index: int) -> None:
-        """A ready worker in place `index`; its reader then lives as long as it."""
+        """Start worker `index`, wait until it is ready, and spawn its reader."""
         worker = await self._start_worker(index, kills_left=self._max_retries)
         self._alive.append(worker)
         self._someone.set()
@@ -218,7 +210,7 @@ class RolloutWorkers:
     async def _start_worker(self, index: int, kills_left: int) -> _Worker:
         process, channel = await asyncio.to_thread(self._spawn, index)
         reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
-        # Described anew each time: a server may have another address by now.
+        # Pickled for each start: a server's address may have changed.
         setup = _describe_process(self._engine)
         writer.write(DOWN.pack(len(setup)) + setup)
         try:
@@ -265,7 +257,7 @@ class RolloutWorkers:
             call.answer.set_result(decode(payload) if payload else None)
 
     async def _replace(self, worker: _Worker) -> None:
-        """Its groups go on elsewhere first; then another process takes its place."""
+        """Fail its calls first, so that they are retried elsewhere; then start a new process."""
         self._alive.remove(worker)
         if not self._alive:
             self._someone.clear()
@@ -280,7 +272,7 @@ class RolloutWorkers:
 
 
 def _failure(kind: str, text: str) -> Exception:
-    """A lost engine is nothing of the episode's, there as here: it stops the run."""
+    """EngineLostError keeps its type: it stops the run instead of counting as a failed group."""
     if kind == EngineLostError.__name__:
         return EngineLostError(text)
     return WorkerError(kind, text)
@@ -293,18 +285,18 @@ async def _next_answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], by
 
 
 def _describe_process(engine: InferenceEngine) -> bytes:
-    """What a worker needs before its first stream: where modules are, and the engine's client."""
+    """Set-up message of a worker: `sys.path` and the pickled engine client."""
     sys_path = [entry or os.getcwd() for entry in sys.path]
     return pickle.dumps({"sys_path": sys_path, "engine": pickle.dumps(engine)})
 
 
-_MOST_BYTES = 1 << 20  # carried by one call
-_LISTEN_S = 0.02  # for answers, before looking again what there is to send
+_MOST_BYTES = 1 << 20  # relayed by one call
+_LISTEN_S = 0.02  # wait for replies before checking for bytes to send
 _STOP_S = 15.0
 
 
 class WorkerProcess(Protocol):
-    """What is used of a worker's process, wherever it is."""
+    """Interface of a worker's process, local or hosted."""
 
     name: str
 
@@ -329,7 +321,7 @@ def spawn_here(index: int, logs: Path | None) -> tuple[ChildProcess, socket.sock
 
 
 class WorkerHost:
-    """Lives in a worker of a scheduler, and has the rollout worker for a child."""
+    """Runs in a scheduler's worker; parent of the rollout worker process."""
 
     _child: ChildProcess  # of the last start
 
@@ -341,14 +333,14 @@ class WorkerHost:
         self._channel: socket.socket | None = None
 
     def start(self) -> tuple[int, int]:
-        """(which start this was, pid); a process that is still there is ended first."""
+        """Returns (number of this start, pid); ends a process that still runs."""
         self.stop()
         self._child, self._channel = spawn_here(self._index, self._logs)
         self._num_started += 1
         return self._num_started, self._child.pid
 
     def exchange(self, start: int, data: bytes, listen_s: float) -> bytes | None:
-        """Sends `data`, and returns what has come; None when the process of that start is gone."""
+        """Send `data`, return received bytes; None if the process of `start` is gone."""
         if start != self._num_started or self._channel is None:
             return None
         return _receive(self._channel, listen_s) if _send(self._channel, data) else None
@@ -367,7 +359,7 @@ class WorkerHost:
 
 
 class HostedWorker:
-    """The rollout worker of one worker of a scheduler; also the process of its last `spawn`."""
+    """A rollout worker hosted by a scheduler's worker; also the process of its last `spawn`."""
 
     def __init__(
         self,
@@ -389,7 +381,7 @@ class HostedWorker:
         )
 
     def spawn(self) -> tuple[HostedWorker, socket.socket]:
-        """EngineLostError when no machine is left to start it on."""
+        """EngineLostError if no machine is left to start it on."""
         start, self.pid = self._host.start("start")
         ours, theirs = socket.socketpair()
         carrier = threading.Thread(
@@ -400,7 +392,7 @@ class HostedWorker:
 
     def wait(self, timeout_s: float) -> int | None:
         code = self._host.ask("wait", timeout_s)
-        return code if self._host.loss is None else -signal.SIGKILL  # with its parent
+        return code if self._host.loss is None else -signal.SIGKILL  # killed with its host
 
     def describe_end(self) -> str:
         return self._host.ask("describe_end") or f"{self.name}: {self._host.loss}"
@@ -417,7 +409,7 @@ class HostedWorker:
 
 
 def _receive(channel: socket.socket, wait_s: float) -> bytes | None:
-    """What came within `wait_s`: nothing perhaps; None when the other end is closed."""
+    """Bytes received within `wait_s`, possibly none; None if the other end is closed."""
     channel.settimeout(wait_s)
     try:
         return channel.recv(_MOST_BYTES) or None

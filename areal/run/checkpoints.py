@@ -1,15 +1,12 @@
-"""Checkpoints in Hugging Face format, whole or not at all.
+"""Checkpoints in Hugging Face format, complete or absent, and the timers that trigger them.
 
-A Saver belongs to one role (`actor`, `critic`) and has its own timer. The engine writes into a
-hidden sibling folder that gets its name only when everything is on the disk, so a full disk or a
-kill leaves no folder that looks like a checkpoint. Older ones beyond `keep` go when a newer one is
-whole.
+A `Saver` belongs to one role (`actor`, `critic`) and has its own timer. The engine writes into a
+hidden sibling folder that is renamed when everything is on disk, so a full disk or a kill leaves no
+folder that looks like a checkpoint. Older checkpoints beyond `keep` are deleted afterwards.
 
-When something that happens every so often is due: saving, recover points, evaluation.
-
-Every owner has a timer of its own, ticked once per finished step; no timer shares a counter with
-another, and none needs torch.distributed. A timer's state goes into the recover point, so a
-resumed run keeps the rhythm of the one that was killed.
+A `FrequencyTimer` says when saving, a recover point or an evaluation is due. Every owner has its
+own timer, ticked once per finished step, without torch.distributed. Its state is part of the
+recover point, so a resumed run keeps the schedule.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ class Saver:
     def __init__(
         self, checkpoints: Path, role: str, timer: FrequencyTimer, *, keep: int | None = None
     ) -> None:
-        """`keep`: how many of the newest stay; None: all."""
+        """`keep`: number of newest checkpoints kept; None: all."""
         self.timer = timer
         self._folder = checkpoints / role
         self._keep = keep
@@ -50,7 +47,7 @@ class Saver:
     def save_if_due(
         self, engine: TrainEngine, step: StepInfo, tokenizer: Any = None
     ) -> Path | None:
-        """The new checkpoint, or None when it was not time."""
+        """The new checkpoint, or None if not due."""
         if not self.timer.tick(step):
             return None
         path = self._folder / checkpoint_name(step)
@@ -71,16 +68,16 @@ def checkpoint_name(step: StepInfo) -> str:
 
 
 def save_checkpoint(engine: TrainEngine, path: Path, tokenizer: Any = None) -> None:
-    """Write `engine`'s weights to `path`; a checkpoint already there is replaced."""
-    with atomic_folder(path, private=False) as scratch:  # for others, once it is moved to them
+    """Write `engine`'s weights to `path`; replaces an existing checkpoint."""
+    with atomic_folder(path, private=False) as scratch:  # readable by others once moved out
         engine.save(SaveLoadMeta(path=str(scratch), weight_format="hf", tokenizer=tokenizer))
     logger.info("saved %s", path)
 
 
 class FrequencyTimer:
-    """Up to three clocks; `tick` is True when any of them fires. None set means never.
+    """Up to three clocks; `tick` is True if any of them fires. With none set it never fires.
 
-    A clock that fires starts over; the others go on.
+    A clock that fires is reset; the others continue.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class FrequencyTimer:
         self._since = clock()
 
     def tick(self, step: StepInfo) -> bool:
-        """Count one finished step; True when the action is due now."""
+        """Count one finished step; True if the action is due."""
         self._steps += 1
         self._epochs += int(step.epoch_step == step.steps_per_epoch - 1)
         due = False
@@ -124,7 +121,7 @@ class FrequencyTimer:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on as the timer that gave `state`; time between the two does not count."""
+        """Continue from `state`; the time between the two processes does not count."""
         self._epochs = int(state["epochs"])
         self._steps = int(state["steps"])
         self._since = self._clock() - state["elapsed_s"]

@@ -1,19 +1,18 @@
 """The run database: one SQLite file in WAL mode that outlives every process of the run.
 
 In: the controller, its only writer, records tasks, trajectories, step statistics and events. Out:
-anyone may read it while the run goes on or after a crash (`open_read_only`).
+any process may read it during the run or after a crash (`open_read_only`).
 
-Invariants: one live writer (an flock on `<file>.lock`, which the kernel frees even on kill -9);
-every write is one whole transaction; a committed one survives the death of the process, and one
-before a `flush` the machine's power. Whatever SQLite or the disk refuses is a RunDatabaseError.
+Invariants: one live writer (an flock on `<file>.lock`, which the kernel releases even on kill -9);
+every write is one transaction; a committed one survives the death of the process, and after a
+`flush` also a power cut. Every fault of SQLite or the disk is a RunDatabaseError.
 
-Each recover point leaves a random mark here before it is written, and carries the same mark. So a
-database that holds the mark of a point has all that was recorded before it; an older copy, an
-emptied file or the database of another run has not (run/recover.py).
+Each recover point records a random mark here before it is written, and carries the same mark. So a
+database with the mark of a point has all records before it; an older copy, an emptied file or the
+database of another run does not (run/recover.py).
 
-Which processes hold a lock on a file, for errors that name them (Linux; elsewhere nobody is).
-
-Read from /proc: opening the file itself and closing it again would drop the locks this process has.
+`describe_holders` names the processes that hold a lock, for error messages. It reads /proc/locks
+(Linux only), because opening and closing the file itself would drop this process's locks.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from areal.utils.fs import open_private, private_folder, set_private
 from areal.utils.waits import waiting
 
 SCHEMA_VERSION = 2
-_LOCK_TIMEOUT_S = 60.0  # a careless reader's transaction ends sooner
+_LOCK_TIMEOUT_S = 60.0  # long enough for the transaction of a careless reader
 _WRITERS_BYTES = (120, 122)  # of the -shm file: locked to write, to checkpoint and to recover
 
 # `tasks` and `trajectories` are written by rollout/ledger.py only.
@@ -98,9 +97,9 @@ class RunDatabaseError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one process of the run began with."""
+    """How one process of the run was started."""
 
-    step: int  # its first
+    step: int  # its first step
     config: str  # YAML
     dataset_size: int
     world: dict[str, Any]
@@ -108,13 +107,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """What a run's database knows of the run's recover points."""
+    """The records of a run's database about its recover points."""
 
     path: Path  # of the database
     num_steps: int  # recorded
     marks: dict[int, str]  # by the step of the point
-    whole: int | None  # the newest point that was seen whole
-    is_finished: bool  # the run came to its end
+    whole: int | None  # step of the newest point known to be complete
+    is_finished: bool  # the run has completed
 
 
 class RunDatabase:
@@ -141,7 +140,7 @@ class RunDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All statements inside are committed together, or none when anything raises."""
+        """Commits all statements inside, or none if an exception is raised."""
         with self._locked(), self._clear_errors("write"):
             try:
                 with waiting(f"the lock of {self.path}"):
@@ -186,7 +185,7 @@ class RunDatabase:
             )
 
     def record_start(self, start: Start) -> None:
-        """A process begins at `start.step`: what earlier ones recorded from there on is undone."""
+        """A process begins at `start.step`: deletes earlier records from that step on."""
         with self.transaction() as connection:
             connection.execute("DELETE FROM steps WHERE step >= ?", (start.step,))
             connection.execute("DELETE FROM recover_points WHERE step >= ?", (start.step,))
@@ -203,7 +202,7 @@ class RunDatabase:
             )
 
     def record_event(self, kind: str, text: str) -> None:
-        """Something a reader of the run's story wants to know: started, resumed, stopped, ..."""
+        """A lifecycle event: started, resumed, finished, ..."""
         with self.transaction() as connection:
             connection.execute(
                 "INSERT INTO events (time, kind, text) VALUES (?, ?, ?)",
@@ -211,7 +210,7 @@ class RunDatabase:
             )
 
     def mark_recover_point(self, step: int) -> str:
-        """The mark of the point after `step`, which is about to be written."""
+        """Record and return the mark of the point after `step`, before it is written."""
         mark = secrets.token_hex(16)
         with self.transaction() as connection:
             connection.execute(
@@ -220,7 +219,7 @@ class RunDatabase:
         return mark
 
     def confirm_recover_point(self, step: int) -> None:
-        """The point after `step` is whole on the disk: from now on it may not be missing."""
+        """The point after `step` is complete on disk: from now on it must exist."""
         with self.transaction() as connection:
             connection.execute("UPDATE recover_points SET is_whole = 1 WHERE step = ?", (step,))
 
@@ -229,11 +228,11 @@ class RunDatabase:
             return read_ledger_view(self._connection, self.path)
 
     def flush(self) -> None:
-        """What was committed is on the disk and outlives the machine's power."""
+        """Sync committed transactions to disk, so that they survive a power cut."""
         with self._lock, self._clear_errors("write"):
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        # A reader keeps a checkpoint from syncing anything: the log of writes is synced by itself.
-        # Never so the database: closing a descriptor of it would drop SQLite's locks.
+        # A reader can block the checkpoint, so the WAL is synced too. Never the database file:
+        # closing a descriptor of it would drop SQLite's locks.
         log = self.path.with_name(self.path.name + "-wal")
         try:
             _sync(log)
@@ -249,7 +248,7 @@ class RunDatabase:
             return read_steps(self._connection)
 
     def close(self) -> None:
-        """Calling it twice is fine."""
+        """Idempotent."""
         with self._lock:
             self._connection.close()
             self._lock_file.close()
@@ -262,15 +261,15 @@ class RunDatabase:
 
 
 def open_read_only(path: str | Path) -> sqlite3.Connection:
-    """A reader's connection: sees every committed transaction, also of a run that is going on.
+    """A reader's connection: sees every committed transaction, also of a live run.
 
-    Of a run that is not, it leaves no file behind and may lie on a disk that cannot be written;
-    should it go on meanwhile, open it again.
+    For a stopped run it leaves no file behind and works on a read-only disk; if that run resumes
+    meanwhile, open it again.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no run database at {path}: give the folder of a started run")
-    # A log of writes is there as long as somebody has the database open, and after a kill.
+    # The WAL exists while a process has the database open, and after a kill.
     is_at_rest = not path.with_name(path.name + "-wal").exists()
     options = "mode=ro&immutable=1" if is_at_rest else "mode=ro"
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True)
@@ -279,13 +278,13 @@ def open_read_only(path: str | Path) -> sqlite3.Connection:
 
 
 def read_steps(connection: sqlite3.Connection) -> list[tuple[int, dict[str, float]]]:
-    """(step, statistics) in order; step -1 is the time before the first."""
+    """(step, statistics) in order; step -1 is before the first."""
     rows = connection.execute("SELECT step, stats FROM steps ORDER BY step")
     return [(row["step"], json.loads(row["stats"])) for row in rows]
 
 
 def read_start(connection: sqlite3.Connection, step: int) -> Start | None:
-    """How the process that trained `step` was started; None when that was not recorded."""
+    """How the process that trained `step` was started; None if not recorded."""
     row = connection.execute(
         "SELECT * FROM starts WHERE step <= ? ORDER BY id DESC LIMIT 1", (step,)
     ).fetchone()
@@ -313,7 +312,7 @@ _DAMAGED = "put back a copy of it (with its -wal, where there is one), or choose
 
 
 def _advice(error: sqlite3.Error, path: Path) -> str:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # faults of Python's own have none
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # errors raised by Python have none
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL):
         shared = path.with_name(path.name + "-shm")
         holders = describe_holders(shared, *_WRITERS_BYTES) or "another program"
@@ -341,7 +340,7 @@ def _sync(path: Path) -> None:
 
 
 def _lock_run(path: Path) -> IO[str]:
-    """Holds the run for this process; the lock file names the holder for the error message."""
+    """Lock the run for this process; the lock file holds its pid for the error message."""
     lock_path = path.with_name(path.name + ".lock")
     lock_file = open_private(lock_path, "a+")
     try:
@@ -363,7 +362,7 @@ def _lock_run(path: Path) -> IO[str]:
 def _open_writer(path: Path) -> sqlite3.Connection:
     if not path.exists():
         open_private(path, "xb").close()
-    for suffix in ("", "-wal", "-shm"):  # SQLite gives those it makes the mode of the first
+    for suffix in ("", "-wal", "-shm"):  # SQLite creates the others with the mode of the first
         set_private(path.with_name(path.name + suffix))
     connection = sqlite3.connect(
         path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -371,7 +370,7 @@ def _open_writer(path: Path) -> sqlite3.Connection:
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode=WAL")
     # NORMAL: a commit costs no fsync. A killed process loses nothing; a power cut may lose the
-    # last moments, which recovery then treats like any work after the recover point.
+    # last transactions, which recovery treats like any work after the recover point.
     connection.execute("PRAGMA synchronous=NORMAL")
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found not in (0, SCHEMA_VERSION):
@@ -380,7 +379,7 @@ def _open_writer(path: Path) -> sqlite3.Connection:
             f"run database {path} has format {found}, this areal writes {SCHEMA_VERSION}: "
             "choose another trial_name, or resume with the areal that wrote it"
         )
-    # Pages of several moments, as without the log of writes, or bits that a disk has lost.
+    # Finds a copy made without its WAL, and disk corruption.
     if found and (fault := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
         connection.close()
         text = " ".join(fault.split())
@@ -391,8 +390,8 @@ def _open_writer(path: Path) -> sqlite3.Connection:
 
 
 def describe_holders(path: Path, first: int = 0, last: int = 0) -> str:
-    """`process 4711 (python train.py)`, several in a row, that hold one of the bytes from `first`
-    to `last`; nothing when none is known."""
+    """`process 4711 (python train.py) and ...` that hold a lock on one of the bytes from `first`
+    to `last`; empty if none is known."""
     try:
         inode = path.stat().st_ino
         table = Path("/proc/locks").read_text().splitlines()
@@ -401,7 +400,7 @@ def describe_holders(path: Path, first: int = 0, last: int = 0) -> str:
     pids = set()
     for line in table:  # 1: POSIX  ADVISORY  READ 4711 fe:01:1234567 120 120
         pid, place, begin, end = line.split()[-4:]
-        is_held = "->" not in line  # else it is waited for
+        is_held = "->" not in line  # else the process waits for the lock
         covers = int(begin) <= last and (end == "EOF" or first <= int(end))
         if is_held and covers and int(place.rpartition(":")[2]) == inode:
             pids.add(int(pid))

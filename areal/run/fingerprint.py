@@ -1,14 +1,14 @@
-"""What the bits of a training step depend on besides config, weights and data.
+"""Which facts identify a run, and which affect the bits of its steps?
 
-What makes a run the same run: a recover point of another one is refused, key by key.
+`numeric_world`: what the bits of a training step depend on besides config, weights and data.
 
-Models and their shape, roles, algorithm and data may not change between two starts. Rates, clips
-and coefficients may.
+`run_identity`: the values that must not change between two starts (models and their shape, roles,
+algorithm, data); a recover point of another run is refused, key by key. Rates, clips and
+coefficients may change.
 
-The random generators of the process, which code of users may draw from: part of a recover point.
-
-The trainers themselves draw nothing from them: order of rows, sampling and initial weights are
-functions of the seed.
+`RandomStates`: the process-wide random generators, part of a recover point because user code may
+draw from them. The trainers do not: row order, sampling and initial weights are functions of the
+seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def numeric_world() -> dict[str, Any]:
-    """JSON values by name. Sums are cut by threads and rounded by the instructions there are."""
+    """JSON values by name. Thread count and CPU ISA change float summation order."""
     on_gpu = torch.cuda.is_available()
     return {
         "areal": __version__,
@@ -40,7 +40,7 @@ def numeric_world() -> dict[str, Any]:
     }
 
 
-# Sections that name a model; a trainer's config has some of them.
+# Config sections with a model; each trainer's config has some of them.
 _ROLES = ("actor", "critic", "ref", "teacher")
 
 _LORA_KEYS = ("use_lora", "lora_rank", "target_modules")
@@ -54,12 +54,12 @@ _ALGORITHM_KEYS = (
 
 
 def trainer_name(config: BaseExperimentConfig) -> str:
-    """`trainer`, which each kind of experiment declares with its own name as the one choice."""
+    """The value of `trainer`, which each experiment class fixes to its own name."""
     return _values(config)["trainer"]
 
 
 def run_identity(config: BaseExperimentConfig, dataset_size: int) -> dict[str, Any]:
-    """JSON values by the key they are written under."""
+    """JSON values by dotted config key."""
     identity: dict[str, Any] = {"trainer": trainer_name(config), "seed": config.seed}
     identity |= {f"train_dataset.{k}": v for k, v in _values(config.train_dataset).items()}
     identity["rows of train_dataset"] = dataset_size
@@ -81,10 +81,10 @@ def _values(section: Any) -> dict[str, Any]:
 
 
 class RandomStates:
-    """Python's, numpy's and torch's, as JSON values."""
+    """Generator states of Python, numpy and torch, as JSON values."""
 
     def state_dict(self) -> dict[str, Any]:
-        # A dict only with legacy=False.
+        # It is a tuple: a dict only with legacy=False.
         kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
         return {
             "python": random.getstate(),
@@ -99,7 +99,7 @@ class RandomStates:
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(_decode(state["torch"]))
-        # A run may go on with another number of devices.
+        # A run may resume with another number of devices.
         for device, text in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(_decode(text), device)
 

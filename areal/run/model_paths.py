@@ -1,11 +1,11 @@
-"""Hub names of a config become commits, and those folders of this machine, before anything starts.
+"""Pins the hub names of a config to commits and fetches them, before anything starts.
 
     pin_models(config, paths)      # in place: `org/name` becomes `org/name@commit`
-    fetch_models(config)           # what this machine needs of them is in its cache
+    fetch_models(config)           # download what this machine needs
 
-A run keeps the commits it began with: models.json in its folder has them, by the names as they were
-written, so that it goes on with the same models wherever their branches have moved to. Ranks and
-servers are told the pinned name, and find it in the cache of their machine or fetch it there.
+A run keeps the commits it began with: models.json in its folder maps names to commits, so that it
+resumes with the same models even if their branches have moved. Ranks and servers get the pinned
+name, and use the cache of their machine or download it there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("Hub")
 
 
 def actor_section(config: BaseExperimentConfig) -> TrainEngineConfig:
-    """The one model that every kind of experiment has."""
+    """The section of the actor, which every experiment has."""
     actor = config.models()["actor"]
     assert isinstance(actor, TrainEngineConfig)
     return actor
@@ -41,7 +41,7 @@ def model_paths(config: BaseExperimentConfig) -> dict[str, str]:
 
 
 def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
-    """Once more changes nothing."""
+    """Idempotent."""
     commits = recorded_commits(paths)
     pinned = dict(commits)
 
@@ -63,9 +63,9 @@ def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
 
 
 def fetch_models(config: BaseExperimentConfig) -> None:
-    """ValueError, before weights come, for a model that its engine cannot compute.
+    """ValueError, before weights are downloaded, for a model that its engine does not support.
 
-    With Ray, weights are fetched where ranks and servers are: by them.
+    With Ray, ranks and servers fetch weights on their own machines.
     """
     model_folder(config.tokenizer_path, key="tokenizer_path", weights=False)
     paths = model_paths(config)
@@ -81,7 +81,7 @@ def fetch_models(config: BaseExperimentConfig) -> None:
 
 
 def recorded_commits(paths: RunPaths) -> dict[str, str]:
-    """Name -> commit, of the run that this one goes on with; empty for a new one."""
+    """Name -> commit of the run that is resumed; empty for a new one."""
     if not paths.config.exists() or not paths.models.exists():
         return {}
     return read_json(paths.models)

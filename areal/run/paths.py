@@ -1,20 +1,20 @@
-"""Where the files of one run lie: the only place that spells out the folder layout.
+"""The folder layout of one run, defined only here.
 
 {fileroot}/{experiment_name}/{trial_name}/
     config.yaml      the config the run was started with, all values filled in
     models.json      the commit that each hub name of the config was at
     run.db           ledger, trajectories, statistics, events, configs (SQLite)
-    recover/         points a killed run goes on from
+    recover/         points from which a killed run resumes
     checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
     model/           the final weights, Hugging Face format
-    weights/         publications of new weights on their way to the servers
+    weights/         published weights for the servers
     tmp/             temporary folders of the run's processes (api/scratch.py)
     logs/            main.log, server logs, and dumped trajectories
     traces/          the Chrome trace of the controller (JSONL)
 
-The folder is its user's alone (0700), and so is all that areal writes into it (0600), whatever the
-umask says. `checkpoints/` and `model/` are guarded by the folder only: moved out of it they have
-the modes that any file of their user has.
+The folder is private to its user (0700), and so is every file in it (0600), whatever the umask.
+`checkpoints/` and `model/` are protected by the folder only: moved out of it they have ordinary
+modes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The paths of one run. Asking for a path creates nothing; `made` and `make_root` do."""
+    """The paths of one run. Only `made` and `make_root` create folders."""
 
     root: Path
 
@@ -44,8 +44,8 @@ class RunPaths:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """The run's folder while the block runs. A user's mistake that ends the block before the
-        run has begun (it then has a config.yaml) leaves no folder that was not there."""
+        """Creates the run's folder. A user error that ends the block before the run has begun
+        (before config.yaml exists) removes the folders created here."""
         new = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
         self.make_root()
         try:
@@ -53,13 +53,13 @@ class RunPaths:
         except (ValueError, FileNotFoundError):
             if new and not self.config.exists():
                 shutil.rmtree(self.root, ignore_errors=True)
-                with suppress(OSError):  # of another run that was started meanwhile
+                with suppress(OSError):  # another run was started there meanwhile
                     for folder in new[1:]:
                         folder.rmdir()
             raise
 
     def make_root(self) -> None:
-        """Make the folder; one that is there already becomes private too."""
+        """Create the folder; an existing one becomes private too."""
         self.root.parent.mkdir(parents=True, exist_ok=True)  # shared with other runs, maybe users
         set_private(private_folder(self.root))
 
@@ -101,12 +101,12 @@ class RunPaths:
 
     @property
     def servers(self) -> Path:
-        """The addresses of the inference servers that run now."""
+        """Addresses of the running inference servers."""
         return self.root / "servers.json"
 
     @property
     def stacks(self) -> Path:
-        """Where the processes of a run that hangs stood."""
+        """Stacks of all processes of a run that hangs."""
         return self.logs / "stacks.txt"
 
     @property

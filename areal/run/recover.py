@@ -1,45 +1,25 @@
-"""Recover points of a run: copied at the end of a step, written beside the steps that follow.
+"""Recover points: the state from which a killed run resumes.
 
     with Recovery(paths.recover, config.recover, identity, database) as recovery:
         point = recovery.read(run.load)                         # None: a fresh run
-        recovery.wait()                                         # for the point before
+        recovery.wait()                                         # for the previous write
         recovery.start(step, roles.capture(), state)
         recovery.poll()                                         # once per step
 
-A point is everything or nothing (run/recover.py), and what it says is the run when `start` was
-called, however long the writing takes. Until a point is whole on the disk the one before it counts.
-A write that failed is raised by the next `poll` or `wait`; leaving the block waits for the last.
+`Recovery` captures the run when `start` is called and writes it in the background
+(`BackgroundWriter`, one write at a time). A failed write is raised by the next `poll` or `wait`;
+leaving the block waits for the last one.
 
-The run's ledger marks the place of each point (run/database.py) and is on the disk before the point
-is: whatever is lost, no point is ever taken with a ledger that ends before it.
+A point (`RecoverStore`, `RecoverPoint`) is a folder `step_{G}` with the engines' files,
+`state.json` (the run's small state) and `manifest.json` (checksums of every other file, the run's
+identity, and the point's mark in the ledger). It appears in one rename after everything is on disk;
+the previous point stays until then. A point that does not verify is an error, never a silent fresh
+start. Engines check their own files when they load them (utils/manifest.py), so each byte is read
+once, by the rank that needs it.
 
-Recover points: what a killed run goes on from.
-
-A point is a folder `step_{G}` with the engines' files, `state.json` (the run's small state) and
-`manifest.json` (checksums of every other file, the run's identity, and the mark of its place in the
-ledger). It appears in one rename after everything is on the disk; the point before it stays until
-then, so no crash destroys the only copy. A point that does not verify is an error, never a silent
-fresh start.
-
-    store = RecoverStore(paths.recover, database.ledger_view, identity={"actor.path": "..."})
-    mark = database.mark_recover_point(step)
-    store.save(step, mark, lambda folder: write(folder / "actor"), {"timer": timer.state_dict()})
-    state = store.read_newest(lambda point: point.load())      # None: a fresh run
-
-A ledger goes with a point if it holds the point's mark: then it has recorded all that is in the
-weights, and what it has recorded since is undone. Any other ledger would have its prompts trained
-twice. And a ledger that knows of points whose folder is gone belongs to no fresh run.
-
-Engines check their own files when they load them (see utils/manifest.py), so that each byte is read
-once, by the rank that wants it.
-
-One write at a time beside the work: what failed there is raised where it is asked for.
-
-writer = BackgroundWriter("recover")
-writer.wait()                             # for the write before, if any
-writer.start(lambda: store.save(...))
-writer.poll()                             # True once per write that ended well
-writer.close()                            # nothing is left unwritten
+A ledger matches a point if it holds the point's mark (run/database.py), which is on disk before the
+point: then it has recorded everything in the weights, and later records are undone. With any other
+ledger prompts would be trained twice. A ledger with points whose folders are gone is an error too.
 """
 
 from __future__ import annotations
@@ -89,21 +69,21 @@ class Recovery:
         self.poll, self.wait = self._writer.poll, self._writer.wait
 
     def check_origin(self) -> None:
-        """ValueError or RecoverError when the newest point is of another run or ledger, or lost."""
+        """ValueError or RecoverError if the newest point is of another run or ledger, or lost."""
         if self._reads:
             self._store.read_newest(RecoverPoint.check_origin)
 
     def read(self, load: Callable[[RecoverPoint], RecoverPoint]) -> RecoverPoint | None:
-        """The newest point, which `load` has taken over."""
+        """The newest point, after `load` has loaded it."""
         point = self._store.read_newest(load) if self._reads else None
-        if point is not None:  # its writer may have been killed before it did so
+        if point is not None:  # its writer may have been killed before confirming it
             self._database.confirm_recover_point(point.global_step)
         return point
 
     def start(
         self, global_step: int, write_roles: Callable[[Path], None], state: Mapping[str, Any]
     ) -> None:
-        """Begin to write the point after `global_step`, which the ledger has recorded."""
+        """Start writing the point after `global_step`, which the ledger has recorded."""
         frozen = json.loads(json.dumps(state))
         mark = self._database.mark_recover_point(global_step)
 
@@ -115,12 +95,12 @@ class Recovery:
         self._writer.start(write)
 
     def oldest_step(self) -> int | None:
-        """No recovery goes back behind this step."""
+        """No recovery goes back before this step."""
         return self._store.oldest_step()
 
     @contextmanager
     def stopping_in_order(self, num_steps_done: int) -> Iterator[None]:
-        """A disk that is full or cannot be written ends the run with a word on where it stands."""
+        """A disk fault ends the run with an error that names the last good recover point."""
         try:
             yield
         except (OSError, RunDatabaseError) as error:
@@ -157,16 +137,16 @@ class RecoverError(RuntimeError):
 
 
 class ForeignLedgerError(DamagedError):
-    """A recover point is whole, and belongs to another ledger, or to a later one."""
+    """An intact recover point of another ledger, or of a later state of this one."""
 
 
 class RecoverStore:
     """The recover points of one run, under `root`; one process owns it.
 
-    `ledger` tells what the run's database knows. `identity` holds the config values that must be
-    the same when the run goes on (JSON values by dotted key): weights of one model must not be
-    loaded into another. `on_damage` says what happens when the newest point is damaged, or of
-    another ledger: an error, or the point before it is taken.
+    `ledger` reads the view of the run's database. `identity` holds the config values that must not
+    change on resume (JSON values by dotted key): weights of one model must not be loaded into
+    another. `on_damage`: if the newest point is damaged, or of another ledger, raise an error or
+    take the previous point.
     """
 
     def __init__(
@@ -182,7 +162,7 @@ class RecoverStore:
             raise ValueError(f"recover.keep must be at least 1, got {keep}")
         self._root = root
         self._ledger = ledger
-        self._identity = json.loads(json.dumps(identity))  # as it will be read back
+        self._identity = json.loads(json.dumps(identity))  # in its form after a round trip
         self._keep = keep
         self._on_damage = on_damage
 
@@ -193,9 +173,9 @@ class RecoverStore:
         write_files: Callable[[Path], None],
         state: Mapping[str, Any],
     ) -> Path:
-        """Write the point after `global_step`; older points beyond `keep` go afterwards.
+        """Write the point after `global_step`, then delete older points beyond `keep`.
 
-        The ledger has `mark`, on the disk.
+        The ledger must have `mark` on disk already.
         """
         path = self._root / f"step_{global_step}"
         with atomic_folder(path) as scratch:
@@ -208,9 +188,9 @@ class RecoverStore:
         return path
 
     def read_newest(self, read: Callable[[RecoverPoint], T]) -> T | None:
-        """What `read` makes of the newest point; None when the run has none and never had.
+        """The result of `read` on the newest point; None if the run never had one.
 
-        A DamagedError that `read` meets is a RecoverError, or sends it to the point before.
+        A DamagedError in `read` becomes a RecoverError, or moves on to the previous point.
         """
         if self._root.is_dir():
             remove_leftovers(self._root)
@@ -227,7 +207,7 @@ class RecoverStore:
         return None
 
     def newest_path(self) -> Path | None:
-        """Of the newest point, unverified."""
+        """Path of the newest point, unverified."""
         return next(reversed(self._paths()), None)
 
     def points(self) -> list[RecoverPoint]:
@@ -236,7 +216,7 @@ class RecoverStore:
         return [RecoverPoint(path, self._identity, ledger) for path in reversed(self._paths())]
 
     def oldest_step(self) -> int | None:
-        """The step of the oldest point kept: nobody will ask for anything before it."""
+        """The step of the oldest point kept; data before it is not needed any more."""
         paths = self._paths()
         return _step_of(paths[0]) if paths else None
 
@@ -244,7 +224,7 @@ class RecoverStore:
         return _points_in(self._root)
 
     def _check_nothing_is_lost(self) -> None:
-        """A run that was killed before its first point starts over; others do not."""
+        """Only a run that was killed before its first point may start over."""
         ledger = self._ledger()
         if ledger.whole is not None:
             lost = f"its recover point after step {ledger.whole + 1}"
@@ -259,7 +239,7 @@ class RecoverStore:
         )
 
     def _prune(self, newest_step: int) -> None:
-        """Points after the newest are of a future that did not happen: a damaged one was left."""
+        """Also deletes points after the newest: damaged ones that recovery skipped."""
         past = [path for path in self._paths() if _step_of(path) <= newest_step]
         for path in self._paths():
             if path not in past[-self._keep :]:
@@ -271,7 +251,7 @@ class RecoverPoint:
     """One recover point on disk."""
 
     path: Path
-    identity: dict[str, Any]  # of the run that wants to go on
+    identity: dict[str, Any]  # of the resuming run
     ledger: LedgerView  # likewise
 
     @property
@@ -280,7 +260,7 @@ class RecoverPoint:
         return _step_of(self.path)
 
     def load(self) -> dict[str, Any]:
-        """Verify the point, but for what manifests of engines vouch for, and return the state."""
+        """Verify the point, except files listed in the engines' manifests; returns the state."""
         self.check_origin()
         manifest = read_manifest(self.path)
         check_files(self.path, manifest, manifest.files)
@@ -289,8 +269,8 @@ class RecoverPoint:
         return json.loads((self.path / _STATE).read_text(encoding="utf-8"))
 
     def check_origin(self) -> None:
-        """ValueError when the run that wants to go on is another one than was saved, DamagedError
-        when its ledger is."""
+        """ValueError if the resuming run differs from the saved one, DamagedError if its ledger
+        does."""
         facts = read_manifest(self.path).facts
         saved = facts.get("identity")
         if not isinstance(saved, dict) or not {"global_step", "mark"} <= facts.keys():
@@ -312,7 +292,7 @@ class RecoverPoint:
             raise ForeignLedgerError(str(self.path), "manifest.json", self._ledger_fault())
 
     def _ledger_fault(self) -> str:
-        """How the ledger at hand is known not to be the one of this point."""
+        """Why the ledger does not match this point."""
         ledger, num_steps = self.ledger, self.global_step + 1
         if ledger.num_steps == 0:
             return f"{ledger.path} is empty"
@@ -323,7 +303,7 @@ class RecoverPoint:
 
 
 def newest_step(root: Path) -> int | None:
-    """The step of the newest point under `root`, unverified; None when there is none."""
+    """The step of the newest point under `root`, unverified; None if there is none."""
     paths = _points_in(root)
     return _step_of(paths[-1]) if paths else None
 
@@ -373,28 +353,28 @@ class BackgroundWriter:
         self._pending = self._thread.submit(write)
 
     def poll(self) -> bool:
-        """Whether a write has ended since the last call; what it raised is raised here."""
+        """Whether a write has ended since the last call; raises its exception."""
         if self._pending is None or not self._pending.done():
             return False
         return self.wait()
 
     def wait(self) -> bool:
-        """`poll` that waits for the write under way."""
+        """As `poll`, but waits for the write in progress."""
         if self._pending is None:
             return False
         pending = self._pending
         with waiting(f"the write of {self._name}"):
-            pending.exception()  # an interrupted wait leaves it pending
+            pending.exception()  # if interrupted, the write stays pending
         self._pending = None
         pending.result()
         return True
 
     def close(self) -> None:
-        """Wait for the last write. A failure nobody asked for is logged."""
+        """Wait for the last write; its failure is logged."""
         try:
             self.wait()
         except Exception as error:
-            # An earlier error is on its way to the user, or a caller closes without having waited.
+            # Not raised: an earlier error may be propagating already.
             logger.error("the last write failed: %s", error)
         finally:
             self._thread.shutdown()

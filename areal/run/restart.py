@@ -1,10 +1,10 @@
-"""What a supervised process says to its parent (cli/train.py), through a pipe.
+"""Messages of a supervised process to its parent (cli/train.py), through a pipe.
 
-    stay_down()        what ends it now (a full disk, a hang) would end the next one, too
-    come_again()       what ends it now (a killed rank) is as good as a signal to itself
-    heard_a_signal()   it ends in order, which may take as long as the writing of a recover point
+    stay_down()        do not restart: the cause (a full disk, a hang) would end the next one too
+    come_again()       restart: the cause (a killed rank) counts like a signal to the process
+    heard_a_signal()   shutting down, which may take as long as writing a recover point
 
-The first of `stay_down` and `come_again` counts. Without a parent nothing happens.
+The first of `stay_down` and `come_again` counts. No-op without a parent.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import os
 
 STAY_DOWN, COME_AGAIN, HEARD = b"-", b"+", b"!"
 
-_to_parent: int | None = None  # the end of a pipe
+_to_parent: int | None = None  # write end of the pipe
 
 
 def answer_to(pipe: int | None) -> None:
-    """In a supervised process, once: its parent reads the other end of `pipe`. None: no parent."""
+    """Call once in a supervised process: its parent reads from `pipe`. None: no parent."""
     global _to_parent
     _to_parent = pipe
 
 
 def pipe() -> int | None:
-    """The end to write to, for a process that speaks for this one; None without a parent."""
+    """The write end, for a process that reports on behalf of this one; None without a parent."""
     return _to_parent
 
 

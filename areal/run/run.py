@@ -1,31 +1,31 @@
-"""What every trainer has: the durable side of one run, and the steps it goes through.
+"""The durable side of one run, common to all trainers: folder, database, steps, recovery.
 
 In: the experiment config. Out: the run's folder, its database (locked for this process),
-statistics, traces, savers and recover points. Trainers differ in what they do inside a step; when
-a step is saved, evaluated, recorded and recovered from is decided here, once.
-
-A recover point is the run at the end of one step: everything is copied there and then, and written
-beside the steps that follow. Until it is whole on the disk the one before it counts, and what that
-one needs is kept. A write that fails stops the run at the end of the next step.
+statistics, traces, savers and recover points. Trainers define what happens inside a step; when a
+step is saved, evaluated, recorded and recovered from is decided here.
 
     with Run(config, dataset_size=len(rows), can_evaluate=False) as run:
-        run.roles.add("actor", engine)           # every model that is trained
-        run.remember(kl_control=control)         # other state that training on depends on
+        run.roles.add("actor", engine)           # every trained model
+        run.remember(kl_control=control)         # other state that training depends on
         first = run.resume()                     # 0 for a fresh run
         for step in run.steps(first):
             ...                                  # train
             run.finish_step(step, tokenizer, stats)
         run.finish(tokenizer)
 
-The trained models of a run, by role: each has a name, a saver and frequency counters of its own.
+A recover point is the state at the end of one step: captured there, and written during the steps
+that follow. Until it is complete on disk the previous one is valid, and its data is kept. A write
+that fails stops the run at the end of the next step.
+
+`Roles` holds the trained models by role, each with its own saver and timer:
 
     roles.add("actor", engine); roles.add("critic", engine)
-    roles.save_if_due(step, tokenizer)     # checkpoints/{role}/..., each when its own timer says so
-    write = roles.capture()                # all of them as they are now, copied
+    roles.save_if_due(step, tokenizer)     # checkpoints/{role}/...
+    write = roles.capture()                # a copy of their current state
     write(point); roles.read(point)        # one recover point: {point}/{role}/
 
-A recover point holds every role or it is none: the manifest over all its files is written last, by
-`run/recover.py`. Models that are not trained (reference, teacher) have no state to keep.
+A recover point holds all roles or is invalid: `run/recover.py` writes the manifest over its files
+last. Frozen models (reference, teacher) have no state to keep.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("Run")
 
-# Called after every step with (steps done, steps in all, its statistics).
+# Called after every step with (steps done, total steps, its statistics).
 StepObserver = Callable[[int, int, Mapping[str, float]], None]
 
 
 class Stateful(Protocol):
-    """Something with a small state, of JSON values, that must survive a kill."""
+    """An object with a small state of JSON values that must survive a kill."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -84,8 +84,8 @@ class Run:
     def __init__(
         self, config: BaseExperimentConfig, *, dataset_size: int, can_evaluate: bool
     ) -> None:
-        """`can_evaluate`: there are rows to evaluate on; without them `evaluator` is off."""
-        raise_file_limit()  # requests in flight are connections
+        """`can_evaluate`: there are evaluation rows; without them `evaluator` is off."""
+        raise_file_limit()  # every in-flight request is a connection
         self.paths = RunPaths.of(config)
         self.ft_spec = _finetune_spec(config, dataset_size)
         self._resumes = config.recover.mode == "on"
@@ -133,7 +133,7 @@ class Run:
         self._evaluates = can_evaluate and (config.evaluator.ever_fires or before)
         self.evaluates_before = can_evaluate and before
         self._recover_timer = _timer(config.recover)
-        # Told the newest step that no recovery can go back behind: what it used may be forgotten.
+        # Called with the newest step that no recovery goes back before: its data may be deleted.
         self.on_settled: Callable[[int], None] = lambda step: None
 
     @property
@@ -141,15 +141,15 @@ class Run:
         return self.ft_spec.total_train_steps
 
     def remember(self, **holders: Stateful) -> None:
-        """Keep their states in recover points, beside the roles and the timers."""
+        """Include the states of `holders` in recover points, beside roles and timers."""
         taken = holders.keys() & self._remembered.keys()
         assert not taken, f"{taken} are remembered already"
         self._remembered |= holders
 
     def resume(self) -> int:
-        """Load the newest recover point into every role; the first step still to do, 0 if none.
+        """Load the newest recover point into every role; returns the next step, 0 without a point.
 
-        From here on the folder is that of a run: it gets its config.yaml.
+        Writes config.yaml, which marks the folder as that of a started run.
         """
         with stage("recover point", limit_s=self._setup_timeout_s):
             point = self._recovery.read(self.load)
@@ -169,16 +169,16 @@ class Run:
         return first
 
     def load(self, point: RecoverPoint) -> RecoverPoint:
-        """Make everything what it was when `point` was written; a damaged one changes nothing."""
+        """Restore all state from `point`; a damaged point changes nothing."""
         state = point.load()
         self.roles.read(point.path)
         for name, holder in self._states().items():
-            if name in state:  # what the killed run did not have starts afresh
+            if name in state:  # state that the killed run did not have starts fresh
                 holder.load_state_dict(state[name])
         return point
 
     def steps(self, first: int) -> Iterator[StepInfo]:
-        """The steps from number `first` (counted from 0) to the last."""
+        """The steps from `first` (counted from 0) to the last."""
         per_epoch = self.ft_spec.steps_per_epoch
         self._committed_at = time.perf_counter()
         for number in range(first, self.total_steps):
@@ -190,7 +190,7 @@ class Run:
             )
 
     def evaluation_due(self, step: StepInfo) -> bool:
-        """Once per step: whether to evaluate now. A run that evaluates at all ends with one."""
+        """Whether to evaluate now; call it once per step. The last step always evaluates."""
         due = self._evaluation_timer.tick(step)
         return self._evaluates and (due or self._is_last(step))
 
@@ -199,8 +199,8 @@ class Run:
     ) -> dict[str, float]:
         """Save what is due and record the step's statistics; returns them all.
 
-        `stats["tokens"]` is what the step trained on. The recover point comes last, so that a run
-        resumed from it repeats nothing before it.
+        `stats["tokens"]` is the number of tokens trained on. The recover point comes last, so
+        that a resumed run repeats nothing of this step.
         """
         with self._recovery.stopping_in_order(step.global_step + 1):
             self._settle(self._recovery.poll())
@@ -237,8 +237,8 @@ class Run:
 
     @contextmanager
     def _no_ledger_left_by_a_refusal(self) -> Iterator[None]:
-        """What is refused before the first step leaves no ledger that was not there: the lost one
-        can be put back."""
+        """An error before the first step leaves no new ledger behind, so that a lost one can be
+        put back."""
         had_ledger = self.paths.database.exists()
         try:
             yield
@@ -248,7 +248,7 @@ class Run:
             raise
 
     def _speed(self, tokens: float) -> dict[str, float]:
-        """From commit to commit, so that no part of the loop goes uncounted."""
+        """Measured from commit to commit, so that every part of the loop counts."""
         now = time.perf_counter()
         seconds, self._committed_at = now - self._committed_at, now
         return {"timeperf/step": seconds, "tokens_per_second": tokens / seconds}
@@ -290,7 +290,7 @@ def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneS
 
 
 def _open_database(paths: RunPaths, resumes: bool) -> RunDatabase:
-    """The run's database; refuses to write into an earlier run that is not to be resumed."""
+    """The run's database; ValueError if the folder holds an earlier run, unless it resumes."""
     can_go_on = newest_step(paths.recover) is not None
     advice = "set recover.mode=on to go on with it, or " if can_go_on else ""
     refusal = ValueError(f"{paths.root} holds an earlier run: {advice}choose another trial_name")
@@ -328,7 +328,7 @@ class Roles:
         *,
         keep: int | None = None,
     ) -> None:
-        """`new_timer` makes the timer of one role's saver, which keeps its newest `keep`."""
+        """`new_timer` makes the timer of a role's saver; `keep` is the number of checkpoints kept."""
         self._checkpoints = checkpoints
         self._new_timer = new_timer
         self._keep = keep
@@ -350,7 +350,7 @@ class Roles:
             role.saver.save_if_due(role.engine, step, tokenizer)
 
     def capture(self) -> Callable[[Path], None]:
-        """What is returned writes their state of this moment; training may go on meanwhile."""
+        """Copy their current state; returns its writer. Training may continue meanwhile."""
         writers = {name: role.engine.capture() for name, role in self._roles.items()}
 
         def write(point: Path) -> None:

@@ -1,14 +1,13 @@
-"""The statistics of every step, told once to everyone: run database, trackers, console.
+"""Statistics of every step, reported to run database, trackers and console.
 
-The console gets one line per step, of the figures a human steers by:
+The console gets one line per step:
 
     Step 12/300 | 0.42 s | reward 0.61 | loss -0.003 | 9.8k tok/s | staleness 1.2 |
         retried 3 (TimeoutError 2, ServerError 1) | failed 1 (ServerError)
 
-A figure whose statistic is absent leaves no gap. What went wrong since the step before follows, by
-kind, and only what did. The whole table follows at DEBUG level. The database is written first: what
-a human has seen, a reader of the file finds. Trackers are told in threads of their own, and what
-fails there is one more statistic (trackers.py).
+Absent statistics are left out. Failures since the previous step follow, by kind. The whole table
+follows at DEBUG level. The database is written first, so that it holds everything on the console.
+Trackers run in their own threads, and their failures are one more statistic (trackers.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ logger = logging.getLogger("StatsLogger")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One entry of the console line: where its number is found and how it reads."""
+    """One entry of the console line: its statistic and format."""
 
     key: str  # statistic
     before: str = ""
@@ -52,8 +51,8 @@ HEADLINE = (
     Figure("rollout/staleness", before="staleness "),
 )
 
-# statistics that count since the start of the process -> what the line calls them. Those below
-# one (`rollout/failed/TimeoutError`) are its kinds.
+# Statistics that count since the start of the process -> name on the line. Keys below one
+# (`rollout/failed/TimeoutError`) are its kinds.
 TALLIES = {
     "rollout/retried": "retried",
     "rollout/rejected": "rejected",
@@ -69,7 +68,7 @@ _MAX_KINDS = 3
 
 
 class StatsLogger:
-    """Takes the statistics of each step; owns `trackers` and closes them.
+    """Reports the statistics of each step; owns `trackers` and closes them.
 
     stats_logger = StatsLogger(run_db, open_trackers(...), total_steps=300)
     stats_logger.commit(global_step, stats_tracker.export_all())
@@ -87,11 +86,11 @@ class StatsLogger:
         self._trackers = list(trackers)
         self._total_steps = total_steps
         self._headline = headline
-        self._counted: dict[str, float] = {}  # by the step before
+        self._counted: dict[str, float] = {}  # statistics of the previous step
 
     def commit(self, global_step: int, stats: Mapping[str, float]) -> None:
-        """Publish one step's numbers; -1 is the time before the first step."""
-        # Counts weigh means that are merged; by themselves they say nothing.
+        """Publish one step's numbers; -1 is before the first step."""
+        # `__count` entries are only weights for merging means.
         stats = {**stats, **self._tracker_failures()}
         shown = {key: value for key, value in sorted(stats.items()) if not key.endswith("__count")}
         self._run_db.record_step(global_step, shown)
@@ -102,12 +101,12 @@ class StatsLogger:
             logger.debug("statistics of step %d\n%s", global_step + 1, _table(shown))
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Trackers have `timeout_s` to send what they still hold. Calling it twice is fine."""
+        """Trackers have `timeout_s` to send their backlog. Idempotent."""
         close_all(self._trackers, timeout_s)
         self._trackers.clear()
 
     def _tracker_failures(self) -> dict[str, float]:
-        """Since the start, by kind; nothing when all went well."""
+        """Since the start, by kind; empty if there are none."""
         kinds = sum((tracker.failures() for tracker in self._trackers), Counter())
         counts = {f"trackers/failed/{kind}": float(count) for kind, count in kinds.items()}
         return counts and {"trackers/failed": float(kinds.total()), **counts}
@@ -120,7 +119,7 @@ class StatsLogger:
         return " | ".join(line)
 
     def _tally(self, key: str, name: str, stats: Mapping[str, float]) -> str:
-        """`failed 3 (TimeoutError 2, ServerError 1)` of this step; nothing when there was none."""
+        """`failed 3 (TimeoutError 2, ServerError 1)` of this step; empty if there are none."""
         new = stats.get(key, 0) - self._counted.get(key, 0)
         if new <= 0:
             return ""
@@ -136,7 +135,7 @@ class StatsLogger:
 
 
 def _short(value: float) -> str:
-    """About three digits that matter: 9.8k, 12.3, 0.61, -0.003, 1.2e-05."""
+    """About three significant digits: 9.8k, 12.3, 0.61, -0.003, 1.2e-05."""
     if not math.isfinite(value):
         return str(value)
     for divisor, unit in ((1e6, "M"), (1e3, "k")):

@@ -1,15 +1,15 @@
-"""Experiment trackers a run may also report to: TensorBoard, Weights & Biases, SwanLab, Trackio.
+"""Experiment trackers: TensorBoard, Weights & Biases, SwanLab, Trackio.
 
-Each is an optional package, imported only when its section of `stats_logger` switches it on. A
-tracker gets plain numbers by step and is closed once; it never sees anything else of the run.
+Each is an optional package, imported only if its section of `stats_logger` enables it. A tracker
+gets numbers by step and is closed once.
 
-None of them can stop or hold up a run. Each lives in a thread of its own, from its opening on:
+Invariant: no tracker can stop or block a run. Each is opened, fed and closed in its own thread:
 
     tracker thread   consumes: the numbers of each step, in order   waits for: them, and its tracker
                      unblocked by: log(), close()                   ends: with its tracker's close
 
-What a tracker raises is warned of once per kind and counted. One that hangs loses numbers when too
-many wait for it, and is left behind at the end after `timeout_s`.
+Exceptions of a tracker are logged once per kind and counted. If it hangs, numbers beyond its
+backlog are dropped, and its thread is abandoned at the end after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """A tracker that is opened, fed and closed in a thread. `log` and `close` do not raise."""
+    """Runs one tracker in its own thread. No method raises its exceptions."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self.name = name
@@ -65,12 +65,12 @@ class TrackerThread:
             self._note("Backlog", f"{_MAX_WAITING} steps wait for it: new ones are left out")
 
     def failures(self) -> Counter[str]:
-        """How often what has failed, by kind."""
+        """Number of failures by kind."""
         with self._counting:
             return self._failures.copy()
 
     def begin_close(self) -> None:
-        """Nothing is logged after it; `join` waits for the rest."""
+        """Stop intake; `join` waits for the backlog."""
         self._steps.put(None)
 
     def join(self, deadline: float) -> None:
@@ -88,7 +88,7 @@ class TrackerThread:
             self._try(tracker.close, "closing it")
 
     def _try(self, act: Callable[[], Any], what: str) -> Any:
-        """What `act` returns, None when it fails: the run does not depend on it."""
+        """The result of `act`, None if it fails: the run does not depend on trackers."""
         try:
             return act()
         except (Exception, SystemExit) as error:
@@ -104,7 +104,7 @@ class TrackerThread:
 
 
 def close_all(trackers: Sequence[TrackerThread], timeout_s: float) -> None:
-    """Close them side by side, within `timeout_s` together, and tell what was lost."""
+    """Close them concurrently, within `timeout_s` in total, and log failures."""
     deadline = time.monotonic() + timeout_s
     for tracker in trackers:
         tracker.begin_close()
@@ -123,9 +123,9 @@ def open_trackers(
     logs: Path,
     run_config: Mapping[str, Any],
 ) -> list[TrackerThread]:
-    """The trackers that `config` switches on. `run_config` is shown beside their charts.
+    """The trackers that `config` enables. `run_config` is shown beside their charts.
 
-    ValueError when the package of one is not installed.
+    ValueError if a package is not installed.
     """
     names = {"project": experiment_name, "name": trial_name}
     opened: dict[str, Callable[[], Tracker]] = {}
@@ -155,7 +155,7 @@ class TensorBoardTracker:
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         if self._writer is None:
-            # A resumed run repeats steps: what an earlier process wrote from here on is hidden.
+            # A resumed run repeats steps: purge_step hides what an earlier process wrote.
             self._writer = self._writer_class(self._path, purge_step=step)
         for key, value in stats.items():
             self._writer.add_scalar(key, value, step)
@@ -186,7 +186,7 @@ class WandBTracker:
         )
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        # wandb refuses steps below zero, where the evaluation before training stands.
+        # wandb rejects negative steps; -1 is the evaluation before training.
         self._run.log(dict(stats), step=max(step, 0))
 
     def close(self) -> None:

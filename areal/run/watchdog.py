@@ -1,19 +1,18 @@
-"""Ends a run in which nothing moves any more, and says who waits for whom.
+"""Watchdog: ends a run without progress, and reports what each process waits for.
 
     with watched(300, stacks_file=logs / "stacks.txt") as watchdog:
-        watchdog.observe("server", engine.stats)      # a change of what it returns is a movement
+        watchdog.observe("server", engine.stats)      # a changed return value is progress
         ...
 
-A movement is whatever calls `waits.progress()`: an episode ended, a phase began, a micro-batch was
-computed. After `seconds` without one, outside of `waits.allowed`, the waits of this process go to
-the log, the stacks of all its processes to a file, the cause to the last line of standard error;
-then the process ends with exit code 1 at once, whatever its threads are stuck in, and is not
-started again: somebody has to look. Its children end with it (child_process.py), and what it wrote
-is as whole as after `kill -9`.
+Progress is any call of `waits.progress()`: an episode ended, a phase began, a micro-batch was
+computed. After `seconds` without progress, outside of `waits.allowed`, the waits of this process go
+to the log, the stacks of all its processes to a file, the cause to the last line of standard error;
+then the process exits at once with code 1, whatever its threads are doing, and is not restarted.
+Its children end with it (utils/child_process.py), and its files are as intact as after `kill -9`.
 
-    watcher process   (run/watcher.py) decides: it also sees a process whose interpreter is held
-    watchdog thread   waits for: its questions      unblocked by: its end, close()
-    observer threads  wait for: what they observe; one that hangs is no movement, and nothing worse
+    watcher process   (run/watcher.py) decides; it also detects a process that holds the GIL
+    watchdog thread   waits for: its requests       unblocked by: its end, close()
+    observer threads  wait for: what they observe; one that hangs only reports no progress
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ _active: Watchdog | None = None
 
 @contextlib.contextmanager
 def watched(seconds: float | None, *, stacks_file: Path) -> Iterator[Watchdog]:
-    """The watchdog of this process while the block runs; inside another such block, that one.
+    """The watchdog of this process during the block; a nested block gets the outer one.
 
-    This process, and those it starts meanwhile, write their stacks to `stacks_file` when asked.
+    This process, and those it starts meanwhile, write their stacks to `stacks_file` on request.
     """
     global _active
     if _active is not None:
@@ -68,7 +67,7 @@ def watched(seconds: float | None, *, stacks_file: Path) -> Iterator[Watchdog]:
 
 
 class Watchdog:
-    """`seconds` None never ends anything."""
+    """With `seconds` None it never ends the run."""
 
     def __init__(self, seconds: float | None, stacks_file: Path) -> None:
         self._seconds = seconds
@@ -80,7 +79,7 @@ class Watchdog:
             self._run("watchdog", self._serve, seconds)
 
     def observe(self, name: str, look: Callable[[], object]) -> None:
-        """From now on `look` is called every few seconds in a thread."""
+        """Call `look` every few seconds in a thread."""
         if self._seconds is not None:
             poll_s = min(_MAX_POLL_S, self._seconds / 10)
             self._run(f"watchdog-{name}", self._look, look, poll_s)
@@ -116,7 +115,7 @@ class Watchdog:
             )
 
     def _serve(self, seconds: float) -> None:
-        """Answer the watcher; should it be killed, start another one."""
+        """Answer the watcher's requests; restart it if it is killed."""
         while True:
             with contextlib.suppress(OSError, EOFError):
                 self._answer()
@@ -140,7 +139,7 @@ class Watchdog:
         while not self._closing.wait(poll_s):
             try:
                 now = look()
-            except Exception as error:  # its owner meets it too, and decides what it means
+            except Exception as error:  # its owner gets this error too, and handles it
                 logger.debug("nothing to see: %s", error)
                 continue
             if now != seen:
@@ -149,7 +148,7 @@ class Watchdog:
 
 
 def _end(line: str) -> NoReturn:
-    with contextlib.suppress(Exception):  # nothing may keep the process from ending
+    with contextlib.suppress(Exception):  # nothing may prevent the exit
         logger.error("nothing moves:\n%s", "\n".join(waits.describe()))
         restart.stay_down()
         sys.stdout.flush()

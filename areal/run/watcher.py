@@ -1,15 +1,15 @@
-"""The process that watches a run from outside, for `run/watchdog.py`: it needs no thread of the
-run's to be alive, nor its interpreter.
+"""Watcher process of `run/watchdog.py`: detects a hang from outside the run.
 
-    run      the clock of waits.py in shared memory      ->  watcher: has anything moved?
-    watcher  {"ask": "waits"}                            ->  run: {"waits": [...]}, within a moment
-    watcher  {"ask": "end", "line": why}                 ->  run: prints the line, ends with code 1
+It needs no live thread of the run, nor its interpreter:
 
-A run that does not answer (a call that holds the GIL, a process in the kernel's hands) is killed:
-the watcher then names the innermost calls of its busiest thread, and prints the line itself.
+    run      the clock of utils/waits.py in shared memory  ->  watcher: any progress?
+    watcher  {"ask": "waits"}                       ->  run: {"waits": [...]}, within `_ANSWER_S`
+    watcher  {"ask": "end", "line": why}            ->  run: prints the line, exits with code 1
 
-Started with the run's own interpreter and nothing of torch; ends when the run's end of the socket
-closes, so that it never outlives the run.
+A run that does not answer (a call that holds the GIL, a process stuck in the kernel) is killed: the
+watcher then names the innermost calls of its busiest thread, and prints the line itself.
+
+Started with the run's interpreter, without torch; exits when the run's end of the socket closes.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _MAX_NAMED = 4  # waits on the last line; the log has all
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The run, as its watcher is told of it."""
+    """The run, as described to its watcher."""
 
     pid: int
-    seconds: float  # longest time without a movement
+    seconds: float  # longest time without progress
     stacks: str  # file
     clock_fd: int
     channel_fd: int
-    restart_fd: int | None  # the pipe of run/restart.py, where a supervisor listens
+    restart_fd: int | None  # the pipe of run/restart.py, if there is a supervisor
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def main(text: str) -> None:
-    """The whole life of the watcher; `text` is a Watched as JSON."""
+    """Entry point of the watcher; `text` is a Watched as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
     run = Watched(**json.loads(text))
     channel = Channel(socket.socket(fileno=run.channel_fd))
@@ -63,7 +63,7 @@ def main(text: str) -> None:
 
 
 class Channel:
-    """One end of the socket between a run and its watcher: a JSON object a line."""
+    """One end of the socket between a run and its watcher: one JSON object per line."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -74,7 +74,7 @@ class Channel:
         self._end.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """The next message; TimeoutError, or EOFError when the other end has gone."""
+        """The next message; TimeoutError, or EOFError if the other end is closed."""
         self._end.settimeout(timeout_s)
         while b"\n" not in self._received:
             data = self._end.recv(1 << 16)
@@ -85,20 +85,20 @@ class Channel:
         return json.loads(line)
 
     def close(self) -> None:
-        """Both ends then meet an EOFError, also one that waits in `receive`."""
-        with contextlib.suppress(OSError):  # the other end has gone
+        """Both ends then get an EOFError, also one blocked in `receive`."""
+        with contextlib.suppress(OSError):  # the other end is closed
             self._end.shutdown(socket.SHUT_RDWR)
 
 
 def _quiet_moments(run: Watched, channel: Channel) -> Iterator[float]:
-    """Each time nothing has moved for too long: for how long. Ends with the run."""
+    """Yields the seconds without progress whenever they reach the limit. Ends with the run."""
     clock = waits.open_clock(run.clock_fd)
     poll_s = min(_MAX_POLL_S, run.seconds / 10)
     counts_from = asleep = time.monotonic()
     while not _has_ended(channel, poll_s):
         woke = time.monotonic()
         if woke - asleep > poll_s + run.seconds / 2 or stacks.is_stopped(run.pid):
-            # The watcher, the run or the whole machine was stopped on purpose: count from here.
+            # The watcher, the run or the machine was suspended: restart the count.
             counts_from = woke
         elif (quiet_s := min(clock.quiet_s(), woke - counts_from)) >= run.seconds:
             yield quiet_s
@@ -110,7 +110,7 @@ def _has_ended(channel: Channel, wait_s: float) -> bool:
     """Whether the run has closed its end within `wait_s`."""
     deadline = time.monotonic() + wait_s
     with contextlib.suppress(TimeoutError):
-        while True:  # a late answer is of no interest any more
+        while True:  # discard late answers
             try:
                 channel.receive(max(deadline - time.monotonic(), 0.001))
             except (EOFError, ConnectionError):
@@ -119,7 +119,7 @@ def _has_ended(channel: Channel, wait_s: float) -> bool:
 
 
 def _end(run: Watched, channel: Channel, quiet_s: float) -> bool:
-    """Say why and end the run; False if it has moved meanwhile."""
+    """Report the hang and end the run; False if it has made progress meanwhile."""
     answer = _ask(channel, {"ask": "waits"})
     if answer is not None and answer["quiet_s"] < run.seconds:
         return False
@@ -157,17 +157,17 @@ def _ask(channel: Channel, question: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _ends_itself(channel: Channel, line: str) -> bool:
-    """Whether the run, told to print the line and end, does so."""
+    """Ask the run to print the line and exit; whether it does."""
     with contextlib.suppress(OSError):
         channel.send({"ask": "end", "line": line}, _ENDING_S)
     return _has_ended(channel, _ENDING_S)
 
 
 def _kill(pid: int, line: str) -> None:
-    with contextlib.suppress(OSError):  # the supervisor has gone
+    with contextlib.suppress(OSError):  # the supervisor has ended
         restart.stay_down()
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)  # nothing is printed behind the line
+        os.kill(pid, signal.SIGSTOP)  # so that nothing is printed after the line
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
         os.kill(pid, signal.SIGKILL)

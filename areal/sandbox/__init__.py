@@ -1,1 +1,1 @@
-"""Code we do not trust (rewards, agents): a pool of confined worker processes."""
+"""Untrusted code (reward functions, agents) in a pool of confined worker processes."""

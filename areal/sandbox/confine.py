@@ -1,28 +1,28 @@
-"""What a reward worker does to itself before it loads a user's function; none of it can be undone.
+"""Confinement of a sandbox worker: irreversible limits, applied before it loads user code.
 
-| limit                       | kept by                                                            |
+| limit                       | enforced by                                                        |
 |-----------------------------|--------------------------------------------------------------------|
-| memory, size of a file      | resource limits; `watch` and a cgroup see what they miss           |
-| processes                   | a seccomp filter (0), else a resource limit and the watch          |
-| network                     | the filter: sockets of IP only, or none                            |
-| files outside its folders   | Landlock: not written; those of keys and of the run not read       |
-| other processes             | Landlock, the filter, no capabilities: no look at their memory or  |
-|                             | environment, no signal, no limit, no priority                      |
+| memory, file size           | resource limits; `watch` and a cgroup count what they miss         |
+| processes                   | seccomp (0 allowed), else a resource limit and `watch`             |
+| network                     | seccomp: IP sockets only, or none                                  |
+| files outside its folders   | Landlock: no writes; no reads of key files and of the run's folder |
+| other processes             | Landlock, seccomp, no capabilities: no access to their memory or   |
+|                             | environment, no signals, limits or priorities                      |
 
-CPU time and the disk are `watch`'s alone. Only the standard library: `worker` runs this file by its
-path.
+CPU time and disk usage are enforced by `watch` alone. Standard library only: `worker` loads this
+file by its path.
 
-The seccomp filter is classic BPF, 8 bytes an instruction:
+The seccomp filter is classic BPF, 8 bytes per instruction:
 
-| answer          | to                                                                           |
+| result          | for                                                                          |
 |-----------------|------------------------------------------------------------------------------|
-| EPERM           | reaching into other processes (memory, signals, limits, priorities), memory  |
-|                 | that no limit counts, namespaces and mounts, kernel facilities nobody needs  |
-| ENOSYS          | calls a filter cannot see into and calls newer than this list, so that       |
-|                 | libraries take an older one                                                  |
-| 0, not done     | modes, owners and attributes of files, which Landlock does not cover; where  |
-|                 | processes are allowed they are changed, since compilers need it              |
-| by its argument | a signal or a priority for itself, threads but no processes, a socket of IP, |
+| EPERM           | access to other processes (memory, signals, limits, priorities), memory that |
+|                 | no limit counts, namespaces and mounts, unneeded kernel facilities           |
+| ENOSYS          | calls a filter cannot inspect and calls newer than this list, so that        |
+|                 | libraries fall back to an older call                                         |
+| 0, not executed | file modes, owners and attributes, which Landlock does not cover; executed   |
+|                 | where processes are allowed, since compilers need them                       |
+| by argument     | signals and priorities for itself, threads but no processes, IP sockets,     |
 |                 | private memory                                                               |
 """
 
@@ -46,7 +46,7 @@ _SECCOMP_MODE_FILTER = 2
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 2, 1 << 13, 1 << 14
-_CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))  # make and remove entries of any kind
+_CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))  # create and remove entries of any kind
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 _STACK = 8 << 20
 _OPEN_FILES = 4096
@@ -57,10 +57,9 @@ _BY_THE_WATCH = ("CPU time", "disk space")
 
 
 def confine(limits: dict[str, Any], folder: str) -> list[str]:
-    """Apply `limits`: the fields of ProcessLimits, and `hidden`, paths that it must not read.
+    """Apply `limits` (the fields of ProcessLimits, and `hidden`: paths it must not read).
 
-    What this system cannot keep is returned; RuntimeError when that is something the user has
-    asked for.
+    Returns the limits this system cannot enforce; RuntimeError if the user set one of them.
     """
     _limit_resources(limits)
     if sys.platform != "linux":
@@ -87,10 +86,10 @@ def _limit_resources(limits: dict[str, Any]) -> None:
     _lower(resource.RLIMIT_FSIZE, limits["file_size_mb"] << 20)
     # Not RLIMIT_AS: libraries reserve far more addresses than they ever use.
     _lower(resource.RLIMIT_DATA, memory)
-    # A stack is no data to the kernel. Programs make the stacks of threads as large as the limit.
+    # RLIMIT_DATA does not count stacks. Thread stacks are allocated as large as the soft limit.
     soft = resource.getrlimit(resource.RLIMIT_STACK)[0]
     _lower(resource.RLIMIT_STACK, memory, soft=_STACK if soft == resource.RLIM_INFINITY else soft)
-    # Pipes and sockets hold memory of the kernel, which is nobody's.
+    # Pipes and sockets hold kernel memory that no process is charged for.
     _lower(resource.RLIMIT_NOFILE, _OPEN_FILES, soft=resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if limits["max_processes"] > 0 and sys.platform == "linux":
         _lower(resource.RLIMIT_NPROC, _num_tasks_of_user() + limits["max_processes"])
@@ -104,14 +103,14 @@ def _lower(kind: int, wanted: int, *, soft: int | None = None) -> None:
 
 
 def _num_tasks_of_user() -> int:
-    """Threads of this user, which is what the kernel counts."""
+    """Threads of this user: the unit RLIMIT_NPROC counts."""
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 if os.stat(f"/proc/{name}").st_uid == os.getuid():
                     count += len(os.listdir(f"/proc/{name}/task"))
-            except OSError:  # it has just ended
+            except OSError:  # it has just exited
                 continue
     return count
 
@@ -123,7 +122,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 
 
 def _restrict_files(libc: ctypes.CDLL, writable: list[str], hidden: list[str]) -> list[str]:
-    """Landlock; what it does not keep on this kernel."""
+    """Apply Landlock; returns the limits that this kernel's version does not enforce."""
     abi = libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         return [*_BY_LANDLOCK]
@@ -150,7 +149,7 @@ def _restrict_files(libc: ctypes.CDLL, writable: list[str], hidden: list[str]) -
             raise RuntimeError(f"limits.writable: {path}: {error.strerror}") from None
     readable, is_complete = _all_but(hidden)
     for path in readable:
-        with contextlib.suppress(OSError):  # gone by now, or no place for a rule
+        with contextlib.suppress(OSError):  # removed meanwhile, or of a type that takes no rule
             allow(path, _READ_FILE, os.O_NOFOLLOW)
     _check(libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock")
     os.close(rules)
@@ -158,10 +157,10 @@ def _restrict_files(libc: ctypes.CDLL, writable: list[str], hidden: list[str]) -
 
 
 def _all_but(hidden: list[str]) -> tuple[list[str], bool]:
-    """Paths that together hold every file outside `hidden`, since Landlock knows no exceptions.
+    """Paths that together cover every file outside `hidden`: Landlock rules have no exceptions.
 
-    Beside a hidden path everything is named that is there now; what comes to such a folder later
-    cannot be read. False when a folder on the way cannot be listed: then all in it is named.
+    Siblings of a hidden path are listed once, so entries created there later cannot be read. False
+    when a parent of a hidden path cannot be listed: then all of it stays readable.
     """
     there = {os.path.realpath(path) for path in hidden if os.path.exists(path)}
     ways = {str(parent) for path in there for parent in Path(path).parents}
@@ -174,7 +173,7 @@ def _all_but(hidden: list[str]) -> tuple[list[str], bool]:
             continue
         try:
             with os.scandir(folder) as entries:
-                # A link would grant what it leads to, which is named where it lies.
+                # A rule on a link would grant its target, which has a rule at its own path.
                 beside = [entry.path for entry in entries if not entry.is_symlink()]
         except OSError:
             is_complete = False
@@ -185,7 +184,7 @@ def _all_but(hidden: list[str]) -> tuple[list[str], bool]:
 
 
 def _filter_calls(libc: ctypes.CDLL, limits: dict[str, Any]) -> bool:
-    """seccomp; False without it, and on a machine whose system calls are not listed."""
+    """Install seccomp; False if unsupported or if the architecture's calls are not listed."""
     parent = os.getppid()
     program = filter_program(
         platform.machine(),
@@ -207,7 +206,7 @@ def _check(result: int, what: str) -> int:
     return result
 
 
-# machine -> (its name for the kernel's audit, numbers of the calls that have a rule)
+# architecture -> (its audit id, numbers of the calls that have a rule)
 SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
         0xC000003E,
@@ -251,7 +250,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
         | {"lremovexattr": 15, "fremovexattr": 16},
     ),
 }
-# Since 5.1 every machine has the same numbers.
+# Calls added since Linux 5.1 have the same number on every architecture.
 _EVERYWHERE = {
     "pidfd_send_signal": 424,
     "io_uring_setup": 425,
@@ -268,7 +267,7 @@ _EVERYWHERE = {
     "memfd_secret": 447,
     "process_mrelease": 448,
 }
-# From here on nobody has looked at what they can do. Also x32, a second set for x86_64.
+# Calls from here on were not reviewed. This also covers x32, the second ABI of x86_64.
 _FIRST_UNKNOWN = 452
 
 _REFUSED = (
@@ -282,13 +281,13 @@ _REFUSED = (
     *("add_key", "request_key", "keyctl", "perf_event_open", "bpf", "userfaultfd"),
     "fanotify_init",
 )
-# clone3 keeps its flags behind a pointer, where a filter cannot look; io_uring makes other calls.
+# clone3's flags are behind a pointer, which a filter cannot read; io_uring issues other calls.
 _ABSENT = ("clone3", "io_uring_setup", "memfd_create", "memfd_secret")
 _ABOUT_FILES = (
     *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat"),
     *("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"),
 )
-# call -> which argument is the process
+# call -> index of the argument that names the process
 _ABOUT_A_PROCESS = {
     **{"prlimit64": 0, "sched_setparam": 0, "sched_setscheduler": 0, "sched_setaffinity": 0},
     **{"sched_setattr": 0, "migrate_pages": 0, "move_pages": 0},
@@ -298,7 +297,7 @@ _SIGNALS = {"kill": 0, "tgkill": 0, "rt_sigqueueinfo": 0, "rt_tgsigqueueinfo": 0
 _CLONE_THREAD, _CLONE_PARENT = 0x00010000, 0x00008000
 _CLONE_NAMESPACES = 0x7E020000
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN = 0x01, 0x20, 0x100
-_AF_INET, _AF_INET6, _AF_NETLINK = 2, 10, 16  # the last one: glibc asks it for addresses
+_AF_INET, _AF_INET6, _AF_NETLINK = 2, 10, 16  # netlink: glibc queries it for addresses
 _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _PR_SET_PTRACER = 0x59616D61
@@ -319,7 +318,7 @@ _DONE, _EPERM, _ENOSYS = (_instruction(_RETURN, 0, 0, 0x00050000 | errno) for er
 def filter_program(
     machine: str, limits: dict[str, Any], *, pid: int, parent: int, parent_group: int
 ) -> bytes | None:
-    """The filter of process `pid`, child of `parent`; None for a machine that is not listed."""
+    """Filter for process `pid`, child of `parent`; None for an architecture that is not listed."""
     if machine not in SYSTEM_CALLS:
         return None
     audit, numbers = SYSTEM_CALLS[machine]
@@ -349,7 +348,7 @@ def _rules(limits: dict[str, Any], *, pid: int, parent: int, parent_group: int) 
         rules["clone"] = _load_argument(0) + namespaces + threads
         rules |= {name: _only(index, [0, pid]) for name, index in _SIGNALS.items()}
     else:
-        # Its children are known to Landlock only, which lets signals go to them and nowhere else.
+        # A filter does not know its children; Landlock allows signals to them and nowhere else.
         rules["clone"] = _load_argument(0) + namespaces + _ALLOW
         others = [parent, -1, -parent_group]
         rules |= {name: _none_of(index, others) for name, index in _SIGNALS.items()}
@@ -357,14 +356,14 @@ def _rules(limits: dict[str, Any], *, pid: int, parent: int, parent_group: int) 
 
 
 def _private_memory() -> bytes:
-    """RLIMIT_DATA counts neither shared memory nor what grows like a stack."""
+    """RLIMIT_DATA counts neither shared mappings nor MAP_GROWSDOWN ones."""
     anonymous = _when(_HAS_BITS, _MAP_SHARED, _EPERM) + _ALLOW
     grows = _when(_HAS_BITS, _MAP_GROWSDOWN, _EPERM)
     return _load_argument(3) + grows + _when(_HAS_BITS, _MAP_ANONYMOUS, anonymous) + _ALLOW
 
 
 def _prctl() -> bytes:
-    """It stays killable with its parent, and visible to it."""
+    """Keep the process killable with its parent, and inspectable by it."""
     lost = [_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER]
     refused = b"".join(_when(_EQUAL, option, _EPERM) for option in lost)
     dies = _when(_EQUAL, _PR_SET_PDEATHSIG, _only(1, [signal.SIGKILL]))
@@ -372,7 +371,7 @@ def _prctl() -> bytes:
 
 
 def _one_process(kind: int, pid: int) -> bytes:
-    """For calls that name a kind (process, group, user) and then which one."""
+    """For calls that take a kind (process, group, user) and then an id."""
     return _load_argument(0) + _when(_EQUAL, kind, _only(1, [0, pid])) + _EPERM
 
 
@@ -387,7 +386,7 @@ def _none_of(argument: int, values: Iterable[int]) -> bytes:
 
 
 def _load_argument(index: int) -> bytes:
-    """Its low half: process ids, flags and commands are 32 bits wide in the kernel, too."""
+    """Its low half: process ids, flags and commands are 32 bits wide in the kernel as well."""
     return _load(16 + 8 * index)
 
 

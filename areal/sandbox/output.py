@@ -1,7 +1,7 @@
-"""What reward workers print, passed on to our standard error within a bound.
+"""Rate-limited relay of what sandbox workers print to our standard error.
 
-In: the bytes of a worker's pipe. Out: whole lines without secrets and control characters. A worker
-holds no terminal and no log of the run, so it can neither fill nor change one.
+In: the bytes of a worker's pipe. Out: whole lines, redacted and without control characters.
+Workers hold neither a terminal nor a log file of the run, so they can neither fill nor alter one.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ import sys
 from areal.api.redact import hide_secrets
 
 BURST_BYTES = 1 << 20
-BYTES_PER_S = 64 << 10  # that the burst grows back by
-_LINE_BYTES = 8192  # longer ones are cut in two
+BYTES_PER_S = 64 << 10  # refill rate of the burst budget
+_LINE_BYTES = 8192  # longer lines are split
 _READ_BYTES = 1 << 16
 _LAST_READS = 16
-# A lone surrogate cannot be written as UTF-8, a control character makes a terminal do things.
+# A lone surrogate cannot be encoded as UTF-8; control characters drive terminals.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
 
 
 def printable(text: str, max_chars: int | None = None) -> str:
-    """`text` with the escapes Python would write for what no log or terminal takes, tabs and new
-    lines excepted, cut where it is too long."""
+    """`text` with characters unfit for logs and terminals escaped as Python escapes them (except
+    tabs and newlines), cut at `max_chars`."""
     if max_chars is not None and len(text) > max_chars:
         text = text[:max_chars] + "..."
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class OutputRelay:
-    """Of all workers of one function: they share the bound."""
+    """One per reward function: its workers share the rate limit."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._left = float(BURST_BYTES)
         self._counted_at: float | None = None
         self._dropped = 0
-        self._begun: dict[int, bytes] = {}  # the last line of a pipe, while it has no end
+        self._begun: dict[int, bytes] = {}  # pipe -> its incomplete last line
 
     @property
     def is_dropping(self) -> bool:
         return self._dropped > 0
 
     def read(self, pipe: int, now: float) -> bool:
-        """Passes on what is there; False when the pipe has ended."""
+        """Relay what is available; False at the end of the pipe."""
         data = _read(pipe)
         if data:
             self._take(pipe, data, now)
         return data != b""
 
     def read_last(self, pipe: int, now: float) -> None:
-        """What a process that is gone has left in its pipe, which another may hold open."""
+        """Relay what a dead process left in its pipe, which a child of it may hold open."""
         for _ in range(_LAST_READS):
             if not (data := _read(pipe)):
                 break
@@ -91,7 +91,7 @@ class OutputRelay:
 
 
 def _read(pipe: int) -> bytes | None:
-    """None when nothing is there now, empty when nothing will be."""
+    """None when nothing is available now, empty at the end of the pipe."""
     try:
         return os.read(pipe, _READ_BYTES)
     except BlockingIOError:
@@ -99,6 +99,6 @@ def _read(pipe: int) -> bytes | None:
 
 
 def _write(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody listens: closed, none
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

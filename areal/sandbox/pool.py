@@ -1,17 +1,17 @@
-"""AsyncRewardWrapper: await a plain reward function that runs in processes of its own.
+"""AsyncRewardWrapper: await a plain reward function that runs in a pool of worker processes.
 
     await wrapper(...) -> _waiting -> worker 0 [call running | sent | sent]  -> future
                                    -> worker 1 [call running | sent]         -> future
 
-A worker runs one call at a time and in order; more are sent ahead of need so that fast functions
-cost one system call per batch, fewer the slower the function is. Sockets are watched by the
-caller's event loop, and nothing here waits; one thread looks at what workers use (`watch`)
-and removes what they leave.
+A worker runs its calls in order, one at a time. Calls are sent ahead, fewer the slower the function
+is, so that a fast function costs one system call per batch. The caller's event loop watches the
+sockets and nothing here blocks it; one thread measures the workers' usage (`watch`) and deletes
+their folders.
 
-Invariant: a call ends with the function's own finite number or with a RewardError, also when this
-file itself fails. A function that hangs, crashes, raises or returns something else is retried
-within a bound and then raised; only the call that caused a death pays for it, those sent behind it
-are run again for free. Workers that something outside kills are started again, after pauses.
+Invariant: a call ends with the function's own finite number or with a RewardError, even if the pool
+itself fails. A call that hangs, crashes, raises or returns anything else is retried up to a bound,
+then raises. Only the call that killed a worker is charged; calls queued behind it are resent.
+Workers killed from outside are restarted with back-off.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ START_TIMEOUT_S = 120.0  # importing the module of a reward function may load to
 MAX_SENT_AHEAD = 64
 HOPELESS_TIMEOUTS = 8  # without a single call that returned
 DEFAULT_LIMITS = ProcessLimits()
-CPU_PER_SECOND = 4  # default limit of CPU time: a call may keep so many cores busy
+CPU_PER_SECOND = 4  # default CPU limit: cores that a call may keep busy
 SENT_AHEAD_S = 0.01  # keep about this much work in a worker's socket
-FLOOD_PAUSE_S = 0.01  # between two reads of what is dropped anyway
-WATCH_S = 0.5  # between two looks at what the workers use
-WATCHED_AT_ONCE = 8  # more of them are looked at less often
+FLOOD_PAUSE_S = 0.01  # between two reads of output that is dropped
+WATCH_S = 0.5  # between two measurements of the workers
+WATCHED_AT_ONCE = 8  # measurements slow down in proportion above this many workers
 
 
 class RewardError(RuntimeError):
@@ -72,11 +72,11 @@ class AsyncRewardWrapper:
         wrapper.close()
 
     `reward_fn` is an import path or anything that pickles (a module-level function, a partial of
-    one). `timeout_seconds` counts from when a worker starts the call. A failed call is run up to
-    `max_retries` more times, unless no call ever returned in time or the function does not take
-    such arguments. Workers start with the first calls and stay until `close`. `limits` are
-    ProcessLimits or a dict of their fields: what a worker may use; by default it starts no
-    processes and writes in a folder of its own only. None is no limit at all.
+    one). `timeout_seconds` counts from the start of the call in its worker. A failed call is run
+    again up to `max_retries` times, unless no call ever returned in time or the arguments do not
+    fit the signature. Workers start with the first calls and stay until `close`. `limits` is a
+    ProcessLimits or a dict of its fields; by default a worker starts no processes and writes only
+    to a folder of its own. None disables confinement.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class AsyncRewardWrapper:
         self.name, self._setup = describe_function(reward_fn)
         self._output = OutputRelay(self.name)
         self._restarts = Restarts(max_failed_starts=max_retries)
-        self._folder: ScratchFolder | None = None  # around those of the workers
-        self._helper: ThreadPoolExecutor | None = None  # for what may take its time on a disk
+        self._folder: ScratchFolder | None = None  # parent of the workers' folders
+        self._helper: ThreadPoolExecutor | None = None  # for blocking disk work
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[RewardProcess] = []
         self._killed: list[RewardProcess] = []  # not reaped yet
@@ -127,7 +127,7 @@ class AsyncRewardWrapper:
         return await call.future
 
     def close(self) -> None:
-        """End the workers; calls still open fail. Any thread may call it, more than once."""
+        """End the workers; unfinished calls fail. Thread-safe and idempotent."""
         loop = self._loop
         if loop is None or loop.is_closed() or not loop.is_running() or _is_current(loop):
             return self._shut_down()
@@ -135,10 +135,10 @@ class AsyncRewardWrapper:
         loop.call_soon_threadsafe(lambda: (self._shut_down(), done.set()))
         done.wait(timeout=10)
 
-    # The rest runs on the event loop; what the loop calls, it calls through `_run`.
+    # The rest runs on the event loop; its callbacks go through `_run`.
 
     def _run(self, step: Callable[..., None], *args: Any) -> None:
-        """A fault of ours must not leave calls waiting for ever: it fails them."""
+        """An internal error fails the open calls; otherwise they would wait forever."""
         try:
             step(*args)
         except Exception as error:
@@ -154,7 +154,7 @@ class AsyncRewardWrapper:
         for worker in workers:
             try:
                 self._dismiss(worker)
-            except Exception:  # the calls have failed already; the others must go, too
+            except Exception:  # the calls have failed already; end the other workers
                 logger.exception("a reward worker of %s could not be ended", self.name)
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -171,7 +171,7 @@ class AsyncRewardWrapper:
 
     @property
     def _own_loop(self) -> asyncio.AbstractEventLoop:
-        """Of the workers; there is one from the first call to `close`."""
+        """The workers' loop; set from the first call until `close`."""
         if self._loop is None:
             raise RuntimeError(f"the reward wrapper of {self.name} has no event loop")
         return self._loop
@@ -186,7 +186,7 @@ class AsyncRewardWrapper:
             ) from error
 
     def _schedule_pump(self) -> None:
-        """Once per tick, so that calls made together travel together."""
+        """Once per tick, so that concurrent calls are sent as one batch."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
             self._own_loop.call_soon(self._run, self._pump)
@@ -208,7 +208,7 @@ class AsyncRewardWrapper:
             self._send(worker)
 
     def _sent_ahead(self) -> int:
-        """How many calls a worker may hold: one while the function's cost is unknown or high."""
+        """Calls a worker may hold: one while the function's cost is unknown or high."""
         if self._mean_call_s is None:
             return 1
         return min(1 + int(SENT_AHEAD_S / max(self._mean_call_s, 1e-6)), MAX_SENT_AHEAD)
@@ -219,7 +219,7 @@ class AsyncRewardWrapper:
         delay_s = self._restarts.delay_s(self._own_loop.time())
         if delay_s == 0:
             self._start_worker()
-            self._schedule_pump()  # the next one in the next tick: a start costs milliseconds
+            self._schedule_pump()  # one start per tick: each blocks for milliseconds
         elif self._start_timer is None:
             self._start_timer = self._own_loop.call_later(delay_s, self._run, self._on_start_timer)
 
@@ -232,7 +232,7 @@ class AsyncRewardWrapper:
             if self._folder is None:
                 self._folder = ScratchFolder("rewards")
             worker = RewardProcess(self._own_loop.time(), self._limits, self._folder.path)
-        except OSError as error:  # no process or file descriptor left: go on with those there are
+        except OSError as error:  # out of processes or descriptors: go on with those running
             self.max_workers = max(len(self._workers), 1)
             logger.warning("only %d reward workers: %s", len(self._workers), error)
             if not self._workers:
@@ -263,13 +263,13 @@ class AsyncRewardWrapper:
         worker.outgoing += frame(call.id, call.payload)
 
     def _send(self, worker: RewardProcess) -> None:
-        """Write what the socket takes now; the loop calls again when it takes more."""
+        """Write what the socket takes now; the loop calls again when it is writable."""
         if worker.outgoing:
             try:
                 del worker.outgoing[: worker.channel.send(worker.outgoing)]
             except BlockingIOError:
                 pass
-            except OSError:  # it died: the reader sees the end of its replies and settles it
+            except OSError:  # dead: the reader sees the end of its replies and handles it
                 worker.outgoing.clear()
         if bool(worker.outgoing) != worker.watching_writes:
             worker.watching_writes = bool(worker.outgoing)
@@ -298,7 +298,7 @@ class AsyncRewardWrapper:
         is_open = self._output.read(worker.output, self._own_loop.time())
         if not is_open or self._output.is_dropping:
             self._own_loop.remove_reader(worker.output)
-        if is_open and self._output.is_dropping:  # what is dropped must not keep the loop busy
+        if is_open and self._output.is_dropping:  # dropped output must not keep the loop busy
             self._own_loop.call_later(FLOOD_PAUSE_S, self._run, self._read_on, worker)
 
     def _read_on(self, worker: RewardProcess) -> None:
@@ -342,13 +342,13 @@ class AsyncRewardWrapper:
                 call.future.set_result(value)
         self._restarts.on_returned()
         worker.in_flight.popleft()
-        worker.busy_since = self._own_loop.time()  # the next one, if any, starts now
+        worker.busy_since = self._own_loop.time()  # the next call, if any, starts now
 
     def _arm(self, worker: RewardProcess, seconds: float) -> None:
         worker.timer = self._own_loop.call_later(seconds, self._run, self._on_timer, worker)
 
     def _on_timer(self, worker: RewardProcess) -> None:
-        """One timer per worker, set again for what is left: replies need not touch it."""
+        """One timer per worker, re-armed for the remaining time, so replies need not reset it."""
         worker.timer = None
         if worker.ready and not worker.in_flight:
             return
@@ -362,7 +362,7 @@ class AsyncRewardWrapper:
         self._pump()
 
     def _on_death(self, worker: RewardProcess) -> None:
-        """The worker's replies ended: all it answered is settled, so its oldest call did it."""
+        """End of replies: all answered calls are settled, so the oldest open one is the cause."""
         code = worker.wait_end()
         kind = "killed" if is_from_outside(code) else "crash"
         ended = _how_it_ended(code)
@@ -374,7 +374,7 @@ class AsyncRewardWrapper:
         self._pump()
 
     def _kill(self, worker: RewardProcess, error: RewardError, kind: str) -> None:
-        """End a worker for `error`, which its oldest call pays for; the others run again."""
+        """End a worker for `error`, charged to its oldest call; the others are resent."""
         if worker not in self._workers:
             return
         culprit = worker.in_flight.popleft() if worker.in_flight else None
@@ -416,7 +416,7 @@ class AsyncRewardWrapper:
             self._watch_timer = self._own_loop.call_later(delay_s, self._run, self._look)
 
     def _look(self) -> None:
-        """Measure what the workers use, in a thread; then `_judge` it here."""
+        """Measure the workers' usage in a thread; `_judge` gets the result on the loop."""
         self._reap()
         workers, limits = list(self._workers), self._limits
         if limits is None or (not workers and not self._killed):
@@ -435,7 +435,7 @@ class AsyncRewardWrapper:
         limits: ProcessLimits,
         looked: asyncio.Future[list[Usage | None]],
     ) -> None:
-        if self._loop is None:  # closed meanwhile
+        if self._loop is None:  # closed while measuring
             return
         for worker, usage in zip(workers, looked.result(), strict=True):
             if usage is None or worker not in self._workers:
@@ -449,7 +449,7 @@ class AsyncRewardWrapper:
         self._pump()
 
     def _retry(self, call: _Call, error: RewardError, kind: str) -> None:
-        # Hundreds of calls may wait, and each would take the whole timeout to learn the same.
+        # Hundreds of calls may wait, and each would use up the whole timeout for the same result.
         timeouts = self.counts["timeout"] + (kind == "timeout")
         if self._mean_call_s is None and timeouts >= HOPELESS_TIMEOUTS:
             self._fail(call, error, kind)
@@ -462,7 +462,7 @@ class AsyncRewardWrapper:
         call.kills += kind == "killed"
         call.failures += kind != "killed"
         count = self.counts[kind]
-        if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: shown early, never a flood
+        if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: reported early, bounded in number
             cause = str(error).partition("\n")[0]
             logger.warning("%s; trying again (failed attempts of kind %s: %d)", cause, kind, count)
         self._waiting.append(call)
@@ -508,7 +508,7 @@ class _Call:
     payload: bytes  # pickled (args, kwargs)
     future: asyncio.Future[float]
     failures: int = 0
-    kills: int = 0  # by something outside
+    kills: int = 0  # by something outside the worker
 
 
 def _disarm(worker: RewardProcess) -> None:

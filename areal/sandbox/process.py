@@ -1,13 +1,11 @@
-"""The parent's handle on one reward worker: its process, its socket, what was sent to it.
+"""The parent's handle on one sandbox worker: its process, environment, socket and sent calls.
 
-`pool` decides what is sent and when; this file starts and kills the process, cuts its replies
-into messages and refuses what is not one. `describe_function` makes the first frame, from which
-the worker loads the user's function.
-
-Which variables of our environment a confined process gets, and which files it must not read.
-
-An allow-list: what a program needs to find itself, its libraries, its caches and its language.
-Names nobody thought of (`OPENAI_KEY`, `GH_PAT`) stay here. `limits.env` adds names.
+`pool` decides what is sent and when. `RewardProcess` starts and kills the process, splits its
+replies into messages and rejects malformed ones. `describe_function` builds the set-up frame from
+which the worker loads the user's function. `reward_environment` passes on an allow-list of
+variables: those that locate programs, libraries and caches, and the locale. Unknown names
+(`OPENAI_KEY`, `GH_PAT`) are not inherited; `limits.env` adds names. `hidden_paths` lists the files
+that a confined process must not read.
 """
 
 from __future__ import annotations
@@ -39,31 +37,28 @@ from areal.utils.stacks import descendants
 MAX_REPLY_BYTES = 1 << 20
 MAX_TEXT_CHARS = 10_000
 _KILL_ROUNDS = 100
-_ENDING_S = 0.2  # from the end of a process's files to that of the process
+_ENDING_S = 0.2  # how long a process may take to exit after it closed its files
 
 
 class BadReplyError(Exception):
-    """A worker wrote something that is not a reply: user code reached the socket."""
+    """A worker wrote a malformed reply: user code reached the socket."""
 
 
 class RewardProcess:
-    """One child process, the folder it may write in, and what was sent to it.
-
-    `place` is a private folder, in which it gets its own.
-    """
+    """One child process, its writable folder (created in `place`), and the calls sent to it."""
 
     def __init__(self, now: float, limits: ProcessLimits | None, place: Path) -> None:
         self.folder = tempfile.mkdtemp(dir=place)
         self.process, self.channel, self.printed = _spawn(limits, self.folder)
         self.group = _group_of(self.process.pid, limits)
-        self.output = self.printed.fileno()  # what it prints
-        self.busy_since = now  # loop time when it began what it does now
+        self.output = self.printed.fileno()  # descriptor of its stdout and stderr
+        self.busy_since = now  # loop time when the current call (or the load) began
         self.ready = False  # the function is loaded
         self.in_flight: deque[Any] = deque()  # the first one is running
         self.outgoing = bytearray()
         self.watching_writes = False
         self.timer: asyncio.TimerHandle | None = None
-        self.watched: tuple[int, float] | None = None  # (call, CPU time) when last looked at
+        self.watched: tuple[int, float] | None = None  # (call, CPU time) at the last measurement
         self._incoming = b""
 
     def split_messages(self, data: bytes) -> list[dict[str, Any]]:
@@ -79,24 +74,24 @@ class RewardProcess:
         return [{key: _printable(value) for key, value in one.items()} for one in messages]
 
     def cpu_of_call(self, cpu_s: float) -> float:
-        """CPU time since the running call was first seen, of `cpu_s` in all; 0 while it loads."""
+        """CPU time since the running call was first measured, given the total; 0 while loading."""
         call = self.in_flight[0].id if self.in_flight else 0
         if self.watched is None or self.watched[0] != call or not self.ready:
             self.watched = (call, cpu_s)
         return cpu_s - self.watched[1]
 
     def wait_end(self) -> int | None:
-        """How a process that closed its files has ended; None when it has not."""
+        """Exit code of a process that closed its files; None while it still runs."""
         try:
             return self.process.wait(timeout=_ENDING_S)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> None:
-        """SIGKILL to it and to whatever it started, in whichever session that is now."""
+        """SIGKILL the process and all its descendants, whatever session they are in."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # Stopped first: orphans become its children (it is their reaper) and are found.
+                # Stopped first: as subreaper it adopts orphans, which keeps them findable.
                 os.killpg(self.process.pid, signal.SIGSTOP)
                 _kill_descendants(self.process.pid)
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -104,22 +99,22 @@ class RewardProcess:
             self.group.kill()
 
     def clean_up(self) -> None:
-        """When the process is gone: what it wrote goes too."""
+        """Delete what the process wrote, once it has exited."""
         if self.group is not None:
             self.group.close()
-        with contextlib.suppress(OSError):  # what is left goes with the folder around it
+        with contextlib.suppress(OSError):  # leftovers are deleted with the parent folder
             remove_tree(self.folder)
 
 
 def _printable(value: Any) -> Any:
-    """Nothing a worker says reaches a log, the database or a terminal unless they can take it."""
+    """Escape worker output so that logs, the database and terminals can take it."""
     return printable(value, MAX_TEXT_CHARS) if isinstance(value, str) else value
 
 
 def _spawn(
     limits: ProcessLimits | None, folder: str
 ) -> tuple[subprocess.Popen[bytes], socket.socket, IO[bytes]]:
-    """A fresh interpreter that knows only `worker`, our end of its socket, its output."""
+    """(a fresh interpreter running `worker`, our end of its socket, its output pipe)."""
     options = None if limits is None else {**asdict(limits), "hidden": hidden_paths(limits)}
     argv = [sys.executable, "-P", worker.__file__]
     parent_end, child_end = socket.socketpair()
@@ -133,7 +128,7 @@ def _spawn(
                 stdout=subprocess.PIPE,  # never mixed with the run's own output
                 stderr=subprocess.STDOUT,
                 pass_fds=[child_end.fileno()],
-                start_new_session=True,  # Ctrl-C is for the run, not for its rewards
+                start_new_session=True,  # Ctrl-C is for the run, not for its workers
             )
         except OSError:
             parent_end.close()
@@ -144,7 +139,7 @@ def _spawn(
 
 
 def _group_of(pid: int, limits: ProcessLimits | None) -> Group | None:
-    """The process's control group; it waits for its first frame, so it is in before any code."""
+    """The process's cgroup: joined while it waits for its first frame, before any user code."""
     group = None if limits is None or sys.platform != "linux" else open_group(limits)
     if group is not None:
         try:
@@ -156,8 +151,8 @@ def _group_of(pid: int, limits: ProcessLimits | None) -> Group | None:
 
 
 def _kill_descendants(pid: int) -> None:
-    """Linux tells who they are; elsewhere the group has to do."""
-    for _ in range(_KILL_ROUNDS):  # those that were forked meanwhile are found in the next
+    """Descendants are known on Linux only; elsewhere the process group is all that is killed."""
+    for _ in range(_KILL_ROUNDS):  # a child forked meanwhile is found in the next round
         found = [child for child in descendants(pid) if is_alive(child)]
         for child in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -204,7 +199,7 @@ def main_module(name: str) -> tuple[str, str]:
     return "path", str(Path(file).absolute())
 
 
-RUN_FOLDER = "AREAL_RUN_FOLDER"  # where the database and the recover points of this run lie
+RUN_FOLDER = "AREAL_RUN_FOLDER"  # holds the database and the recover points of this run
 
 _NAMES = (
     {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "HOSTNAME", "TERM", "TZ", "LANG"}
@@ -238,12 +233,12 @@ def reward_environment(limits: ProcessLimits | None, folder: str) -> dict[str, s
 def _is_kept(name: str, value: str, limits: ProcessLimits) -> bool:
     if name in limits.env:
         return True
-    # A proxy's URL may hold a password.
+    # A proxy URL may hold a password.
     return (name in _NAMES or name.startswith(_PREFIXES)) and not is_secret(name, value)
 
 
 def hidden_paths(limits: ProcessLimits) -> list[str]:
-    """Files and folders that it must not read: keys, and the folder of the run."""
+    """Files and folders it must not read: keys, and the folder of the run."""
     hidden = [*limits.unreadable]
     if os.environ.get(RUN_FOLDER):
         hidden.append(os.environ[RUN_FOLDER])
@@ -254,13 +249,13 @@ def hidden_paths(limits: ProcessLimits) -> list[str]:
 
 
 def _block_devices() -> list[str]:
-    """To root, who may read them, they hold every file."""
+    """Raw devices expose every file to root."""
     found = [*Path("/dev").glob("*"), *Path("/dev/mapper").glob("*")]
     return [str(path) for path in found if path.is_block_device()]
 
 
 @contextlib.contextmanager
 def hidden_from_rewards(folder: Path) -> Generator[None]:
-    """Confined processes that are started meanwhile, here or by a child, cannot read `folder`."""
+    """Confined processes started in this context, here or by a child, cannot read `folder`."""
     with variable_set(RUN_FOLDER, str(folder.absolute())):
         yield

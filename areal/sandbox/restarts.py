@@ -1,8 +1,8 @@
-"""When a pool starts its next reward worker after others have died, and when it gives up.
+"""Restart policy of a worker pool: when the next worker starts after a death, when to give up.
 
-A worker that dies by itself (a crash, `os._exit`) tells something about the function; one that is
-killed from outside (`kill -9`, the out-of-memory killer) tells something about the machine, which
-may pass. So the first is counted, and the second has time.
+A worker that dies by itself (a crash, `os._exit`) points at the function: such deaths are counted.
+One killed from outside (`kill -9`, the OOM killer) points at the machine, whose condition may be
+transient: such deaths have a time limit instead.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 
 FIRST_DELAY_S = 0.1  # before the second start in a row; doubles
 MAX_DELAY_S = 5.0
-GIVE_UP_S = 120.0  # of starts that something outside ends
-KILLS_PER_RETRY = 5  # how often a call may be interrupted from outside, per retry it has
+GIVE_UP_S = 120.0  # of starts that were killed from outside
+KILLS_PER_RETRY = 5  # outside kills a call survives, per retry it has
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
 _PASSING = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
 
 
 def is_from_outside(code: int | None) -> bool:
-    """Whether a process with this exit code was ended by somebody else."""
+    """Whether another process ended the one with this exit code."""
     return code is not None and -code in _FROM_OUTSIDE
 
 
 def is_passing(error: OSError) -> bool:
-    """Whether what is missing to start a process may come back."""
+    """Whether the resource missing to start a process may come back."""
     return error.errno in _PASSING
 
 
 @dataclass(slots=True)
 class Restarts:
-    """Times are those of the event loop."""
+    """Times are event-loop times."""
 
     max_failed_starts: int
     _deaths: int = 0  # in a row, without a call that returned
@@ -41,11 +41,11 @@ class Restarts:
     _failing_since: float | None = None
 
     def delay_s(self, now: float) -> float:
-        """How long the next start must wait."""
+        """How long the next start has to wait."""
         return max(0.0, self._not_before - now)
 
     def on_death(self, now: float) -> None:
-        if now < self._not_before:  # one blow may end many workers
+        if now < self._not_before:  # one cause may end many workers
             return
         self._deaths += 1
         if self._deaths > 1:
@@ -59,7 +59,7 @@ class Restarts:
         self._deaths = 0
 
     def on_failed_start(self, now: float, *, from_outside: bool) -> bool:
-        """Whether there is no hope of another one."""
+        """Whether to give up starting workers."""
         if self._failing_since is None:
             self._failing_since = now
         if not from_outside:
@@ -68,5 +68,5 @@ class Restarts:
             self._failed_starts > self.max_failed_starts or now - self._failing_since > GIVE_UP_S
         )
         if is_hopeless:
-            self.on_ready()  # calls that come later have another chance
+            self.on_ready()  # later calls start with a fresh budget
         return is_hopeless

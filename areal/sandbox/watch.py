@@ -1,29 +1,27 @@
-"""What reward workers use, looked at from outside: limits that no code in a worker can lift.
+"""Usage of sandbox workers, measured from outside: limits that no code in a worker can lift.
 
-In: the process of a worker and its folder. Out: the first limit it is beyond, in words. The kernel
-stops a process at once at what it counts itself (`confine.py`); here the rest is found within
-about a second, over all that the worker has started:
+In: a worker's process and folder. Out: the first limit it exceeds, as text. The kernel stops a
+process at once at the limits it enforces itself (`confine`); the rest is detected here within
+about a second, over the worker and all its descendants:
 
 | limit         | why not the kernel alone                                                        |
 |---------------|---------------------------------------------------------------------------------|
-| CPU time      | RLIMIT_CPU sends a signal that can be ignored, and begins anew in each child     |
-| memory        | RLIMIT_DATA forgets what was made read-only                                      |
-| processes     | RLIMIT_NPROC does not count for root                                             |
-| disk          | RLIMIT_FSIZE is about one file                                                   |
+| CPU time      | RLIMIT_CPU sends a signal that can be ignored, and restarts in each child       |
+| memory        | RLIMIT_DATA does not count pages that were made read-only                       |
+| processes     | RLIMIT_NPROC does not apply to root                                             |
+| disk          | RLIMIT_FSIZE bounds a single file                                               |
 
-Reads /proc, so this is for Linux only.
+`Group` is a cgroup around a worker, where this user may create one:
 
-A control group around a reward worker, where this user may make one.
-
-    group = open_group(limits)      # None where there are no groups for us
-    group.add(process.pid)          # before the worker gets to the user's code
-    group.kill()                    # whatever it started, wherever that hid
+    group = open_group(limits)      # None where cgroups are not available to this user
+    group.add(process.pid)          # before the worker runs user code
+    group.kill()                    # the worker and all its descendants
     group.close()
 
-It lies inside our own group; in version 2 of cgroups, where one that has processes has no groups
-inside, beside ours, unless a limit on ours would be escaped. That needs root, or a subtree that was
-delegated to the user. What it adds to other limits: memory of every kind (also shared, also files
-in memory) and the tasks of root are counted, too, and growth stops at once.
+It is nested in our own cgroup; in cgroup v2, where a group with processes has no children, it is a
+sibling of ours, unless that would escape a limit on ours. This needs root or a delegated subtree.
+It adds to the other limits: all kinds of memory (shared, tmpfs) and root's tasks are counted, and
+growth stops at once. Linux only: this file reads /proc.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ from pathlib import Path
 from areal.api.config.inference import ProcessLimits
 from areal.utils.stacks import descendants
 
-MAX_THREADS = 4096  # of one worker and all it started
+MAX_THREADS = 4096  # of one worker and its descendants
 MAX_FILES = 50_000  # in its folder
-_MAX_PATH = 4000  # the kernel takes a few more bytes
+_MAX_PATH = 4000  # the kernel's own limit is slightly higher
 _MAX_OPEN_FILES = 10_000
 _SLACK = 1.05  # for pages the kernel does not count as data: stacks, rounding
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -51,11 +49,11 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a worker and all that it started; `memory` is that of the largest process."""
+    """Of a worker and its descendants; `memory` is that of the largest process."""
 
     cpu_s: float
     memory: int
-    processes: int  # started by the worker
+    processes: int  # descendants of the worker
     threads: int
     disk: int
     files: int
@@ -81,7 +79,7 @@ def measure(pid: int, folder: str, limits: ProcessLimits) -> Usage | None:
 
 
 def beyond(usage: Usage, limits: ProcessLimits, cpu_s: float) -> str | None:
-    """The limit that is broken; `cpu_s` is what the call that runs has taken."""
+    """The exceeded limit; `cpu_s` is the CPU time of the running call."""
     found = [
         (cpu_s, "cpu_seconds", limits.cpu_seconds, "took more CPU time"),
         (usage.memory / _SLACK / (1 << 30), "memory_gb", limits.memory_gb, "took more memory"),
@@ -107,15 +105,15 @@ def is_alive(pid: int) -> bool:
 class _Stat:
     pid: int
     is_alive: bool
-    cpu_s: float  # with children that it has waited for
+    cpu_s: float  # including children it has waited for
     threads: int
     addresses: int  # bytes mapped
-    memory: int  # its own pages in memory and in swap, and shared ones that are no file
+    memory: int  # anonymous pages in memory and swap, and shared ones without a file
 
 
 def _read_stat(pid: int) -> _Stat | None:
     try:
-        # A process chooses its name, which stands in brackets and may hold any character.
+        # A process chooses its own name, which is in brackets and may hold any character.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         text = Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
@@ -138,7 +136,7 @@ def _status_bytes(text: bytes, key: bytes) -> int:
 
 
 def _folder_size(folder: str) -> tuple[int, int]:
-    """(bytes on disk, entries) below `folder`, which somebody may be changing."""
+    """(bytes on disk, entries) below `folder`, which may change meanwhile."""
     size, count, pending = 0, 0, [folder]
     while pending and count <= MAX_FILES:
         path = pending.pop()
@@ -148,7 +146,7 @@ def _folder_size(folder: str) -> tuple[int, int]:
             with os.scandir(path) as entries:
                 for entry in itertools.islice(entries, MAX_FILES + 1 - count):
                     count += 1
-                    with contextlib.suppress(FileNotFoundError):  # just removed; not the others
+                    with contextlib.suppress(FileNotFoundError):  # just removed; count the others
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
@@ -160,7 +158,7 @@ def _folder_size(folder: str) -> tuple[int, int]:
 
 
 def _unlinked_size(stat: _Stat, folder: str, limits: ProcessLimits) -> int:
-    """Bytes of files that have no name any more and take up their disk as long as they are used."""
+    """Bytes of unlinked files, which take up disk as long as they are open or mapped."""
     size = 0
     with contextlib.suppress(OSError):
         device = os.stat(folder).st_dev
@@ -169,7 +167,7 @@ def _unlinked_size(stat: _Stat, folder: str, limits: ProcessLimits) -> int:
                 found = os.stat(f"/proc/{stat.pid}/fd/{name}")
                 if found.st_nlink == 0 and found.st_dev == device:
                     size += found.st_blocks * 512
-    if stat.addresses > limits.disk_mb << 20:  # else it cannot map that much either
+    if stat.addresses > limits.disk_mb << 20:  # fewer mapped addresses cannot exceed the limit
         size += _unlinked_maps(stat.pid, folder)
     return size
 
@@ -187,21 +185,21 @@ def _unlinked_maps(pid: int, folder: str) -> int:
 _PREFIX = "areal-reward-"
 _KILL_ROUNDS = 100
 _ENDING_S = 2.0
-_NEW_S = 60.0  # one that is empty may be waiting for its worker
+_NEW_S = 60.0  # a younger empty group may be waiting for its worker
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    folders: list[Path]  # one, or in version 1 one for each controller
+    folders: list[Path]  # one; with cgroup v1 one per controller
 
     def add(self, pid: int) -> None:
         for folder in self.folders:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def kill(self) -> None:
-        """All processes in it; those that are forked meanwhile are found in the next round."""
+        """Kill all processes in the group; those forked meanwhile are found in the next round."""
         for folder in self.folders:
-            with contextlib.suppress(OSError):  # version 2 does it in one step, since 5.14
+            with contextlib.suppress(OSError):  # cgroup v2 kills in one step, since Linux 5.14
                 if (folder / "cgroup.kill").exists():
                     (folder / "cgroup.kill").write_text("1")
         for _ in range(_KILL_ROUNDS):
@@ -221,7 +219,7 @@ class Group:
         return False
 
     def close(self) -> None:
-        """Removes it, in a moment when its last process is just ending."""
+        """Remove the group, retrying briefly while its last process exits."""
         for folder in self.folders:
             deadline = time.monotonic() + _ENDING_S
             while not _removed(folder) and time.monotonic() < deadline:
@@ -233,7 +231,7 @@ def open_group(limits: ProcessLimits) -> Group | None:
     values = {
         "memory.max": memory,
         "memory.swap.max": 0,
-        "memory.limit_in_bytes": memory,  # version 1
+        "memory.limit_in_bytes": memory,  # cgroup v1
         "memory.memsw.limit_in_bytes": memory,
         "pids.max": MAX_THREADS + limits.max_processes,
     }
@@ -248,7 +246,7 @@ def open_group(limits: ProcessLimits) -> Group | None:
             for name in known:
                 (folder / name).write_text(str(values[name]))
             written += known
-    except OSError:  # not for us
+    except OSError:  # not permitted
         written = []
     if any(name.startswith("memory.") for name in written):
         return group
@@ -257,7 +255,7 @@ def open_group(limits: ProcessLimits) -> Group | None:
 
 
 def _places() -> list[Path]:
-    """The groups in which ours is made: for version 1 of memory and of pids, else of both."""
+    """Parent groups of ours: with cgroup v1 those of memory and of pids, else one for both."""
     own = _own_groups()
     if "memory" in own:
         return [own[name] for name in ("memory", "pids") if name in own]
@@ -272,7 +270,7 @@ def _places() -> list[Path]:
 
 
 def _own_groups() -> dict[str, Path]:
-    """{controller: folder of this process's group}; that of version 2 is under ""."""
+    """{controller: folder of this process's group}; cgroup v2 has the key ""."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     paths: dict[str, str] = {}
     for line in lines:
@@ -291,7 +289,7 @@ def _own_groups() -> dict[str, Path]:
 
 
 def _remove_empty(place: Path) -> None:
-    """Groups of runs that were killed; the kernel keeps those that have processes."""
+    """Remove groups left by killed runs; the kernel keeps those that have processes."""
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > _NEW_S:

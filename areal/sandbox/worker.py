@@ -1,16 +1,16 @@
-"""The child process that runs a reward function: one request at a time, one JSON line per reply.
+"""Entry point of a sandbox worker: runs a reward function, one request at a time.
 
-`pool` starts this file by its path, so it needs nothing but the standard library until the
-user's function is loaded. Both directions share one socket:
+`process` starts this file by its path, so it uses only the standard library until the user's
+function is loaded. Both directions share one socket:
 
     parent -> child   frames (size, call id, pickle): first the set-up, then (args, kwargs) per call
     child -> parent   {"ready": true, "unkept": [limits]} | {"fatal": text},
                       then {"id", "value", "s"} | {"id", "error"} | {"id", "unfit"}
 
-`unfit` is an error that no further attempt can change: another signature, a coroutine. The child's
-answers are JSON because the parent does not trust the code that ran here. A reply is written as
-soon as it is known, so when this process dies the oldest unanswered call is the cause. Limits
-(`confine`) hold before a line of the user's code runs.
+`unfit` is an error that no retry can change: a wrong signature, a coroutine. Replies are JSON lines
+because the parent does not trust the code that ran here. Each is written at once, so if this
+process dies, the oldest unanswered call is the cause. Limits (`confine`) are in force before any
+user code runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IN_WORKER = "AREAL_REWARD_WORKER"  # holds the pid of this process
 
 
 def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
-    """Serve calls until the parent closes its end. Without `limits` there are none."""
+    """Serve calls until the parent closes its end; without `limits` unconfined."""
     _die_with_parent()
     os.environ[IN_WORKER] = str(os.getpid())
     faulthandler.enable()  # a segfault leaves the Python stack on stderr
@@ -62,10 +62,10 @@ def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
         confinement = runpy.run_path(str(Path(__file__).with_name("confine.py")))
         unkept: list[str] = confinement["confine"](limits, folder) if limits else []
         setup = _next_frame(requests)
-        if setup is None:  # the parent has gone
+        if setup is None:  # the parent has exited
             return
         function = _load(pickle.loads(setup[1]))
-    except BaseException as error:  # SystemExit at import is a failed load too
+    except BaseException as error:  # SystemExit at import is a failed load as well
         _reply(channel, {"fatal": _describe(error, limits)})
         return
     _reply(channel, {"ready": True, "unkept": unkept})
@@ -75,7 +75,7 @@ def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
 
 
 class _UnfitError(Exception):
-    """The function is not one that takes these arguments and returns a number."""
+    """The function does not take these arguments or does not return a number."""
 
 
 def _answer(
@@ -88,7 +88,7 @@ def _answer(
         return {"value": value, "s": time.perf_counter() - began}
     except _UnfitError as error:
         return {"unfit": str(error)}
-    except BaseException as error:  # sys.exit() in a reward is its failure, not ours
+    except BaseException as error:  # sys.exit() in a reward function is an error of that call
         return {"error": _describe(error, limits)}
 
 
@@ -96,7 +96,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         return function(*args, **kwargs)
     except TypeError as error:
-        if error.__traceback__ and error.__traceback__.tb_next:  # raised inside of it
+        if error.__traceback__ and error.__traceback__.tb_next:  # raised inside of the function
             raise
         misfit = _misfit(function, args, kwargs)
         if misfit is None:
@@ -107,12 +107,12 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _misfit(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str | None:
-    """Why the arguments are not those that the function takes; None when they are."""
-    import inspect  # only now: it would double the time a worker takes to start
+    """Why the arguments do not fit the function's signature; None when they do."""
+    import inspect  # imported late: it would double the start-up time of a worker
 
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions of C do not tell
+    except (TypeError, ValueError):  # some C functions have no signature
         return None
     try:
         signature.bind(*args, **kwargs)
@@ -154,10 +154,10 @@ def _is_number(value: object) -> TypeGuard[SupportsFloat]:
 
 
 def _shown(value: Any, show: Callable[[Any], str] = repr) -> str:
-    """One short line, whatever the object thinks of being shown."""
+    """One short line, also for objects whose `repr` raises."""
     try:
         return _cut(show(value))
-    except Exception:  # user code; the class has to do
+    except Exception:  # user code raised; show the class instead
         return f"<{type(value).__name__}>"
 
 
@@ -185,14 +185,14 @@ def adopt_main(kind: str, where: str) -> None:
 
 
 def _next_frame(requests: BinaryIO) -> tuple[int, bytes] | None:
-    """(call id, payload), or None when the parent has gone."""
+    """(call id, payload), or None when the parent has exited."""
     try:
         header = requests.read(FRAME_HEADER.size)
         if len(header) < FRAME_HEADER.size:
             return None
         size, call_id = FRAME_HEADER.unpack(header)
         payload = requests.read(size)
-    except ConnectionResetError:  # it went without reading our last reply
+    except ConnectionResetError:  # it exited without reading our last reply
         return None
     return (call_id, payload) if len(payload) == size else None
 
@@ -201,22 +201,22 @@ def _reply(channel: socket.socket, message: dict[str, Any]) -> None:
     try:
         channel.sendall(json.dumps(message).encode() + b"\n")
     except (BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # nobody is left to hear it
+        os._exit(0)  # the parent has exited
 
 
 def _describe(error: BaseException, limits: dict[str, Any] | None) -> str:
-    """Last lines of the traceback first in importance: the error, then where it came from."""
+    """The error first, then the last lines of the traceback."""
     try:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
         where = "".join(traceback.format_list(frames[-4:]))
         text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + _hint(error, limits)
         return f"{text}\n{where[-MAX_ERROR_CHARS:]}".rstrip()
-    except BaseException:  # its text is user code, too
+    except BaseException:  # formatting it runs user code as well
         return f"{type(error).__name__}, which cannot be shown"
 
 
 def _hint(error: BaseException, limits: dict[str, Any] | None) -> str:
-    """Which limit this may be about."""
+    """The limit that may have caused this error."""
     if not limits:
         return ""
     if isinstance(error, MemoryError):
@@ -240,18 +240,18 @@ def _is_about_environment(error: KeyError) -> bool:
 
 
 def _stacks_file() -> TextIO:
-    """Where areal.utils.stacks collects what SIGUSR1 makes every process of a run write."""
+    """The file of areal.utils.stacks, where SIGUSR1 makes every process of a run dump stacks."""
     path = os.environ.get("AREAL_STACKS", "")
     try:
         return open(path, "a")  # noqa: SIM115 (open as long as the process)
-    except OSError:  # none is named, or the run's folder is gone
+    except OSError:  # none is set, or the run's folder is gone
         return sys.stderr
 
 
 def _die_with_parent() -> None:
     """A function that never returns would not see the socket close; the kernel ends it (Linux).
 
-    What it started and abandoned stays in this process's family, where the parent finds it.
+    Orphaned descendants are re-parented to this process (subreaper), where the parent finds them.
     """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl

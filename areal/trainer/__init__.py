@@ -1,1 +1,1 @@
-"""The loops a user reads first, and what they call: one folder or file per algorithm family."""
+"""Trainers: the training loops and the parts they call."""

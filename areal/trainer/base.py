@@ -1,4 +1,4 @@
-"""What every trainer is made of: a run, a tokenizer, a stream of rows, and models by role.
+"""Base of all trainers: a run, a tokenizer, a row source, and models by role.
 
     class MyTrainer(Trainer):
         def _open(self, stack):                              # called once, by the constructor
@@ -6,9 +6,8 @@
 
         def train(self, on_step=None): ...
 
-What was opened is closed in reverse order, by `close`, by leaving the `with` block, and when a
-later part of the constructor fails. The first error is the one the caller sees: a fault in closing
-after it is logged and hides nothing.
+Resources are closed in reverse order by `close`, by leaving the `with` block, and when a later part
+of the constructor fails. The caller sees the first error: a later error while closing is logged.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ Rows = Sequence[dict[str, Any]]
 
 class Trainer(ABC):
     def __init__(self, config: Any, train_dataset: Rows, valid_dataset: Rows | None = None) -> None:
-        """`config` is the experiment config of the trainer's own kind."""
+        """`config` is the experiment config of this trainer."""
         self.config = config
         self.train_dataset = train_dataset
         self.valid_dataset = list(valid_dataset or ())
-        self.scheduler: Scheduler | None = None  # None while every model is in this process
+        self.scheduler: Scheduler | None = None  # None if all models are in this process
         self.models: dict[str, TrainEngine] = {}  # by role
         self._closing = ExitStack()
         try:
@@ -62,10 +61,10 @@ class Trainer(ABC):
 
     @abstractmethod
     def _open(self, stack: ExitStack) -> None:
-        """Open the models and whatever else `train` needs; `stack` closes them."""
+        """Open the models and other resources of `train`; `stack` closes them."""
 
     def close(self) -> None:
-        """Close what is open. Calling it twice is fine."""
+        """Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -77,7 +76,7 @@ class Trainer(ABC):
         except Exception:
             if exc_info[1] is None:
                 raise
-            # The error on its way to the caller is the one that matters.
+            # The first error propagates to the caller.
             logger.exception("closing failed too")
 
     def _open_engine(
@@ -85,12 +84,12 @@ class Trainer(ABC):
     ) -> TrainEngine:
         """The model of one role; a trained one has an optimizer and is saved and recovered.
 
-        Whether it lives in this process or on ranks of its own, the caller cannot tell.
+        It runs in this process or on separate ranks, behind the same interface.
         """
         layout = ModelAllocation.from_str(config.backend).parallel
         with stage(f"model of {role}, {config.backend}", limit_s=config.setup_timeout):
             if self.config.scheduler.type == "local" and layout.world_size == 1:
-                # The contract says nothing of constructors.
+                # TrainEngine does not define the constructor.
                 make = cast(Callable[..., TrainEngine], train_engine_class(config.backend))
                 engine = make(config, seed=self.config.seed)
             else:
@@ -121,7 +120,7 @@ class Trainer(ABC):
             setup_timeout_s=config.setup_timeout,
             request_timeout_s=config.request_timeout,
         )
-        return cast(TrainEngine, controller)  # it finds the calls of the contract by their marks
+        return cast(TrainEngine, controller)  # it dispatches the marked methods of the contract
 
 
 def _row_source(config: Any, rows: Rows) -> PromptSource:

@@ -1,18 +1,17 @@
-"""Training and generation take turns on a device that both need whole.
+"""Colocation: training and generation alternate on one device.
 
-    turns = Turns(models)        # the models on the device: they make room for a server to start
+    turns = Turns(models)        # offloads the models, so that a server can start
     turns.connect(server)
-    turns.to_training()          # the server's weights and cache leave, then the models come
-    turns.to_generation()        # weights and optimizers of the models leave, then the server comes
+    turns.to_training()          # offload the server's weights and cache, onload the models
+    turns.to_generation()        # offload models and optimizers, onload the server
 
-| turn       | on the device       | in the memory of the host                                     |
+| phase      | on the device       | in host memory                                                |
 |------------|---------------------|---------------------------------------------------------------|
 | generation | the server          | the models with their optimizers                              |
 | training   | the models          | the server's weights; its requests, with their tokens so far  |
 
-Who has the turn keeps it until the other is called for. The device never holds both, so new weights
-reach a server that is away: they go into its copy on the host, and to the device with it. Without
-models nobody shares a device, and a turn costs nothing.
+The device never holds both. New weights reach an offloaded server: they update its host copy, which
+is onloaded later. No-op without models.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Turns:
             model.offload()
 
     def connect(self, server: InferenceEngine) -> None:
-        """`server` has just come up: the turn is its own."""
+        """`server` has just started, so the phase is generation."""
         self._server = server
 
     def to_training(self) -> None:

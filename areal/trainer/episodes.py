@@ -1,4 +1,4 @@
-"""From the config's names to the objects episodes are made of, and from episodes to numbers.
+"""Builds workflows and filters from the config, and computes statistics of episodes.
 
 In: `workflow`, `reward_fn` and `dynamic_filter_fn` as names, import paths or objects. Out: a
 workflow ready to run, a filter, and the statistics of a batch.
@@ -26,8 +26,6 @@ from areal.workflow import find_workflow, image_refusal
 from areal.workflow.chat import has_images
 
 if TYPE_CHECKING:
-    import torch
-
     from areal.api.config.experiment import PPOConfig
 
     Trajectory = dict[str, torch.Tensor]
@@ -43,10 +41,10 @@ def build_workflow(
     *,
     is_eval: bool,
 ) -> RolloutWorkflow:
-    """The workflow `given`, or the config's; `kwargs` complete what the config knows.
+    """The workflow `given`, or the config's; `kwargs` extend `workflow_kwargs`.
 
-    With `rollout.agent.mode: online` training episodes are driven from outside; evaluation has a
-    workflow all the same.
+    With `rollout.agent.mode: online` external clients drive training episodes; evaluation still
+    uses a workflow.
     """
     if config.rollout.agent.mode == "online" and not is_eval:
         return _online(config, tokenizer, given)
@@ -70,7 +68,7 @@ def build_workflow(
     if "reward_fn" not in arguments:
         arguments["reward_fn"] = get_reward_fn(config.reward_fn)
     if is_eval and kwargs and "gconfig" in kwargs:
-        # A script hands its training options over for both; evaluation keeps its own.
+        # A script may pass one gconfig for both; evaluation keeps its own.
         arguments["gconfig"] = config.eval_gconfig
     try:
         return found(**arguments)
@@ -86,9 +84,9 @@ def refuse_images(
     *,
     is_eval: bool,
 ) -> None:
-    """ValueError when the workflow (as `build_workflow` finds it) reads text, and rows have images.
+    """ValueError if the workflow (chosen as in `build_workflow`) is text-only and rows have images.
 
-    The rows of a list are all looked at; of rows that are made when asked for, the first.
+    Checks all rows of a list, but only the first of a lazily loaded data set.
     """
     if config.rollout.agent.mode == "online" and not is_eval:
         return
@@ -103,7 +101,7 @@ def refuse_images(
 
 
 def _chosen(config: PPOConfig, given: WorkflowLike | None, is_eval: bool) -> tuple[Any, Any]:
-    """The workflow as it was named or given, and what that is."""
+    """The workflow as given or named, and the resolved object."""
     named = config.eval_workflow or config.workflow if is_eval else config.workflow
     chosen = given or named
     return chosen, find_workflow(chosen) if isinstance(chosen, str) else chosen
@@ -123,11 +121,11 @@ def _agent_episodes(
             raise ValueError(f"workflow_kwargs do not fit {agent.__name__}: {error}") from error
     options = config.rollout.agent
     gconfig = config.eval_gconfig if is_eval else config.gconfig
-    assert gconfig is not None  # by default the config derives it
+    assert gconfig is not None  # set by the config
     return agent_workflow(
         agent,
         kwargs,
-        # A fixed port is for clients outside, and one server can have it.
+        # A fixed port is for external clients, and only one server can bind it.
         config=dataclasses.replace(options, port=0) if is_eval else options,
         tokenizer=tokenizer,
         gconfig=gconfig,
@@ -146,7 +144,7 @@ def _online(config: PPOConfig, tokenizer: Any, given: Any) -> RolloutWorkflow:
 def build_filter(
     config: PPOConfig, given: Callable[[Trajectory], bool] | str | None
 ) -> Callable[[Trajectory], bool] | None:
-    """The dynamic filter as a function; None accepts every group."""
+    """The dynamic filter; None accepts every group."""
     chosen = given or config.dynamic_filter_fn
     if not isinstance(chosen, str):
         return chosen
@@ -167,18 +165,18 @@ def mean_reward(groups: Sequence[Trajectory | None]) -> float:
 
 
 class RewardSpread:
-    """Notices a run that has nothing to learn from: rewards that never differ.
+    """Detects a run without learning signal: rewards that never differ.
 
-    Advantages compare the samples of a group, or the groups of a batch where a group is one sample.
-    Where all are equal they are 0, the loss is 0, and training goes on without an effect.
+    Advantages compare the samples of a group, or the groups of a batch if a group is one sample.
+    If all rewards are equal, advantages and loss are 0, and training has no effect.
     """
 
     def __init__(self, patience: int = 10) -> None:
         self._patience = patience  # steps before the first warning; doubles with each one
-        self._steps = 0  # in a row without a difference
+        self._steps = 0  # in a row without different rewards
 
     def share(self, groups: Sequence[Trajectory]) -> float:
-        """Share of the groups with different rewards; warns when there was none for long."""
+        """Share of groups with different rewards; warns after many steps without one."""
         rewards = [
             episode_means(group.get("original_rewards", group["rewards"]), group.get(EPISODE_KEY))
             for group in groups
@@ -206,7 +204,7 @@ class RewardSpread:
 
 
 def describe_batch(data: Mapping[str, torch.Tensor], version: int) -> dict[str, float]:
-    """What a step trained on: rewards, lengths, and how old its tokens are at `version`."""
+    """Statistics of a training batch: rewards, lengths, and token staleness at `version`."""
     ages = version - data["versions"][data["loss_mask"]]
     samples = len(data["rewards"])
     cut = data["seq_no_eos"].sum().item() if "seq_no_eos" in data else 0

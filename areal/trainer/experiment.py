@@ -1,7 +1,6 @@
-"""Runs the experiment a config describes: data sets, tokenizer and trainer by their names.
+"""Runs the experiment of a config: loads data sets and tokenizer, and runs the trainer by name.
 
-`areal train` and `areal demo` end here; a script that brings its own objects uses the trainers
-directly.
+Used by `areal train` and `areal demo`; a script with its own objects uses the trainers directly.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TRAINERS = {"ppo": PPOTrainer, "sft": SFTTrainer, "rw": RWTrainer, "dpo": DPOTra
 
 def run_experiment(config: BaseExperimentConfig, on_step: StepObserver | None = None) -> None:
     paths = RunPaths.of(config)
-    # Watched before anything is loaded: a data set, too, may hang.
+    # The watchdog starts first: loading a data set may hang too.
     with paths.made(), watched(config.watchdog.seconds, stacks_file=paths.stacks):
         pin_models(config, paths)
         train, valid = load_datasets(config)
@@ -49,14 +48,14 @@ def try_experiment(config: BaseExperimentConfig, say: Callable[[str], None]) -> 
 
 
 def refuse_image_rows(config: BaseExperimentConfig, train: Rows, valid: Rows | None) -> None:
-    """ValueError when rows have images that the workflow named in the config does not read."""
+    """ValueError if rows have images and the config's workflow is text-only."""
     if isinstance(config, PPOConfig):
         refuse_images(config, None, None, train, is_eval=False)
         refuse_images(config, None, None, valid or [], is_eval=True)
 
 
 def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:
-    """The rows to train on and, when the config has them, those to evaluate on."""
+    """The training rows and, if configured, the validation rows."""
     with stage(f"tokenizer {config.tokenizer_path}"):
         tokenizer = load_hf_tokenizer(config.tokenizer_path)
     train, valid = _load_dataset(config.train_dataset, tokenizer), None

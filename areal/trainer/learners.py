@@ -1,19 +1,15 @@
-"""Language modelling on any training engine: what SFTTrainer does with one batch.
+"""What do SFT, reward modelling and DPO do with one batch, on any training engine?
 
-A batch is padded `[B, S]` with `input_ids`, `attention_mask` and `loss_mask` (1 on the tokens to
-learn). The loss is the mean cross-entropy over those tokens, however the batch is cut.
+`LMLearner` (SFT): a batch is padded `[B, S]` with `input_ids`, `attention_mask` and `loss_mask` (1
+on the tokens to learn). The loss is the mean cross-entropy over those tokens.
 
-Learning from pairs on any training engine: what RWTrainer and DPOTrainer do with one batch.
+`RWLearner`, `DPOLearner`: rows 2i and 2i + 1 of a batch are the chosen and the rejected answer to
+one prompt. `PAIR` makes the engine keep such rows together, so a micro-batch holds whole pairs. The
+loss is the mean over pairs. Statistics per pair go to `stats_tracker`.
 
-Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer to one prompt. The engine is
-told to keep such rows together, so a micro-batch always holds whole pairs; the loss is the mean
-over pairs, however the batch is cut. Statistics per pair go to `stats_tracker`.
-
-Rows of a data set as padded batches `[B, S]`.
-
-Text rows have `input_ids` and `loss_mask`. Preference rows have `chosen_ids` and `rejected_ids`,
-which both begin with the same `prompt_len` tokens; they become two neighbouring rows, 2i chosen
-and 2i + 1 rejected, and `PAIR` keeps them neighbours in every micro-batch.
+Both means are independent of the micro-batches. `text_batch` and `pair_batch` collate rows: text
+rows have `input_ids` and `loss_mask`; preference rows have `chosen_ids` and `rejected_ids`, which
+start with the same `prompt_len` tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ class LMLearner:
         return text_batch(rows)
 
     def train(self, batch: dict[str, Any]) -> dict[str, float]:
-        """The engine's report and the perplexity."""
+        """One optimizer step; the engine's statistics and the perplexity."""
         stats = self.engine.train_batch(_aligned(batch), _loss, _loss_tokens)
         self.engine.step_lr_scheduler()
         return {**stats, "ppl": _perplexity(stats["loss"])}
@@ -76,7 +72,7 @@ def _loss_tokens(mb: dict[str, Any]) -> torch.Tensor:
 
 
 class RWLearner:
-    """A reward model: the score at the last token of the chosen answer above the other's."""
+    """A reward model: scores the chosen answer above the rejected one, at their last tokens."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
@@ -95,7 +91,7 @@ class RWLearner:
 
 
 class DPOLearner:
-    """A policy that prefers the chosen answer more than the reference model does."""
+    """A policy trained to prefer the chosen answer more than the reference model does."""
 
     def __init__(self, config: DPOActorConfig, engine: TrainEngine, ref: TrainEngine) -> None:
         self.engine = engine
@@ -116,7 +112,7 @@ class DPOLearner:
         return {"loss": loss}
 
     def _with_reference(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch aligned to predictions, with what the reference model says of its tokens."""
+        """The batch aligned to predictions, with the reference model's log-probabilities."""
         learned_BS = shift_left(batch["loss_mask"]).bool()
         return {**batch, "loss_mask": learned_BS, "ref_logp": self.ref.forward_batch(batch)}
 
@@ -158,7 +154,7 @@ def _num_pairs(mb: dict[str, Any]) -> torch.Tensor:
 
 
 def _record(metrics: dict[str, torch.Tensor]) -> None:
-    """Means over pairs; the loss itself the engine reports."""
+    """Means over pairs; the engine reports the loss itself."""
     stats_tracker.denominator(n_pairs=torch.ones_like(metrics["loss"], dtype=torch.bool))
     means = {name: value_P for name, value_P in metrics.items() if name != "loss"}
     stats_tracker.stat("n_pairs", stats_tracker.ReduceType.AVG, **means)
@@ -174,7 +170,7 @@ def text_batch(rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def pair_batch(rows: Rows) -> dict[str, torch.Tensor]:
-    """The loss mask is 1 on the answers: on everything after the prompt."""
+    """The loss mask is 1 on the answers, that is after the prompt."""
     ids = [answer for row in rows for answer in (row["chosen_ids"], row["rejected_ids"])]
     prompt_lens = [row["prompt_len"] for row in rows for _ in range(PAIR)]
     masks = [
@@ -196,7 +192,7 @@ def _padded(ids: list[list[int]], masks: list[list[int]]) -> dict[str, torch.Ten
 
 
 class EvalLoss(NamedTuple):
-    """The loss of a batch, and how much it counts beside that of other batches."""
+    """The loss of a batch, and its weight in a mean over batches."""
 
     mean: float
     weight: float  # tokens or pairs

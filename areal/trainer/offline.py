@@ -1,21 +1,12 @@
-"""Training on given rows: the loop that SFT, reward modelling and DPO have in common.
+"""Training on given rows: one loop for SFT, reward modelling and DPO.
 
-In: a trainer and a learner, which knows what one batch means. Out: a trained model in the run's
-folder. The row order is a function of the step number, so a resumed run goes on with the rows it
-would have seen.
+In: a trainer and a learner (trainer/learners.py), which defines what one batch means. Out: a
+trained model in the run's folder. One optimizer step per batch. The row order is a function of the
+step number, so a resumed run continues with the same rows.
 
-Supervised fine-tuning: rows with `input_ids` and `loss_mask`, one optimizer step per batch.
-
-The loop is in trainer/offline.py, what one batch means in trainer/learners.py.
-
-Reward modelling: pairs of answers, one optimizer step per batch of them.
-
-The loop is in trainer/offline.py, what one batch means in trainer/learners.py. The trained model
-is saved so that transformers loads it as a classifier with one label.
-
-Direct preference optimisation (DPO, IPO): pairs of answers and a reference model.
-
-The loop is in trainer/offline.py, what one batch means in trainer/learners.py.
+    SFTTrainer   rows with `input_ids` and `loss_mask`
+    RWTrainer    pairs of answers; saved as a transformers classifier with one label
+    DPOTrainer   pairs of answers and a reference model (DPO, IPO)
 """
 
 from __future__ import annotations
@@ -41,27 +32,27 @@ if TYPE_CHECKING:
 
 
 class Learner(Protocol):
-    """One way to learn from rows."""
+    """Trains and evaluates on batches of rows."""
 
     def collate(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Rows of the data set as one right-padded batch."""
         ...
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step and one of the schedule; its statistics, with `loss`."""
+        """One optimizer and schedule step; its statistics, with `loss`."""
         ...
 
     def evaluate(self, batch: Batch) -> EvalLoss:
-        """How good the model is on `batch`; more may go to `stats_tracker`."""
+        """The loss on `batch`; other statistics may go to `stats_tracker`."""
         ...
 
     def summary(self, loss: float) -> dict[str, float]:
-        """What is recorded of an evaluation whose mean loss is `loss`."""
+        """Statistics of an evaluation whose mean loss is `loss`."""
         ...
 
 
 def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | None) -> None:
-    """From the first step still to do to the last one."""
+    """Resume and run to the last step."""
     run = trainer.run
     first = run.resume()
     if first == 0 and run.evaluates_before:
@@ -82,7 +73,7 @@ def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | No
 
 
 def evaluate_on_rows(learner: Learner, rows: Rows, batch_size: int) -> dict[str, float]:
-    """The statistics of all `rows`, of which only `batch_size` are collated at a time."""
+    """The statistics of all `rows`, collated `batch_size` at a time."""
     batches = (rows[i : i + batch_size] for i in range(0, len(rows), batch_size))
     with stats_tracker.scope("eval"):
         losses = [learner.evaluate(learner.collate(batch)) for batch in batches]
@@ -92,7 +83,7 @@ def evaluate_on_rows(learner: Learner, rows: Rows, batch_size: int) -> dict[str,
 
 def _evaluate(trainer: Trainer, learner: Learner) -> dict[str, float]:
     config = trainer.config
-    # What fits in memory to train on also fits to be looked at.
+    # A batch that fits in memory for training also fits for evaluation.
     sections = [config.train_dataset, *([config.valid_dataset] if config.valid_dataset else [])]
     batch_size = max(section.batch_size for section in sections)
     return evaluate_on_rows(learner, trainer.valid_dataset, batch_size)

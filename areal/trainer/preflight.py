@@ -1,12 +1,12 @@
-"""What can be found wrong with a run before a server starts.
+"""Checks of a run before any server starts.
 
     check_rows(config, rows, tokenizer)       every run: the first rows can be trained on
-    run_trial(config, rows, tokenizer, say)   `areal check --trial`: one group of episodes, all of
-                                              it as in the run but for the model, which is a stub
+    run_trial(config, rows, tokenizer, say)   `areal check --trial`: one group of episodes, as in
+                                              the run except for the model, which is a stub
 
-The trial builds the workflow, its reward processes and its server for agents as a run does, and
-lets the stub answer. Its replies are random tokens, so a
-reward of 0 is no bad sign; what raises here would raise in the run.
+The trial builds the workflow, its reward processes and its server for agents as a run does. The
+stub replies with random tokens, so a reward of 0 is expected; an exception here would occur in the
+run too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ROW_KEYS = {
 
 
 def check_rows(config: BaseExperimentConfig, rows: Rows, tokenizer: Any) -> None:
-    """ValueError when the first rows are not what the trainer takes, by row and key."""
+    """ValueError, with row and key, if the first rows do not fit the trainer."""
     checked = [rows[i] for i in range(min(len(rows), _NUM_CHECKED))]
     path = config.train_dataset.path
     for number, row in enumerate(checked):
@@ -67,7 +67,7 @@ def check_rows(config: BaseExperimentConfig, rows: Rows, tokenizer: Any) -> None
 
 
 def _row_keys(config: BaseExperimentConfig) -> tuple[str, ...]:
-    """What every row must have; a workflow of the user's own may want anything."""
+    """Required keys of a row; none for a user's own workflow."""
     if not isinstance(config, PPOConfig):
         return _ROW_KEYS[trainer_name(config)]
     takes_messages = (
@@ -88,7 +88,7 @@ def _advice(key: str) -> str:
 
 
 def _check_prompts(config: PPOConfig, chats: list[Any], tokenizer: Any) -> None:
-    """Too many prompts that leave no room for an answer would end the run; some are only lost."""
+    """Prompts that leave no room for an answer fail; too many of them would end the run."""
     folder = model_folder(config.actor.path, weights=False)
     context = language_config(read_hf_config(folder)).get("max_position_embeddings")
     limit = min(config.gconfig.max_tokens, context or config.gconfig.max_tokens)
@@ -110,7 +110,7 @@ def _check_prompts(config: PPOConfig, chats: list[Any], tokenizer: Any) -> None:
 def run_trial(
     config: BaseExperimentConfig, rows: Rows, tokenizer: Any, say: Callable[[str], None]
 ) -> None:
-    """One group of the first row; `say` gets a line for each thing that was found to work."""
+    """Run one group of the first row; `say` gets a line for each successful check."""
     check_rows(config, rows, tokenizer)
     data = config.train_dataset
     say(f"rows      {len(rows):,} of {data.path}, split {data.split}")
@@ -147,7 +147,7 @@ async def _run_group(config: PPOConfig, workflow: Any, engine: StubEngine, row: 
     try:
         async with asyncio.timeout(config.watchdog.seconds):
             return await groups.run(0, row)
-    except Exception as error:  # whatever the user's code raises is the answer to the trial
+    except Exception as error:  # an exception of user code is the result of the trial
         cause = errors[0] if errors else error
         raise ValueError(
             f"an episode of the first row failed: {describe(cause)} (the model of a trial answers "
@@ -174,7 +174,7 @@ def _describe_group(
 
 
 class StubEngine(InferenceEngine):
-    """Answers at once with random tokens: what a trial has for a model."""
+    """Replies immediately with random tokens."""
 
     def __init__(self, tokenizer: Any, *, seed: int) -> None:
         special = set(tokenizer.all_special_ids)
@@ -206,7 +206,7 @@ class StubEngine(InferenceEngine):
         """Nothing was started."""
 
     def pause_generation(self) -> None:
-        """Every answer is there at once."""
+        """No request is ever in flight."""
 
     def continue_generation(self) -> None:
         """See `pause_generation`."""

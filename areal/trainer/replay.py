@@ -1,21 +1,19 @@
-"""Trains a step of a run again from what was recorded of it (recording.py), and compares all bits.
+"""Trains a recorded step again and compares all bits.
 
     recover point before the step  weights, optimizers, schedule, KL controller, random states
-    run.db: starts                 the config, and how many threads computed
+    run.db: starts                 the config, and the number of threads
     run.db: trajectories           the batch, in prompt order as it was trained on
         -> Learner.train ->
     run.db: steps                  the same statistics?
     recover point after the step   the same weights and optimizers, tensor by tensor?
 
-No inference engine and no episode is started, and nothing is written but to a scratch folder.
-
-All that a run has kept of one step: enough to train it again.
+No inference engine and no episode is started; only a scratch folder is written.
 
     recording = read_recording("runs/math/first", step=7)
+    result = replay(recording)
 
-In: the run's folder, which is only read, also while the run goes on. Out: a Recording, or a
-ValueError or FileNotFoundError that says why there is none, and of which steps there is. Loads no
-torch, so that a mistake is answered at once.
+`read_recording` only reads the run's folder, also of a live run. It returns a Recording, or raises
+ValueError or FileNotFoundError with the reason and the steps that can be replayed.
 """
 
 from __future__ import annotations
@@ -51,12 +49,12 @@ from areal.trainer.episodes import describe_batch
 from areal.trainer.ppo.actor import Learner
 from areal.utils import stats_tracker
 
-_LEARNED = ("actor/", "critic/")  # statistics that training alone makes
+_LEARNED = ("actor/", "critic/")  # statistics that depend on training only
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One number, or the checksum of tensors, then and now; None: it was not there."""
+    """A number or checksum of tensors, recorded and replayed; None: absent."""
 
     name: str
     recorded: float | str | None
@@ -69,12 +67,12 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came out of a step that was trained again."""
+    """The comparison of one replayed step."""
 
     step: int
     statistics: list[Compared]
     state: list[Compared] | None  # None: no recover point was written after the step
-    world: dict[str, tuple[Any, Any]]  # what else has changed since: then, now
+    world: dict[str, tuple[Any, Any]]  # changed `numeric_world` values: then, now
 
     @property
     def compared(self) -> list[Compared]:
@@ -105,23 +103,23 @@ def replay(recording: Recording) -> Replay:
 
 
 class _Rehearsal(Trainer):
-    """The models of a run without its rollout, in a run folder of their own."""
+    """The models of a run without its rollout, in a separate run folder."""
 
     def _open(self, stack: ExitStack) -> None:
         self.learner = Learner(self.config, partial(self._open_engine, stack=stack))
         self.run.remember(**self.learner.states())
 
     def train(self, recording: Recording) -> dict[str, float]:
-        """The step's statistics; the models are then what they were after it."""
+        """Train the step; returns its statistics. The models then have the state after it."""
         self.run.load(recording.point_before)
         self.learner.engine.set_version(recording.step)
-        stats_tracker.export_all()  # what this process gathered before is not of the step
+        stats_tracker.export_all()  # drop statistics recorded before the step
         data = self.learner.train([decode(blob) for blob in recording.trajectories])
         self.learner.engine.set_version(recording.step + 1)
         return {**stats_tracker.export_all(), **describe_batch(data, version=recording.step)}
 
     def compare_state(self, point: RecoverPoint, scratch: Path) -> list[Compared]:
-        """What `point` holds against what a point of this moment would."""
+        """Compare `point` with a recover point of the current state."""
         self.run.roles.capture()(scratch)
         compared = _compare_roles(point.path, scratch)
         kept = point.load()
@@ -132,7 +130,7 @@ class _Rehearsal(Trainer):
 
 
 def _apart(config: PPOConfig, scratch: Path) -> PPOConfig:
-    """The same training in another folder, told to no tracker."""
+    """The same config with another folder and without trackers."""
     return replace(
         config,
         cluster=replace(config.cluster, fileroot=str(scratch)),
@@ -143,7 +141,7 @@ def _apart(config: PPOConfig, scratch: Path) -> PPOConfig:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Sums over other numbers of threads round in other places."""
+    """The thread count changes float summation order."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -155,7 +153,7 @@ def _threads(count: int) -> Iterator[None]:
 def _compare_statistics(
     recorded: Mapping[str, float], replayed: Mapping[str, float]
 ) -> list[Compared]:
-    """Those of training; times, and counts of the rollout, are of their moment."""
+    """Training statistics only; times and rollout counts are not reproducible."""
     names = {name for name in recorded if name.startswith(_LEARNED)}
     names |= {name for name in replayed if not name.startswith("timeperf/")}
     names = {name for name in names if not name.endswith("__count")}
@@ -163,19 +161,19 @@ def _compare_statistics(
 
 
 def _compare_roles(recorded: Path, replayed: Path) -> list[Compared]:
-    """One entry for the weights of a role, one for its moments, and so on."""
+    """One entry per role and kind of tensor: weights, optimizer moments, ..."""
     compared = []
     for role in sorted(folder.name for folder in replayed.iterdir()):
         pairs = _paired(digests(recorded / role), digests(replayed / role))
         by_kind = {name: name.partition(".")[0] for name in pairs}
-        for kind in sorted(set(by_kind.values()), reverse=True):  # weights are the first
+        for kind in sorted(set(by_kind.values()), reverse=True):  # weights first
             names = [name for name in pairs if by_kind[name] == kind]
             compared.append(_compare_tensors(role, kind, {name: pairs[name] for name in names}))
     return compared
 
 
 def _compare_tensors(role: str, kind: str, pairs: Mapping[str, tuple[str, str]]) -> Compared:
-    """All of one kind at once; where some differ, the first that does."""
+    """One entry for all tensors of a kind; if some differ, the first one that does."""
     for name, pair in pairs.items():
         if pair[0] != pair[1]:
             return Compared(f"{role}: {name}", *pair)
@@ -189,7 +187,7 @@ def _paired(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[st
 
 
 def _bits(value: float | str | None) -> str | None:
-    """Equal for equal bits: NaN is itself, and -0 is not 0."""
+    """Equal for equal bits: NaN equals NaN, and -0 differs from 0."""
     return value if isinstance(value, str | None) else float(value).hex()
 
 
@@ -207,7 +205,7 @@ class Recording:
 def read_recording(folder: str | Path, step: int) -> Recording:
     paths = RunPaths(Path(folder).absolute())  # ranks may have another working directory
     with closing(open_read_only(paths.database)) as connection:
-        connection.execute("BEGIN")  # one moment of a run that goes on
+        connection.execute("BEGIN")  # one snapshot of a live run
         ledger = read_ledger_view(connection, paths.database)
         statistics = dict(read_steps(connection))
         _check_trained(step, list(statistics), paths)
@@ -227,7 +225,7 @@ def read_recording(folder: str | Path, step: int) -> Recording:
 
 
 def _check_trained(step: int, recorded: list[int], paths: RunPaths) -> None:
-    steps = [number for number in recorded if number >= 0]  # -1 is the time before the first
+    steps = [number for number in recorded if number >= 0]  # -1 is before the first
     if step not in steps:
         there = f"its steps are {steps[0]} to {steps[-1]}" if steps else "it has none yet"
         raise ValueError(f"--step {step}: {paths.root} has not trained this step; {there}")

@@ -1,13 +1,13 @@
-"""Asynchronous reinforcement learning: the loop a user reads first.
+"""Asynchronous reinforcement learning: the training loop.
 
-    inference server   generates all the time        <- weights of version v+1
-    rollout executor   queues, gates, runs episodes  -> finished groups, oldest first
+    inference server   generates continuously          <- weights of version v+1
+    rollout executor   admits prompts, runs episodes   -> finished groups, oldest first
     this loop          takes a batch, trains, publishes version v+1
 
-The loop waits in one place only, `prepare_batch`. While it trains, the server generates the next
-batches, as far ahead as `rollout.max_head_offpolicyness` allows; with 0 the same loop is strictly
-on-policy. Where both sides need one device whole, they take turns on it: colocation.py. What
-survives a kill is in `Run`: see run/run.py and rollout/ledger.py.
+The loop blocks only in `prepare_batch`. While it trains, the server generates the next batches, as
+far ahead as `rollout.max_head_offpolicyness` allows; with 0 the same loop is strictly on-policy.
+Colocated training and generation alternate on the device (colocation.py). Durable state is in
+run/run.py and rollout/ledger.py.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PPOTrainer(Trainer):
         dynamic_filter_fn: Callable[[dict], bool] | str | None = None,
         on_step: StepObserver | None = None,
     ) -> None:
-        """Run to the last step. What is not given comes from the config."""
+        """Run to the last step. Arguments left out come from the config."""
         refuse_images(self.config, workflow, workflow_kwargs, self.train_dataset, is_eval=False)
         refuse_images(
             self.config,
@@ -115,14 +115,14 @@ class PPOTrainer(Trainer):
             if self.run.evaluation_due(step):
                 with phase("evaluate", "sync"):
                     stats["eval/reward"] = self.evaluate(evaluation)
-            self.turns.to_training()  # an evaluation may have ended it; saving needs the models
+            self.turns.to_training()  # after an evaluation; saving needs the models on the device
             recorded = self.run.finish_step(step, self.tokenizer, stats)
             if on_step is not None:
                 on_step(step.global_step + 1, self.run.total_steps, recorded)
         self.run.finish(self.tokenizer)
 
     def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> float:
-        """Mean reward on the validation set; training episodes go on meanwhile."""
+        """Mean reward on the validation set; training episodes continue meanwhile."""
         self.turns.to_generation()
         section = self.config.valid_dataset
         groups = self.rollout.rollout_batch(
@@ -134,7 +134,7 @@ class PPOTrainer(Trainer):
         return mean_reward(groups)
 
     def _share_cores(self) -> None:
-        """Leave the servers' cores to them where all compute at the same time."""
+        """Reserve cores for the servers if they run concurrently with training."""
         config = self.config
         in_turns = config.rollout.scheduling_strategy.target is not None
         together = config.rollout.max_head_offpolicyness > 0 and not in_turns
@@ -143,12 +143,12 @@ class PPOTrainer(Trainer):
             torch.set_num_threads(max(1, num_cores() - taken))
 
     def _connect(self) -> None:
-        """Tell the actor, whose ranks have copies of the client, where its weights go."""
+        """Connect the actor's ranks, which hold copies of the client, to the current servers."""
         self._receivers = self.inference.servers
         self.engine.connect_engine(self.inference, self.weights)
 
     def _next_batch(self) -> Batch:
-        """With staleness one may be there already: a device that is shared then keeps its turn."""
+        """A batch that is ready already (staleness > 0) needs no switch of a shared device."""
         batch = self.rollout.take_batch()
         if batch is None:
             self.turns.to_generation()
@@ -158,14 +158,14 @@ class PPOTrainer(Trainer):
         return batch
 
     def _start_runner(self, stack: ExitStack) -> TaskRunner:
-        """The event loop; started before the engine, which has connections on it to close."""
+        """The event loop; started before the engine, so that it outlives its connections."""
         runner = TaskRunner()
         runner.start()
         stack.callback(runner.close)
         return runner
 
     def _start_workers(self, runner: TaskRunner, stack: ExitStack) -> RolloutWorkers | None:
-        """The processes episodes run in, where the config wants some."""
+        """The rollout worker processes, if the config has any."""
         config = self.config.rollout
         if config.workers == 0:
             return None
@@ -210,14 +210,14 @@ class PPOTrainer(Trainer):
     def _workflow(
         self, given: WorkflowLike | None, kwargs: Any, is_eval: bool = False
     ) -> RolloutWorkflow | WorkflowRecipe:
-        """The workflow, or how the workers build theirs."""
+        """The workflow, or the recipe by which workers build it."""
         choice = {"given": given, "kwargs": kwargs, "is_eval": is_eval}
         choice |= {"config": self.config, "tokenizer": self.tokenizer}
         if self.workers is not None:
             return WorkflowRecipe("areal.trainer.episodes.build_workflow", choice)
         workflow = build_workflow(**choice)
         self._closing.callback(workflow.close)
-        # Episodes end before what they run with: one that fails in closing would be booked as such.
+        # Close the executor before the workflow, else running episodes would be recorded as failed.
         self._closing.callback(self.rollout.close)
         return workflow
 
@@ -226,7 +226,7 @@ class PPOTrainer(Trainer):
         episodes: RolloutWorkflow | WorkflowRecipe,
         accept: Callable[[dict], bool] | None,
     ) -> int:
-        """Load the recover point if there is one and let episodes run; the first step to do."""
+        """Load the recover point if there is one and start episodes; returns the next step."""
         self.turns.to_training()
         first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)
@@ -249,7 +249,7 @@ class PPOTrainer(Trainer):
         return first
 
     def _publish(self, version: int) -> None:
-        """Generation goes on with the new weights as soon as they are in."""
+        """Send the weights of `version` to the servers, which generate with them from then on."""
         if self.inference.servers != self._receivers:
             self._connect()
         self.inference.expect_weights(version)
@@ -258,7 +258,7 @@ class PPOTrainer(Trainer):
         self.inference.note_weights(self.weights.with_version(version))
 
     def _close_batch(self, batch: Batch, data: dict[str, Any], step: StepInfo) -> dict[str, float]:
-        """Book the batch as trained, let new prompts in, and describe what was trained on."""
+        """Mark the batch as trained, admit new prompts, and return the step's statistics."""
         self.rollout.mark_trained(batch, step.global_step)
         self.rollout.set_version(step.global_step + 1)
         stats = describe_batch(data, version=step.global_step)

@@ -1,21 +1,18 @@
-"""Brings up the inference side of a run: server processes, their client, the weight transport.
+"""The inference side of a run: server processes, their client, the weight transport.
 
-In: the config. Out: an InferenceEngine ready to generate and the order by which new weights reach
-it. `rollout.backend` names the engine; `actor.weight_update_mode=direct` keeps the native one in
-this process, the other transports mean server processes of their own: children of this process,
-each on a share of `gpus` where they are given, or of Ray's workers (places.py). A server
-that dies is replaced. What is opened here is closed by the ExitStack it was opened on.
+In: the config. Out: an InferenceEngine ready to generate, and the WeightUpdateMeta by which new
+weights reach it. `rollout.backend` names the engine. `actor.weight_update_mode=direct` keeps the
+native engine in this process; the other modes use server processes. The ExitStack closes all that
+is opened here.
 
-Who starts the servers and rollout workers of a run, on which machine and on which GPUs.
+Each server and rollout worker has a function that starts it, now and again after it dies:
 
 | `scheduler.type` | a server is                                 | a rollout worker is           |
 |------------------|---------------------------------------------|-------------------------------|
 | `local`          | a child of this process, on its share of    | a child of this process       |
 |                  | `gpus`                                      |                               |
 | `ray`            | a child of one worker of role `rollout`, on | a child of one worker of role |
-|                  | the GPUs Ray gave to that worker            | `rollout_worker`              |
-
-Out: for each the function that starts it, now and after it died.
+|                  | the GPUs that Ray assigned to that worker   | `rollout_worker`              |
 """
 
 from __future__ import annotations
@@ -112,10 +109,10 @@ def _native_engine(
             "token": token,
             "threads": native.threads,
             "tensor_parallel": rollout.tensor_parallel,
-            "device": None,  # the best of the machine it comes to
+            "device": None,  # the best one of its machine
             "log_path": paths.logs / f"server{index}.log",
             "setup_timeout_s": rollout.setup_timeout,
-            "seed": config.seed + index,  # else two servers would draw alike
+            "seed": config.seed + index,  # else servers would sample alike
             **options,
         }
         for index in range(rollout.num_servers)
@@ -129,7 +126,7 @@ def _native_engine(
     launches = place_servers(config, servers, scheduler, gpus)
     with ThreadPoolExecutor(rollout.num_servers, thread_name_prefix="launch") as pool:
         processes = list(pool.map(start, launches))
-    # Only a publication is there for a new server to load; what the other modes sent has passed.
+    # A restarted server needs a publication to load from; the other modes keep none.
     can_load_again = config.actor.weight_update_mode in ("shm", "disk")
     restarts = {} if can_load_again else {"max_restarts": 0}
     addresses = [process.address for process in processes]
@@ -250,21 +247,21 @@ def _hf_config(config: PPOConfig) -> Mapping[str, Any]:
 
 
 def _new_token() -> str:
-    """For the servers of this run, and kept out of whatever it writes."""
+    """Shared by the servers of this run, and redacted from its output."""
     token = secrets.token_urlsafe(32)
     remember_secret(token)
     return token
 
 
 class ServerTrace:
-    """Copies what the servers were doing into the run's trace, beside the controller's phases."""
+    """Adds the busy intervals of the servers to the run's trace."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
         self._since = time.time()
 
     def update(self) -> None:
-        """Add the work since the last call; nothing is asked when tracing is off."""
+        """Add the intervals since the last call; no-op when tracing is off."""
         if not perf_tracer.is_tracing():
             return
         now = time.time()
@@ -279,7 +276,7 @@ def place_servers(
     scheduler: Scheduler | None,
     gpus: Sequence[str] | None,
 ) -> list[Launch]:
-    """`servers` are the arguments of `launch_native_server`, for each one."""
+    """`servers` holds the arguments of `launch_native_server` for each server."""
     if config.scheduler.type == "ray":
         return _in_workers(config, servers, _opened(scheduler))
     size = config.rollout.tensor_parallel
@@ -293,7 +290,7 @@ def place_servers(
 def place_rollout_workers(
     config: PPOConfig, scheduler: Scheduler | None, logs: Path
 ) -> Callable[[int], tuple[WorkerProcess, socket.socket]]:
-    """What starts the rollout worker of an index."""
+    """The function that starts the rollout worker of an index."""
     if config.scheduler.type == "local":
         return partial(spawn_here, logs=logs)
     job, timeout_s = config.rollout_worker_job(), config.rollout.setup_timeout
@@ -307,8 +304,8 @@ def place_rollout_workers(
 
 
 def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | None:
-    """Those of the ranks they take turns with, or those that training on this machine has left;
-    None shares what there is, or leaves it to Ray."""
+    """The GPUs of the colocated ranks, or those not used by training on this machine. None: the
+    servers see all GPUs, or Ray assigns them."""
     rollout, gpus = config.rollout, visible_gpus()
     if config.scheduler.type == "ray":
         return None
@@ -324,7 +321,7 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
     elif rollout.num_servers == 1:
         return None
     else:
-        others = gpus[1:]  # the first trains
+        others = gpus[1:]  # the first is for training
         free = others[:wanted] if len(others) >= wanted else None
     if free is None and rollout.num_servers > 1 and len(gpus) > 1:
         raise ValueError(
@@ -335,7 +332,7 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
 
 
 def sender_address(config: PPOConfig, scheduler: Scheduler | None) -> str:
-    """Where servers find the first rank of the actor, for weights that go through a group."""
+    """Address of the actor's rank 0, for weights sent through a process group."""
     if config.scheduler.type == "local":
         return "127.0.0.1"
     return _opened(scheduler).get_workers("actor", config.actor.setup_timeout)[0].ip
@@ -364,8 +361,8 @@ def _in_workers(
 
 
 def _fetch_model(config: PPOConfig, scheduler: Scheduler, workers: Sequence[Worker]) -> None:
-    """On the machines of the servers, which may be others than those of the ranks: what a download
-    takes is no part of the time a server has to come up."""
+    """Download the model on the servers' machines, which may differ from those of the ranks. Done
+    first, so that it does not count towards a server's setup timeout."""
     path, limit_s = config.actor.path, config.actor.setup_timeout
     if hub_name(path) is None:
         return

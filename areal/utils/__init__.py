@@ -1,1 +1,1 @@
-"""Leaves: small tools every other package may import, and that import nothing above `areal.api`."""
+"""Leaf modules: every other package may import them; they import nothing above `areal.api`."""

@@ -1,23 +1,23 @@
-"""Chats as text, by the chat template of a model folder, in a process with limits.
+"""Renders chats with a model folder's chat template, in child processes with resource limits.
 
     texts = render_chats(tokenizer, chats, tools=tools, variables={"enable_thinking": False})
 
-A template comes with a model and is a program: one line of it can ask for all memory there is, or
-never end. Only a process of its own can be stopped in the middle of that, so templates are rendered
-by transformers in a few children of this process (chat_template_worker.py). They are started when
-needed and reused. Measured on one core: 85 us for a message of 12 characters (26 us in this
-process), 1.4 ms for 128 messages of 2,000 (0.7 ms): less than tokenising them takes.
+A template comes with a model and is a program: one line of it can request all memory or loop
+forever. Only a separate process can be stopped in that state, so transformers renders templates in
+a few reusable children (chat_template_worker.py), started on demand. Measured on one core: 85 us
+for a message of 12 characters (26 us in this process), 1.4 ms for 128 messages of 2,000 (0.7 ms):
+less than their tokenisation takes.
 
-| limit of one call                      | kept by                                          |
+| limit of one call                      | enforced by                                      |
 |----------------------------------------|--------------------------------------------------|
 | 1 GiB of memory                        | RLIMIT_DATA                                      |
-| 5 s of CPU time                        | a timer of the kernel, which ends the child      |
-| 120 s in all                           | the wait here, which ends the child              |
-| text 4 times as long as the chats, and | the child: what comes out is tokenised in this   |
+| 5 s of CPU time                        | a kernel timer that ends the child               |
+| 120 s in all                           | this process, which ends the child               |
+| text 4 times as long as the chats plus | the child: its output is tokenised in this       |
 | 1 Mi characters                        | process                                          |
 | chats of 32 MiB                        | this process                                     |
 
-The child gets no environment but paths, can write no file, and ends when this process does.
+The child's environment holds only paths; it can write no file and ends with this process.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from areal.utils.waits import waiting
 
 CPU_S = 5.0
 MEMORY_BYTES = 1 << 30
-OUTPUT_FACTOR, OUTPUT_CHARS = 4, 1 << 20  # characters: times the bytes of the chats, and more
-MAX_INPUT = 32 << 20  # bytes; far beyond what any model can read
-CALL_S = 120.0  # a busy machine takes seconds to start a child
-SIZE = struct.Struct("<Q")  # bytes of JSON that follow
+OUTPUT_FACTOR, OUTPUT_CHARS = 4, 1 << 20  # output characters: chat bytes * factor + constant
+MAX_INPUT = 32 << 20  # bytes; far beyond any model's context
+CALL_S = 120.0  # a child takes seconds to start on a busy machine
+SIZE = struct.Struct("<Q")  # length of the JSON that follows
 _MAX_CHILDREN = 4
 _CHATS_OF_CALL = 32
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "HOME", "VIRTUAL_ENV")
@@ -53,11 +53,11 @@ Chat = Sequence[dict[str, Any]]
 
 
 class TemplateError(ValueError):
-    """The template refuses this chat, or is none."""
+    """The template rejects this chat, or is not a valid template."""
 
 
 class TemplateLimitError(RuntimeError):
-    """The template takes more memory or time than any chat needs."""
+    """The template exceeds a memory or time limit."""
 
 
 def render_chats(
@@ -69,7 +69,7 @@ def render_chats(
 ) -> list[str]:
     """Each chat followed by the header of the assistant's turn; `variables` are the template's.
 
-    TemplateError when it refuses a chat, TemplateLimitError when it breaks a limit.
+    TemplateError if it rejects a chat, TemplateLimitError if it exceeds a limit.
     """
     template = tokenizer.get_chat_template(None, tools)
     options = {
@@ -94,19 +94,19 @@ def render_chat(
 
 
 def warm_up() -> None:
-    """Start a child, which takes a second or more, beside whatever comes before the first chat."""
+    """Start a child in the background, which takes a second or more, ahead of the first chat."""
     _children.warm_up()
 
 
 def wait_until_warm() -> None:
-    """Blocks until a chat would be rendered at once."""
+    """Block until a child is ready."""
     with _children.one() as child:
         child.wait_until_ready(time.monotonic() + CALL_S)
 
 
 def _encoded(order: dict[str, Any]) -> bytes:
     try:
-        # Other objects are shown as transformers shows them to a template.
+        # Other objects look as they do when transformers passes them to a template.
         data = to_json(order, fallback=lambda value: f"<{type(value).__name__}>")
     except PydanticSerializationError as error:
         raise TemplateError(f"a chat that cannot be written as JSON: {error}"[:300]) from None
@@ -133,7 +133,7 @@ def _render(template: str, order: bytes, *, folder: str) -> list[str]:
 
 
 class _Child:
-    """Asked by one thread at a time."""
+    """Used by one thread at a time."""
 
     def __init__(self) -> None:
         env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
@@ -146,7 +146,7 @@ class _Child:
             bufsize=0,
             env=env,
             cwd="/",
-            process_group=0,  # Ctrl-C is this process's
+            process_group=0,  # Ctrl-C goes to this process only
         )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # both are pipes
@@ -154,7 +154,7 @@ class _Child:
         os.set_blocking(stdin.fileno(), False)
         self._is_ready = False
         self._is_late = False
-        self._known: dict[str, int] = {}  # templates by what they are called there
+        self._known: dict[str, int] = {}  # template -> its number in the child
 
     @property
     def is_alive(self) -> bool:
@@ -174,7 +174,7 @@ class _Child:
                 return from_json(self._receive(deadline))
         except _EndedError:
             return {"limit": self._limit_that_ended_it()}
-        except BaseException:  # also Ctrl-C: what is under way would answer the next call
+        except BaseException:  # also Ctrl-C: the pending reply would be read by the next call
             self.close()
             raise
 
@@ -243,11 +243,11 @@ class _Child:
 
 
 class _EndedError(Exception):
-    """The child is gone, or has been ended."""
+    """The child has exited or was killed."""
 
 
 class _Children:
-    """At most `_MAX_CHILDREN`, each with one call at a time; who was free last goes first."""
+    """At most `_MAX_CHILDREN`, each with one call at a time; the most recently used goes first."""
 
     def __init__(self) -> None:
         self._free: list[_Child] = []
@@ -290,7 +290,7 @@ _children = _Children()
 
 
 def _forget_children() -> None:
-    """A fork would write to the pipes of its parent's children."""
+    """A forked process must not write to the pipes of its parent's children."""
     global _children
     _children = _Children()
 

@@ -1,12 +1,11 @@
-"""The child that renders chat templates (chat_template.py), until its parent closes the pipe.
+"""Child process of chat_template.py that renders templates until its parent closes the pipe.
 
     out  a frame {} once it is ready; then for each call
     in   a frame {"template": number, "text": only the first time}, a frame {"chats", "tools",
          "variables"}
-    out  a frame {"texts": [...]} | {"error": text} | {"limit": what it would take more of}
+    out  a frame {"texts": [...]} | {"error": text} | {"limit": the limit that was exceeded}
 
-A call that takes too much CPU time ends this process: the kernel's timer cannot be caught by what a
-template does.
+Excessive CPU time ends this process: a template cannot catch the kernel's timer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from areal.utils.chat_template import CPU_S, MEMORY_BYTES, OUTPUT_CHARS, OUTPUT_
 
 def main() -> None:
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that is printed may mix with the answers
+    os.dup2(2, 1)  # printed text must not mix with the replies
     _limit_resources()
     _write(replies, {})
     templates: dict[int, str] = {}
@@ -54,14 +53,14 @@ def _answer(template: str, order: dict[str, Any], max_chars: int) -> dict[str, A
         return {"limit": f"{MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:
         return {"limit": "the deepest recursion Python allows"}
-    except Exception as error:  # a template is a program over the chat: it can raise anything
+    except Exception as error:  # a template is a program: it can raise anything
         return {"error": well_formed(f"{type(error).__name__}: {error}"[:300])}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _limit_resources() -> None:
-    """Below what may be allocated from here on; the modules are loaded."""
+    """Limits on what is allocated from here on; the modules are already loaded."""
     _lower(resource.RLIMIT_DATA, _private_bytes() + MEMORY_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, 0)
@@ -91,7 +90,7 @@ def _write(replies: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 def _read(requests: BinaryIO) -> bytes | None:
-    """None when the pipe is closed, be it in the middle of a frame."""
+    """None when the pipe is closed, also in the middle of a frame."""
     head = requests.read(SIZE.size)
     if len(head) < SIZE.size:
         return None

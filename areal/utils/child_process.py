@@ -1,4 +1,4 @@
-"""A child process that cannot outlive its parent and never dies in silence.
+"""A child process that cannot outlive its parent and whose failures are always reported.
 
     child = ChildProcess([sys.executable, "-m", "areal.cli.main", "serve", ...], name="server")
     line = child.wait_ready(timeout_s=60)   # its first line on stdout, or RuntimeError with cause
@@ -6,10 +6,10 @@
     child.raise_if_ended()                  # RuntimeError: how it ended, its last lines of stderr
     child.terminate()
 
-The child leads its own process group, so Ctrl-C in the terminal reaches only the parent, which
-then ends the child in order. What a child that has ended leaves of its group is killed, so that it
-keeps no memory or port of the next one. Two threads drain its output; the last lines of stderr are
-kept and shown in every error. On Linux the kernel kills the child when the parent dies, even by
+The child leads its own process group, so Ctrl-C in the terminal reaches only the parent, which then
+ends the child in order. Processes left in the group of an ended child are killed, so that they hold
+no memory or port of the next one. Two threads drain its output; the last lines of stderr are kept
+and shown in every error. On Linux the kernel kills the child when the parent dies, even by
 `kill -9`.
 """
 
@@ -34,13 +34,13 @@ from areal.api.redact import hide_secrets
 from areal.utils.fs import open_private, private_folder
 
 _KEPT_LINES = 50
-_SHOWN_LINES = 5  # of a child with a log; the very last one often says the least
-_MAX_POLL_S = 0.05  # between two looks whether it has ended
+_SHOWN_LINES = 5  # if the child has a log; the very last line often says the least
+_MAX_POLL_S = 0.05  # between two checks whether it has ended
 _PR_SET_PDEATHSIG = 1
 
 
 class ProcessKilledError(RuntimeError):
-    """A process was ended by a signal: no fault of what it was asked to do."""
+    """A process was ended by a signal: not a fault of the work it was given."""
 
 
 class ChildProcess:
@@ -85,7 +85,7 @@ class ChildProcess:
             return self._process.poll()
 
     def wait(self, timeout_s: float) -> int | None:
-        """`poll` that gives it some time to end."""
+        """`poll`, waiting up to `timeout_s` for the end."""
         deadline, delay_s = time.monotonic() + timeout_s, 0.001
         while (code := self.poll()) is None and (left_s := deadline - time.monotonic()) > 0:
             time.sleep(min(delay_s, left_s))
@@ -95,10 +95,9 @@ class ChildProcess:
     def wait_ready(
         self, *, timeout_s: float, is_ready: Callable[[str], bool] = lambda line: True
     ) -> str:
-        """Waits for the first stdout line that `is_ready` accepts and returns it.
+        """Wait for the first stdout line that `is_ready` accepts and return it.
 
-        Raises RuntimeError when the child ends (ProcessKilledError: by a signal) or the time is
-        over before that.
+        RuntimeError if the child ends (ProcessKilledError: by a signal) or the time runs out first.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -118,11 +117,11 @@ class ChildProcess:
     def wait_until(
         self, condition: Callable[[], bool], *, timeout_s: float, every_s: float = 0.5
     ) -> None:
-        """Waits until `condition()` holds, for a child that prints no line when it is ready.
+        """Wait until `condition()` holds, for a child that prints no line when it is ready.
 
-        Raises RuntimeError when the child ends or the time is over before that.
+        RuntimeError if the child ends or the time runs out first.
         """
-        self._is_ready = True  # nobody will read its stdout
+        self._is_ready = True  # its stdout is not read
         deadline = time.monotonic() + timeout_s
         while not condition():
             self.raise_if_ended()
@@ -144,13 +143,13 @@ class ChildProcess:
         return (self.poll() or 0) < 0
 
     def wait_end(self, *, timeout_s: float = 5.0) -> str:
-        """How it ended, for a child that is known to be ending; see `describe_end`."""
+        """Description of the end of a child that is about to exit; see `describe_end`."""
         self.wait(timeout_s)
         return self.describe_end()
 
     def describe_end(self) -> str:
-        """One sentence on how it stands, with its last lines of stderr: a few, or all that are kept
-        when there is no log that has them."""
+        """One sentence on its state, with its last lines of stderr: a few, or all that are kept if
+        no log has them."""
         self._finish_reading()
         code = self.poll()
         if code is None:
@@ -162,7 +161,7 @@ class ChildProcess:
         return f"{self.name} (pid {self.pid}) {ended}{self._shown_stderr()}"
 
     def terminate(self, *, grace_s: float = 5.0) -> int:
-        """Ends the whole group: SIGTERM, then SIGKILL after `grace_s`. Returns the exit code."""
+        """End the whole group: SIGTERM, then SIGKILL after `grace_s`. Returns the exit code."""
         self._signal_group(signal.SIGTERM)
         if self.wait(grace_s) is None:
             self._signal_group(signal.SIGKILL)
@@ -171,18 +170,18 @@ class ChildProcess:
         return self._process.returncode
 
     def _end_error(self) -> RuntimeError:
-        end = self.describe_end()  # waits a moment for a process that is just ending
+        end = self.describe_end()  # waits briefly for a process that is just exiting
         return ProcessKilledError(end) if self.was_killed else RuntimeError(end)
 
     def _signal_group(self, signum: int) -> None:
-        # Only while the leader is unreaped is its id surely still the id of our group.
+        # Only while the leader is unreaped is its id certain to be that of our group.
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
 
     def _kill_orphans(self) -> None:
-        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # look, and leave it unreaped
-        # PermissionError is how some systems say that only the dead leader is left.
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # poll without reaping
+        # PermissionError: on some systems, only the dead leader is left.
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
             if os.waitid(os.P_PID, self.pid, ended) is not None:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -200,19 +199,19 @@ class ChildProcess:
         return thread
 
     def _keep_stdout(self, line: str) -> None:
-        if not self._is_ready:  # nobody reads later lines, so they are not hoarded
+        if not self._is_ready:  # later lines are never read
             self._stdout.put(line)
 
     def _keep_stderr(self, line: str) -> None:
         line = hide_secrets(line)
         self._stderr_tail.append(line)
         if self._log:
-            with contextlib.suppress(OSError):  # a full disk must not stop the reading
+            with contextlib.suppress(OSError):  # a full disk must not stop the reader
                 self._log.write(line + "\n")
                 self._log.flush()
 
     def _finish_reading(self) -> None:
-        """Lets the readers see the last lines; not for long, a grandchild may hold the pipes."""
+        """Let the readers drain the last lines; bounded, as a grandchild may hold the pipes."""
         self.wait(1.0)
         for reader in self._readers:
             reader.join(1.0)
@@ -233,8 +232,8 @@ class ChildProcess:
 class _Spawner:
     """One thread that starts all children and lives as long as the process.
 
-    The kernel's death signal follows the *thread* that forked: started from a pool thread, a child
-    would be killed when that thread ends. Daemon, so that it never delays the end of the process.
+    The kernel's death signal is tied to the *thread* that forked: a child started from a pool
+    thread would be killed when that thread ends. A daemon, so it never delays process exit.
     """
 
     def __init__(self) -> None:
@@ -246,7 +245,7 @@ class _Spawner:
         self, argv: list[str], env: dict[str, str], pass_fds: Sequence[int]
     ) -> subprocess.Popen:
         with self._lock:
-            if self._owner_pid != os.getpid():  # first use, or this process was itself forked
+            if self._owner_pid != os.getpid():  # first use, or this process was forked
                 threading.Thread(target=self._serve, name="child-spawner", daemon=True).start()
                 self._owner_pid = os.getpid()
         reply: queue.SimpleQueue = queue.SimpleQueue()
@@ -261,13 +260,13 @@ class _Spawner:
             argv, env, pass_fds, reply = self._orders.get()
             try:
                 reply.put(_popen(argv, env, pass_fds))
-            except Exception as err:  # the caller raises it
+            except Exception as err:  # raised in the caller
                 reply.put(err)
 
 
-# Between fork and exec a child of a process with threads can hang or crash in the handlers of its
-# libraries. So nothing is run there: a small interpreter sets the death signal, which outlives the
-# exec of the program itself.
+# Between fork and exec, a child of a multi-threaded process can hang or crash in the handlers of
+# its libraries. So nothing runs there: a small interpreter sets the death signal, which survives
+# the exec of the program itself.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({option}, {signal})

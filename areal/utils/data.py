@@ -1,12 +1,12 @@
-"""Batches of token sequences in their two layouts, and the ways between them.
+"""Batches of token sequences in two layouts, padded and packed, and conversion between them.
 
 Padded: a dict whose tensors are `[B, S]` (one value per token) or `[B]` (one per sequence),
-right-padded, with a bool `attention_mask`. Trajectories travel this way.
+right-padded, with a bool `attention_mask`. Trajectories are exchanged in this layout.
 
 Packed: the same dict with every `[B, S]` tensor flattened to its real tokens `[T]`, plus
-`cu_seqlens` (where each sequence begins) and `max_seqlen`. Models run this way.
+`cu_seqlens` (start of each sequence) and `max_seqlen`. Models run on this layout.
 
-Order is never changed: row i of the input is sequence i of the output.
+Order is preserved: row i of the input is sequence i of the output.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def concat_padded_tensors(
 ) -> dict[str, Any]:
     """One batch of all rows, each dimension padded on the right to its largest extent.
 
-    `attention_mask` is padded with False, everything else with `pad_value`. Lists are joined;
-    other values are taken from the first batch. All need the same keys; only images may be missing
-    where others have some.
+    `attention_mask` is padded with False, everything else with `pad_value`. Lists are joined; other
+    values are taken from the first batch. All batches need the same keys, except that images may be
+    missing in some.
     """
     if not batches:
         return {}
@@ -67,7 +67,7 @@ def _concat_values(key: str, values: list[Any], pad_value: float) -> Any:
         raise ValueError(f"{key}: shapes {[tuple(v.shape) for v in values]} differ in rank")
     extents = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     out = values[0].new_full((sum(map(len, values)), *extents), pad_value)
-    # On the CPU the many small copies go through numpy: a tenth of torch's cost for each.
+    # On the CPU the many small copies go through numpy, at a tenth of torch's cost each.
     views = [out, *values]
     if out.device.type == "cpu" and out.dtype is not torch.bfloat16:
         views = [view.numpy(force=True) for view in views]
@@ -82,7 +82,7 @@ def _concat_values(key: str, values: list[Any], pad_value: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TrajBatchMeta:
-    """How a concatenated batch falls back into the trajectories it came from."""
+    """How to split a concatenated batch into its trajectories."""
 
     traj_group_sizes: list[int]  # rows of each trajectory
     traj_seqlens: list[int]  # padded width of each trajectory
@@ -137,7 +137,7 @@ def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]
 
 
 def sequence_lengths(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Tokens of each row `[B]`; refuses a mask that is not right-padded or has an empty row."""
+    """Tokens of each row `[B]`; rejects a mask that is not right-padded or has an empty row."""
     seqlens = attention_mask.sum(dim=1)
     width = attention_mask.shape[1]
     prefix = torch.arange(width, device=attention_mask.device) < seqlens[:, None]
@@ -156,7 +156,7 @@ def pack(batch: Mapping[str, Any], rows: Sequence[int] | None = None) -> dict[st
     mask = batch["attention_mask"]
     n_rows, width = mask.shape
     seqlens = sequence_lengths(mask)
-    real = mask.bool().reshape(-1).nonzero().squeeze(1)  # flat places of the real tokens
+    real = mask.bool().reshape(-1).nonzero().squeeze(1)  # flat indices of the real tokens
     packed = {
         key: value.reshape(n_rows * width, *value.shape[2:]).index_select(0, real)
         if _is_per_token(value, n_rows, width)
@@ -181,7 +181,7 @@ def unpack(values_T: torch.Tensor, cu_seqlens: torch.Tensor, width: int) -> torc
 
 
 def sequence_ids(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """For each packed token `[T]`, the number of its sequence."""
+    """For each packed token `[T]`, the index of its sequence."""
     return torch.repeat_interleave(
         torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device), cu_seqlens.diff()
     )

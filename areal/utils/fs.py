@@ -1,13 +1,13 @@
 """Files and folders that appear whole or not at all.
 
-Everything is written to a hidden sibling (`.NAME.tmp-PID-RANDOM`), flushed to the disk, and renamed
-onto its final name, so a reader, a full disk or `kill -9` never meets half a file: the name holds
-either what it held before or everything that was written. On an error the sibling is removed and
-the OSError names the target. A process killed in the middle leaves only a hidden sibling behind;
-`remove_leftovers` clears those.
+Everything is written to a hidden sibling (`.NAME.tmp-PID-RANDOM`), flushed to disk and renamed to
+its final name, so neither a reader nor a full disk nor `kill -9` leads to a partial file: the name
+refers to the old contents or to everything that was written. On an error the sibling is removed and
+the OSError names the target. A process killed midway leaves only a hidden sibling, which
+`remove_leftovers` deletes.
 
-What is made here is private to its user whatever the umask says (folders 0700, files 0600), but for
-folders that are meant to be passed on.
+New files and folders are private to their user whatever the umask (folders 0700, files 0600),
+except folders that are meant to be shared.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# What a disk answers that is full, broken, read-only or not ours. Faults of a network, which are
-# OSErrors too, have other numbers, or none.
+# Errors of a disk that is full, broken, read-only or not ours. Network errors, which are OSErrors
+# too, have other numbers or none.
 _DISK_FAULTS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV),
     *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -43,9 +43,9 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yields an empty folder to fill; on leaving the block it becomes `path`.
 
-    A folder already at `path` is replaced in one step. `durable=False` skips the flush, for
-    folders in memory and others that need not outlive the machine's power. `private=False` leaves
-    the modes to the umask, for what its user may want to give to others.
+    A folder already at `path` is replaced in one step. `durable=False` skips the flush, for folders
+    in memory and others that need not survive a power failure. `private=False` leaves the modes to
+    the umask, for folders its user may want to share.
 
         with atomic_folder(run / "recover" / "step_7") as folder:
             (folder / "state.json").write_text(text)
@@ -67,7 +67,7 @@ def atomic_folder(
 
 
 def atomic_write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -> None:
-    """Puts `data` at `path`, replacing what was there."""
+    """Write `data` to `path`, replacing what was there."""
     target = Path(path)
     with _leaving_nothing_behind(target, private=True) as scratch:
         with open_private(scratch, "xb") as file:
@@ -86,7 +86,7 @@ def atomic_write_text(path: str | Path, text: str, *, durable: bool = True) -> N
 
 
 def private_folder(path: str | Path) -> Path:
-    """Makes the folder and what is missing above it, for this user alone; returns it."""
+    """Create the folder and its missing parents, private to this user; returns it."""
     path = Path(path)
     if not path.is_dir():
         private_folder(path.parent)
@@ -96,12 +96,12 @@ def private_folder(path: str | Path) -> Path:
 
 
 def set_private(path: str | Path) -> None:
-    """The mode of one file or folder that is there already."""
+    """Set the mode of one existing file or folder."""
     _set_mode(path, _FOLDER_MODE if Path(path).is_dir() else _FILE_MODE)
 
 
 def open_private(path: str | Path, mode: str, **options: Any) -> IO[Any]:
-    """`open` for writing: the file is this user's alone, also if it was there before."""
+    """`open` for writing: the file becomes private to this user, also if it existed before."""
 
     def opener(path: str, flags: int) -> int:
         descriptor = os.open(path, flags, _FILE_MODE)
@@ -112,24 +112,24 @@ def open_private(path: str | Path, mode: str, **options: Any) -> IO[Any]:
 
 
 def is_disk_fault(error: OSError) -> bool:
-    """Whether a disk has refused something; else it is a network, or another process."""
+    """Whether the error comes from a disk, not from a network or another process."""
     return error.errno in _DISK_FAULTS
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many open files and sockets as it may: by default that is often
-    1,024, fewer than a run has requests in flight."""
+    """Raise the limit of open files and sockets to the maximum: the default is often 1,024, fewer
+    than a run has requests in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS has a lower bound of its own
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Removes what writers killed in the middle left in `folder`; returns what it removed.
+    """Remove what killed writers left in `folder`; returns the removed paths.
 
-    Siblings of processes that still live on this machine are spared. Call it where one process
-    owns the folder, since the id of a process on another machine means nothing here.
+    Siblings of processes alive on this machine are kept. Call it only where one process owns the
+    folder, since process ids of another machine mean nothing here.
     """
     removed = []
     for entry in sorted(Path(folder).iterdir()):
@@ -141,7 +141,7 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; a kill in the middle leaves no half of it, only a hidden leftover."""
+    """Remove a folder; a kill midway leaves only a hidden leftover, never part of the folder."""
     doomed = _sibling(path)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
@@ -149,7 +149,7 @@ def remove_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _leaving_nothing_behind(target: Path, private: bool) -> Iterator[Path]:
-    """Yields a fresh sibling name of `target`; what still has that name at the end is removed."""
+    """Yields a fresh sibling name of `target`; if it still exists at the end, it is removed."""
     if private:
         private_folder(target.parent)
     else:
@@ -172,12 +172,12 @@ def _sibling(target: Path) -> Path:
 
 
 def _write_fault(err: Exception, scratch: Path) -> int | None:
-    """The error number if the fault lies in the writing, else None."""
+    """The error number if writing failed, else None."""
     if isinstance(err, OSError) and err.errno is not None:
-        # A failed write of an open file names no file.
+        # A failed write to an open file names no file.
         is_about = err.filename is None or str(scratch) in str(err.filename)
         return err.errno if is_about and is_disk_fault(err) else None
-    # safetensors and tokenizers write in Rust, and a full disk is no OSError there.
+    # safetensors and tokenizers write in Rust, where a full disk is not an OSError.
     match = _RUST_OS_ERROR.search(str(err))
     return int(match[1]) if match and int(match[1]) in _DISK_FAULTS else None
 
@@ -193,12 +193,12 @@ def _make_private(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         _set_mode(parent, _FOLDER_MODE)
         for path in (os.path.join(parent, name) for name in names):
-            if not os.path.islink(path):  # what it points to is not ours to change
+            if not os.path.islink(path):  # the target of a link is not ours to change
                 _set_mode(path, _FILE_MODE)
 
 
 def _set_mode(path: int | str | Path, mode: int) -> None:
-    # Some file systems know no modes; what guards a run there is up to whoever mounted it.
+    # Some file systems have no modes; protection there is up to the mount.
     with contextlib.suppress(OSError):
         os.chmod(path, mode)
 
@@ -219,12 +219,12 @@ def _flush(path: Path) -> None:
 
 
 def _move_onto(scratch: Path, target: Path) -> None:
-    """Renames a folder onto `target`; the old folder ends up under the scratch name."""
+    """Rename a folder to `target`; the old folder gets the scratch name."""
     if not target.exists():
         os.rename(scratch, target)
     elif not _exchange(scratch, target):
-        # No atomic exchange here (not Linux, or a file system without it): the old folder steps
-        # aside first, so a kill between the two renames leaves no `target`, but never half of one.
+        # No atomic exchange (not Linux, or not this file system): the old folder is moved away
+        # first, so a kill between the two renames leaves no `target`, but never part of one.
         aside = _sibling(target)
         os.rename(target, aside)
         os.rename(scratch, target)
@@ -232,7 +232,7 @@ def _move_onto(scratch: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two names in one atomic step; False where the system cannot."""
+    """Swap two names atomically; False where unsupported."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -1,11 +1,11 @@
-"""One object in a worker of a scheduler, called from here as long as that worker lives.
+"""An object in a scheduler's worker, called from this process while that worker lives.
 
-here                                     a worker of some role, on its machine
-HostedObject  -- Scheduler.call_engine ->  the object, made there from its import path
+this process                             a worker of some role, on its machine
+HostedObject  -- Scheduler.call_engine ->  the object, built there from its import path
 
 hosted = HostedObject(scheduler, worker, "package.module.Class", arguments, setup_timeout_s=60)
-hosted.start("begin")       # in another worker, when the last one has ended
-hosted.ask("how_are_you")   # None when its worker is gone; `loss` then says how
+hosted.start("begin")       # in a replacement worker if the last one has ended
+hosted.ask("how_are_you")   # None if its worker is lost; `loss` then says how
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from areal.api.scheduler_api import (
 )
 
 _NAME = "hosted"
-_MARGIN_S = 60.0  # beyond the start's own deadline, which says more about what is wrong
+_MARGIN_S = 60.0  # beyond the start's own deadline, whose error is more specific
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "AREAL_RENDEZVOUS")
 
 
 class HostedObject:
-    """`path` is that of its class, `arguments(worker)` are the keyword arguments. `setup_timeout_s`
-    bounds how long a start takes there, and how long the scheduler may take for another worker."""
+    """`path` is the import path of its class, `arguments(worker)` the keyword arguments.
+    `setup_timeout_s` bounds a start in the worker, and the wait for a replacement worker."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class HostedObject:
         self._path = path
         self._arguments = arguments
         self._setup_timeout_s = setup_timeout_s
-        self._is_made = False  # whether the first worker has it
+        self._is_made = False  # whether the first worker has built it
         self.loss: str | None = None  # how the worker ended
 
     def start(self, method: str) -> Any:
-        """What `method` returns there, or raises. EngineLostError when there is no worker any more
+        """Result or exception of `method` in the worker. EngineLostError if no worker can be had
         to call it in."""
         try:
             if self.loss is not None:
@@ -62,11 +62,11 @@ class HostedObject:
         except (WorkerFailedError, WorkerTimeoutError) as error:
             self.loss = str(error)
             raise
-        self.loss = None  # only now: a thread that asks must find what was started
+        self.loss = None  # only now: a thread that calls `ask` must find what was started
         return answer
 
     def ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Its answer; None when its worker is gone, which is then known until the next start."""
+        """Its result; None if its worker is lost, which then holds until the next start."""
         if self.loss is None:
             try:
                 return self.call(method, *args, timeout_s=timeout_s)
@@ -75,7 +75,7 @@ class HostedObject:
         return None
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        # A question may have to wait for a start that another thread has asked for.
+        # A call may have to wait for a start in another thread.
         limit_s = timeout_s or self._setup_timeout_s + _MARGIN_S
         try:
             return self._scheduler.call_engine(
@@ -107,6 +107,6 @@ class HostedObject:
 
 
 def forget_rank() -> None:
-    """For a host: what it starts is no rank of the job its worker is one of."""
+    """For a host: child processes are no ranks of the worker's own job."""
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)

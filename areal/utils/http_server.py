@@ -1,24 +1,24 @@
-"""What all HTTP servers of areal have in common: connections, request bodies, replies.
+"""Shared parts of all HTTP servers of areal: connections, request bodies, replies, schemas.
 
     app = new_app()                                  # no redirects, replies that can be encoded
     body = await read_body(request)                  # bounded
-    trust(scope)                                     # this connection has shown a key
+    trust(scope)                                     # this connection has presented a valid key
     uvicorn.Server(server_config(app, keep_alive_s=75))
 
-A connection is a stranger until a request on it has shown a key. Limits (`ConnectionLimits`):
+A connection is a stranger until a request on it has presented a valid key. `ConnectionLimits`:
 
-- A request must arrive within `request_s`: its headers, and then its body; a trusted client has
-  more time for a body, by `min_rate`. Then the connection is closed.
-- A stranger may stay for `request_s` between requests; others for the server's keep-alive.
-- Of more than `max_strangers` the oldest is closed, so clients with a key always get in.
-- All connections leave a quarter of the process's file descriptors to others.
+- Headers, and then the body, must each arrive within `request_s`, else the connection is closed; a
+  trusted client gets more time for a body, by `min_rate`.
+- A stranger may idle for `request_s` between requests; others for the server's keep-alive.
+- Above `max_strangers` the oldest one is closed, so clients with a key can always connect.
+- A quarter of the process's file descriptors is reserved for other uses.
 
-JSON Schemas of request bodies, said beside the route that reads them.
+Request bodies are declared as JSON Schemas beside their routes, as part of the app's OpenAPI
+description for clients and tests:
 
     @app.post("/abort", openapi_extra=json_body(object_of({"rid": TEXT, "all": FLAG})))
 
-They are part of the app's OpenAPI description, from which clients and tests know what to send. The
-routes read their bodies by themselves: their errors name the field in the words of its API.
+Routes parse bodies themselves: their errors name the field in the terms of its API.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from areal.utils.fs import raise_file_limit
 
 logger = logging.getLogger("HttpServer")
 
-CLIENT_LEFT = 499  # nobody reads it
+CLIENT_LEFT = 499  # status that no client reads
 _MAX_BODY = 256 << 20  # bytes: hundreds of prompts of the longest context
-_MAX_FILES = 1 << 20  # where the limit of file descriptors is "none"
-_SHUTDOWN_S = 1  # for streams that are open when the server is told to end
+_MAX_FILES = 1 << 20  # if the limit of file descriptors is "none"
+_SHUTDOWN_S = 1  # for streams open at shutdown
 _SWEEP_S = 1.0
-_WARN_S = 60.0  # between two lines about closed connections
+_WARN_S = 60.0  # between two log lines about closed connections
 
 
 class JsonReply(JSONResponse):
@@ -61,7 +61,7 @@ def new_app(**options: Any) -> FastAPI:
     app = FastAPI(
         docs_url=None,
         redoc_url=None,
-        # It would send clients to whatever the Host header says.
+        # A redirect would follow the client's Host header.
         redirect_slashes=False,
         default_response_class=JsonReply,
         **options,
@@ -71,7 +71,7 @@ def new_app(**options: Any) -> FastAPI:
 
 
 async def read_body(request: Request) -> bytes:
-    """HTTPException 413 when it is too large."""
+    """HTTPException 413 if it is too large."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -82,7 +82,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def trust(scope: MutableMapping[str, Any]) -> None:
-    """The request of this ASGI scope has shown a key that the server accepts."""
+    """The request of this ASGI scope has presented a valid key."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:  # None: not served by `server_config`
         connection.trust()
@@ -98,13 +98,13 @@ class ConnectionLimits:
 def server_config(
     app: FastAPI, *, keep_alive_s: int, limits: ConnectionLimits | None = None
 ) -> uvicorn.Config:
-    """Raises the process's limit of open files as far as it may."""
+    """Also raises the process's limit of open files to the maximum."""
     raise_file_limit()
     guard = _Guard(limits or ConnectionLimits())
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], partial(_Connection, guard)),  # it is only called
-        # Its warnings are about requests that are none: anybody could fill a disk with them.
+        http=cast(type[asyncio.Protocol], partial(_Connection, guard)),  # only called
+        # uvicorn warns of malformed requests: any client could fill a disk with them.
         log_level="error",
         access_log=False,
         lifespan="off",
@@ -115,7 +115,7 @@ def server_config(
 
 
 class _Guard:
-    """Closes the connections of one server that break its limits. On its event loop."""
+    """Closes connections of one server that exceed its limits. Runs on its event loop."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -124,19 +124,19 @@ class _Guard:
         self._max_strangers = limits.max_strangers or self._max_all // 2
         self._all: dict[_Connection, None] = {}  # oldest first
         self._strangers: dict[_Connection, None] = {}  # likewise
-        self._stood_s = 0.0  # what the event loop was busy with other things
+        self._stood_s = 0.0  # total time the event loop was blocked
         self._is_sweeping = False
         self._num_closed = 0
         self._warn_at = 0.0
 
     def clock(self, loop: Any) -> float:
-        """Stands while the event loop is blocked: then the server keeps clients waiting."""
+        """Stops while the event loop is blocked: then the server delays clients, not vice versa."""
         return loop.time() - self._stood_s
 
     def add(self, connection: _Connection) -> None:
         self._all[connection] = self._strangers[connection] = None
         if len(self._strangers) > self._max_strangers or len(self._all) > self._max_all:
-            self._close(next(iter(self._strangers)))  # the newcomer, when there is no other
+            self._close(next(iter(self._strangers)))  # the new one if there is no other
         self._sweep_later(connection.loop)
 
     def on_trust(self, connection: _Connection) -> None:
@@ -173,15 +173,15 @@ class _Guard:
 
 
 class _Connection(H11Protocol):
-    """Keeps the time since which it waits for the client. Hashed by identity."""
+    """Records since when it waits for the client. Hashed by identity."""
 
     def __init__(self, guard: _Guard, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.app_state = {**self.app_state, "connection": self}  # of each request's scope
+        self.app_state = {**self.app_state, "connection": self}  # in each request's scope
         self.is_trusted = False
         self._guard = guard
-        self._since = 0.0  # of the headers or the body that it waits for
-        self._num_bytes = 0  # received since
+        self._since = 0.0  # start of the wait for headers or body
+        self._num_bytes = 0  # received since then
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -194,7 +194,7 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         was_headers = self.conn.their_state is h11.IDLE
-        if self.timeout_keep_alive_task is not None:  # a new request on a connection that was idle
+        if self.timeout_keep_alive_task is not None:  # a new request on an idle connection
             self._wait_begins()
         self._num_bytes += len(data)
         super().data_received(data)
@@ -212,13 +212,13 @@ class _Connection(H11Protocol):
             self._guard.on_trust(self)
 
     def is_late(self, now: float) -> bool:
-        """Whether the client keeps the server waiting, and not the server the client."""
+        """Whether the server waits for the client, and for too long."""
         limits, state = self._guard.limits, self.conn.their_state
         is_idle = state is h11.IDLE and self.timeout_keep_alive_task is not None
         if state not in (h11.IDLE, h11.SEND_BODY) or self.flow.read_paused:
             return False
         if is_idle and self.is_trusted:
-            return False  # the keep-alive timer counts
+            return False  # the keep-alive timer applies
         credit_s = self._num_bytes / limits.min_rate if self.is_trusted else 0.0
         return now > self._since + limits.request_s + credit_s
 
@@ -260,7 +260,7 @@ def list_of(items: Schema, *, at_least: int = 0) -> Schema:
 def object_of(
     properties: Mapping[str, Schema], *, required: Iterable[str] = (), closed: bool = False
 ) -> Schema:
-    """`closed`: other keys are refused."""
+    """`closed`: other keys are rejected."""
     schema = {"type": "object", "properties": dict(properties), "required": list(required)}
     return {**schema, "additionalProperties": False} if closed else schema
 
@@ -274,6 +274,6 @@ def or_null(schema: Schema) -> Schema:
 
 
 def json_body(schema: Schema, *, required: bool = True) -> Schema:
-    """What a route's `openapi_extra` says of its body."""
+    """A route's `openapi_extra` for its body."""
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": required, "content": content}}

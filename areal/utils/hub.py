@@ -1,19 +1,18 @@
-"""Models by their name on a hub: `org/name`, or `org/name@revision` (a branch, tag or commit).
+"""Models by hub name: `org/name`, or `org/name@revision` (a branch, tag or commit).
 
     pinned = pin("Qwen/Qwen3-0.6B", key="actor.path")            # "Qwen/Qwen3-0.6B@c1899de2..."
-    folder = model_folder("Qwen/Qwen3-0.6B", key="actor.path")   # fetched when it is not there yet
+    folder = model_folder("Qwen/Qwen3-0.6B", key="actor.path")   # downloaded unless cached
     found = look_up("Qwen/Qwen3-0.6B", key="actor.path")         # for `areal check`: no weights
 
-A path that begins with `.`, `/` or `~`, or that exists here, is local and stays as it is.
-huggingface_hub does the rest: its cache, which the processes of a machine share and whose locks let
-one of them fetch a file while others wait for it; its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN,
-HF_HUB_OFFLINE). Fetched are the files that areal reads and no others: configs, tokenizer, chat
-template, and the safetensors that the index names. A commit that is whole in the cache is found
-without asking the hub.
+A path that starts with `.`, `/` or `~`, or that exists, is local and returned unchanged.
+huggingface_hub provides the rest: its cache, shared by the processes of a machine and locked so
+that one downloads a file while others wait; its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN,
+HF_HUB_OFFLINE). Only files that areal reads are downloaded: configs, tokenizer, chat template, and
+the safetensors in the index. A commit that is complete in the cache needs no request to the hub.
 
-A fault is one line that begins with `key`: ValueError where the name or the model is wrong,
-RuntimeError where the network, the hub or the disk is. While files come in, fetched by whichever
-process, `waits.progress()` is called: a download may take hours, one that stands still may not.
+An error is one line that starts with `key`: ValueError if the name or the model is wrong,
+RuntimeError if the network, the hub or the disk is at fault. While files arrive, whichever process
+downloads them, `waits.progress()` is called: a download may take hours, a stalled one may not.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ logger = logging.getLogger("Hub")
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-_MAX_SMALL_BYTES = 1 << 30  # of a file that is read whole; the largest tokenizers have 40 MB
+_MAX_SMALL_BYTES = 1 << 30  # bound on files that are read whole; the largest tokenizers have 40 MB
 _ASK_S = 10.0
-_LOOK_S = 1.0  # between two looks at the size of what has come in
-_NUM_TRIES = 3  # for a branch that moves between two questions
+_LOOK_S = 1.0  # between two measurements of what has arrived
+_NUM_TRIES = 3  # for a branch that moves between two requests
 
 
 class HubUnreachableError(RuntimeError):
-    """No answer, or one of a hub in trouble: it may have the model all the same."""
+    """No reply, or a server error of the hub: the model may still exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class HubName:
 
 
 def hub_name(path: str | Path) -> HubName | None:
-    """None when `path` is local, or could be the name of no model."""
+    """None if `path` is local or cannot be a model name."""
     if str(path).startswith((".", "/", "~")) or Path(path).exists():
         return None
     match = _NAME.fullmatch(str(path))
@@ -82,9 +81,9 @@ def hub_name(path: str | Path) -> HubName | None:
 
 
 def pin(path: str, *, key: str) -> str:
-    """`path` with the commit that its revision is now; a local path as it is.
+    """`path` with the current commit of its revision; a local path unchanged.
 
-    When the hub cannot be reached, that is the commit the cache has of it.
+    If the hub cannot be reached, the commit of the cache is used.
     """
     name = hub_name(path)
     if name is None or name.is_pinned:
@@ -96,7 +95,7 @@ def pin(path: str, *, key: str) -> str:
         for _ in range(_NUM_TRIES):
             listing = _ask(name, key)
             _require_files(name, key, listing, weights=False)
-            # Under the branch's name, which the cache then keeps for a start without the hub.
+            # By branch name, so that the cache can resolve it in a later offline start.
             if _download(name, [CONFIG_FILE], key).name == listing.commit:
                 return str(name.at(listing.commit))
     except HubUnreachableError as error:
@@ -108,14 +107,14 @@ def pin(path: str, *, key: str) -> str:
 
 
 def model_folder(path: str | Path, *, key: str = "path", weights: bool = True) -> Path:
-    """The folder of a model on this machine. Without `weights`, config and tokenizer suffice."""
+    """The local folder of a model. Without `weights`, config and tokenizer suffice."""
     name = hub_name(path)
     if name is None:
         return Path(path)
     if not name.is_pinned:
         name = hub_name(pin(str(path), key=key))
         assert name is not None
-    # A model may have no tokenizer; that it has none is the hub's to say.
+    # A model may have no tokenizer, but only the hub knows whether it has one.
     folder = _cached(name, weights=weights, tokenizer=True)
     if folder is not None:
         return folder
@@ -132,20 +131,20 @@ def model_folder(path: str | Path, *, key: str = "path", weights: bool = True) -
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of a model without fetching its weights."""
+    """What is known about a model without downloading its weights."""
 
     state: Literal["local", "cached", "reachable", "unknown"]
-    folder: Path | None = None  # where its files are on this machine: not for the last two
+    folder: Path | None = None  # local folder; only of a `cached` or local one
     config: Mapping[str, Any] | None = None  # parsed config.json of a `reachable` one
-    why: str = ""  # it is `unknown`
+    why: str = ""  # reason of `unknown`
 
 
 def look_up(path: str, *, key: str, weights: bool = True, deadline_s: float | None = 5.0) -> Found:
-    """`cached` (whole on this machine), `reachable` (the hub has it) or `unknown` (no answer in
-    time; without a deadline the hub is not asked).
+    """`cached` (complete on this machine), `reachable` (the hub has it) or `unknown` (no reply in
+    time; without a deadline the hub is not queried).
 
-    Raises what a run would, once that is certain: no such model, no access, no weights; offline by
-    HF_HUB_OFFLINE and not in the cache.
+    Raises what a run would, once certain: no such model, no access, no weights; HF_HUB_OFFLINE and
+    not in the cache.
     """
     name = hub_name(path)
     if name is None:
@@ -155,7 +154,7 @@ def look_up(path: str, *, key: str, weights: bool = True, deadline_s: float | No
         return Found("cached", cached)
     try:
         if _is_offline():
-            _ask(name, key)  # which says so
+            _ask(name, key)  # raises the offline error
         if deadline_s is None:
             return Found("unknown") if cached is None else Found("cached", cached)
         return _within(deadline_s, lambda: _look_at_hub(name, key, weights))
@@ -182,7 +181,7 @@ def _look_at_hub(name: HubName, key: str, weights: bool) -> Found:
 
 
 def _within(deadline_s: float, look: Callable[[], Found]) -> Found:
-    """In a thread: the name of a host may take a minute to be resolved."""
+    """In a thread: resolving a host name may take a minute."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -208,7 +207,7 @@ class _Listing:
 
 
 def _ask(name: HubName, key: str) -> _Listing:
-    """Which files a revision has."""
+    """The files of a revision."""
     from huggingface_hub import HfApi
 
     with _one_line(name, key):
@@ -217,13 +216,13 @@ def _ask(name: HubName, key: str) -> _Listing:
         )
         sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
     commit = info.sha or ""
-    if not _COMMIT.fullmatch(commit):  # it becomes the name of a folder
+    if not _COMMIT.fullmatch(commit):  # it becomes a folder name
         raise RuntimeError(f"{key}: {_endpoint()} calls the commit of {name} {info.sha!r:.80}")
     return _Listing(commit, sizes)
 
 
 def _fetch(name: HubName, key: str, weights: bool) -> Path:
-    """Config and tokenizer first: what is wrong with a model shows before its weights come."""
+    """Config and tokenizer first: errors in them show before the weights are downloaded."""
     listing = _ask(name, key)
     _require_files(name, key, listing, weights)
     small = [file for file in listing.sizes if _is_small(file)]
@@ -299,7 +298,7 @@ def _download(name: HubName, files: Sequence[str], key: str) -> Path:
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
-        """Of the hub's client, on terminals alone."""
+        """The hub client's progress bar, on terminals only."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if not sys.stderr.isatty():
@@ -321,7 +320,7 @@ def _literally(file: str) -> str:
 
 
 def _cached(name: HubName, *, weights: bool = False, tokenizer: bool = False) -> Path | None:
-    """The snapshot of `name` in this machine's cache, where it has what is asked for."""
+    """The cached snapshot of `name`, if it has the requested parts."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -347,7 +346,7 @@ def _cached(name: HubName, *, weights: bool = False, tokenizer: bool = False) ->
 
 @contextlib.contextmanager
 def downloading(*folders: Path) -> Iterator[None]:
-    """Meanwhile, whatever is written below `folders`, by any process, is a movement."""
+    """In this context, whatever any process writes below `folders` counts as progress."""
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(folders, done), name="hub", daemon=True)
     watcher.start()
@@ -376,10 +375,10 @@ def _size(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _one_line(name: HubName, key: str) -> Iterator[None]:
-    """What the hub's client raises, as an error that says what to do."""
+    """Errors of the hub's client, as one line that says what to do."""
     try:
         yield
-    except Exception as error:  # the client raises dozens of kinds, some by way of its own client
+    except Exception as error:  # the client raises dozens of types, some from its HTTP client
         raise _explained(name, key, error) from error
 
 
@@ -431,7 +430,7 @@ def _is_unreachable(error: BaseException | None) -> bool:
 
     if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code == 429
-    if isinstance(error, errors.LocalEntryNotFoundError):  # of a client that then tried its cache
+    if isinstance(error, errors.LocalEntryNotFoundError):  # the client then tried its cache
         return _is_unreachable(error.__cause__)
     of_http_client = type(error).__module__.startswith("httpx")
     return of_http_client or isinstance(error, ConnectionError | TimeoutError)
@@ -456,12 +455,12 @@ def _cache() -> Path:
 
 
 def cache_folder(repo: str, kind: Literal["model", "dataset"]) -> Path:
-    """Where this machine's cache has the files of a repository."""
+    """Cache folder of a repository on this machine."""
     return _cache() / f"{kind}s--{repo.replace('/', '--')}"
 
 
 def cached_commit(repo: str, revision: str | None, kind: Literal["model", "dataset"]) -> str | None:
-    """The commit that `revision` was at when this machine last asked; None if it never did."""
+    """The commit of `revision` when this machine last resolved it; None if it never did."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,16 +1,14 @@
-"""Functions and classes by name: `load("package.module.name")`, and `load_named` for the table of a
-package door.
+"""Functions and classes by import path, and whether they can be called as documented.
 
-A user writes a short name or an import path in the YAML; every mistake comes back as one ValueError
-that starts with the config key, so it can be shown as it is.
+`load("package.module.name")` imports one; `load_named` also accepts the short names of a package's
+table. Every mistake in the YAML is one ValueError that starts with the config key.
 
-Can a user's function be called as we will call it? Said before it is called.
+`Call` checks a user's function before it is called:
 
     Call("fn(inputs, **kwargs)", 1, {"floor"}).require(signature, "policy_loss: m.f")
     # ValueError: policy_loss: m.f(inputs) cannot be called as fn(inputs, **kwargs): got an unex...
 
-`areal check` asks with a signature read from the source (`cli/static_import.py`), whoever loads the
-function with the real one.
+`areal check` passes a signature read from the source (`cli/static_import.py`), others the real one.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from typing import Any
 
 
 def load_named(name: str, table: Mapping[str, str], *, key: str) -> Any:
-    """The object `name` stands for in `table` ({short name: import path}), or an import path."""
+    """The object of `name` in `table` ({short name: import path}), or at an import path."""
     if name in table:
         return load(table[name], key=key)
     if "." not in name:
@@ -37,7 +35,7 @@ def load_named(name: str, table: Mapping[str, str], *, key: str) -> Any:
 
 
 def load(path: str, *, key: str) -> Any:
-    """The function or class `package.module.name`. Errors begin with the config key `key`."""
+    """The function or class `package.module.name`. Errors start with the config key `key`."""
     found = load_object(path, key=key)
     if not callable(found):
         raise ValueError(f"{key}: {path!r} is {found!r:.200}, expected a function or a class")
@@ -45,13 +43,13 @@ def load(path: str, *, key: str) -> Any:
 
 
 def load_object(path: str, *, key: str) -> Any:
-    """Whatever `package.module.name` is."""
+    """The object at `package.module.name`."""
     module_name, _, name = path.rpartition(".")
     if not all(part.isidentifier() for part in path.split(".")) or not module_name:
         raise ValueError(f"{key}: expected an import path 'package.module.name', got {path!r}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # user code runs here: whatever it raises is why it does not import
+    except Exception as error:  # runs user code: any exception is why the import fails
         raise ValueError(
             f"{key}: cannot import {path!r}: {type(error).__name__}: {error}; check the path, and "
             "that its folder is on PYTHONPATH"
@@ -73,13 +71,13 @@ class Call:
 
     text: str  # as documented
     num_positional: int
-    keywords: Collection[str] | None = ()  # None: some, whose names are known only later
-    advice: str = ""  # what to change, when that is not plain
-    certain: Collection[str] = ()  # names that come in any case, where `keywords` is None
+    keywords: Collection[str] | None = ()  # None: some, with names that are known only later
+    advice: str = ""  # the fix, if it is not obvious
+    certain: Collection[str] = ()  # names that are always passed, if `keywords` is None
 
     def require(self, signature: inspect.Signature | None, what: str) -> None:
-        """ValueError unless a function of this signature, called `what`, can be called so. A
-        signature that is not known (None) may be anything."""
+        """ValueError unless a function of this signature, named `what`, can be called like that. An
+        unknown signature (None) passes."""
         fault = None if signature is None else self._fault(signature)
         if fault is not None:
             advice = f"; {self.advice}" if self.advice else ""
@@ -110,7 +108,7 @@ class Call:
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """None for what Python cannot tell about, such as functions in C."""
+    """None if Python cannot tell, as for C functions."""
     try:
         return inspect.signature(fn)
     except (TypeError, ValueError):

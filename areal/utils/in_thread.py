@@ -1,4 +1,4 @@
-"""A function in a thread of its own, and a Future of what comes of it."""
+"""Runs a function in its own daemon thread; returns a Future."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def in_thread(name: str, act: Callable[..., Any], *args: Any) -> Future:
-    """A daemon, which no interpreter waits for at its end: Ctrl-C must not hang on it."""
+    """A daemon thread is not joined at interpreter exit: Ctrl-C must not hang on it."""
     future: Future = Future()
 
     def run() -> None:
         try:
             future.set_result(act(*args))
-        except BaseException as error:  # raised by whoever waits for the future
+        except BaseException as error:  # raised by the future's consumer
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name=name).start()

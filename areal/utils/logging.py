@@ -1,17 +1,17 @@
 """Component loggers: `logger = logging.getLogger("RolloutExecutor")`.
 
 A line reads `02:35:10 [RolloutExecutor Rank 3] WARNING: text`: wall time, the PascalCase component,
-the rank where one is known, the level unless it is INFO, and the text. Lines go to standard error,
-in colour when that is a terminal. All loggers live below the standard logger `areal`, so levels and
-handlers of the standard library apply; `AREAL_LOG_LEVEL` sets the level of a whole process tree.
+the rank if known, the level unless it is INFO, and the text. Lines go to standard error, in colour
+on a terminal. All loggers are children of the standard logger `areal`, so levels and handlers of
+the standard library apply; `AREAL_LOG_LEVEL` sets the level of a whole process tree.
 
-Secrets (`areal.api.redact`) are taken out of every line and traceback.
+Secrets (`areal.api.redact`) are removed from every line and traceback.
 
-The traceback of a logged exception goes to the run's log file where one is open, and only its last
+The traceback of a logged exception goes to the run's log file if one is open, and only its last
 line to the console; AREAL_DEBUG=1 shows it there too.
 
-An application that configures the root logger takes over: our own handler then stays silent, and
-no line appears twice.
+If an application configures the root logger, our own handler stays silent, so that no line appears
+twice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _RESET = "\033[0m"
 _PASCAL_CASE = re.compile(r"[A-Z][A-Za-z0-9]*")
 _ROOT = "areal"
 
-# Colour by area, so that the eye finds the trainer among the servers. Others stay white.
+# Colour by area, to tell the trainer from the servers. Others stay white.
 _component_colors: dict[str, Color] = {
     "PPOTrainer": "green",
     "SFTTrainer": "green",
@@ -91,14 +91,14 @@ def register_color(component: str, color: Color) -> None:
 
 
 def set_rank(rank: int | None) -> None:
-    """Put `Rank N` into every line of this process; None takes it out again."""
+    """Put `Rank N` into every line of this process; None removes it."""
     global _rank
     _rank = rank
 
 
 @contextmanager
 def quiet(level: int = WARNING) -> Iterator[None]:
-    """Hold back lines below `level` on the console, e.g. while a progress bar is drawn.
+    """Suppress lines below `level` on the console, e.g. while a progress bar is drawn.
 
     Files opened by `log_to_file` still get every line.
     """
@@ -124,13 +124,13 @@ def log_to_file(path: str | Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        with suppress(OSError):  # the last lines of a full disk
+        with suppress(OSError):  # the last lines on a full disk
             handler.close()
 
 
 class _LogFile(std_logging.FileHandler):
-    """Lines that a full disk does not take are lost, and nobody is told: whoever writes what the
-    run needs meets the same disk and stops with the cause."""
+    """Silently drops lines on a full disk: the writers of what the run needs fail on the same disk
+    and report the cause."""
 
     def _open(self) -> TextIO:
         return cast(TextIO, open_private(self.baseFilename, self.mode, encoding=self.encoding))
@@ -150,7 +150,7 @@ class _LineFormatter(std_logging.Formatter):
         component = record.name.removeprefix(f"{_ROOT}.")
         prefix = f"[{component}]" if _rank is None else f"[{component} Rank {_rank}]"
         level = "" if record.levelno == INFO else f"{record.levelname}: "
-        # The traceback belongs to the message: formatting it here keeps it behind the prefix.
+        # The traceback is part of the message: formatted here, it stays behind the prefix.
         text = record.getMessage()
         if record.exc_info:
             text = f"{text}{self._exception(record.exc_info)}"
@@ -167,7 +167,7 @@ class _LineFormatter(std_logging.Formatter):
 
 
 class _ConsoleHandler(std_logging.StreamHandler):
-    """Looks up standard error at each line, so redirection and live displays see it."""
+    """Resolves standard error for each line, so redirection and live displays see it."""
 
     def __init__(self) -> None:
         std_logging.Handler.__init__(self)
@@ -198,7 +198,7 @@ def _install_handler() -> std_logging.Handler:
     for handler in root.handlers:
         if isinstance(handler, _ConsoleHandler):
             return handler
-    if root.level == std_logging.NOTSET:  # else the application has chosen
+    if root.level == std_logging.NOTSET:  # else the application has set it
         root.setLevel(_level_from_environment())
     handler = _ConsoleHandler()
     root.addHandler(handler)

@@ -1,4 +1,4 @@
-"""The list of a folder's files with their checksums: whatever is wrong with one of them is named.
+"""Checksummed list of a folder's files: any damaged file is detected and named.
 
     with atomic_folder(path) as folder:
         ...                                              # write files
@@ -7,8 +7,8 @@
     manifest = read_manifest(path)                       # checks the manifest itself
     check_files(path, manifest, list(manifest.files))    # and these files, byte by byte
 
-A file that is missing, cut short, changed or not of this folder is a DamagedError with its name. A
-subfolder with a manifest of its own is listed by that manifest alone, which vouches for the rest.
+A file that is missing, truncated, changed or unlisted is a DamagedError with its name. A subfolder
+with its own manifest is listed by that manifest file alone, which covers the rest.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
-_NUM_THREADS = 8  # hashing lets go of the interpreter
+_NUM_THREADS = 8  # hashing releases the GIL
 
 
 class DamagedError(RuntimeError):
-    """A file of a checksummed folder is not what was written."""
+    """A file of a checksummed folder differs from what was written."""
 
     def __init__(self, folder: str, name: str, fault: str) -> None:
-        super().__init__(folder, name, fault)  # whole, so that it survives the way between ranks
+        super().__init__(folder, name, fault)  # all arguments, so that it pickles between ranks
 
     def __str__(self) -> str:
         folder, name, fault = self.args
@@ -44,7 +44,7 @@ class Manifest:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Names of the files a manifest of `folder` answers for, in order."""
+    """Names of the files that a manifest of `folder` covers, in order."""
     vouched = [found.parent for found in folder.rglob(MANIFEST) if found.parent != folder]
     names = []
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -74,7 +74,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, if it is whole and names just the files that are there."""
+    """The manifest, if it is intact and lists exactly the existing files."""
     try:
         raw = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads(raw)
         own_checksum, found_format = body.pop("sha256", None), body.get("format")
-    except (ValueError, AttributeError) as error:  # bad UTF-8, bad JSON, no JSON object
+    except (ValueError, AttributeError) as error:  # bad UTF-8, bad JSON, not a JSON object
         raise DamagedError(str(folder), MANIFEST, f"unreadable ({error})") from None
     if found_format != _FORMAT:
         fault = f"format {found_format}, expected {_FORMAT}"
@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """DamagedError for the first of the files that differs from the manifest."""
+    """DamagedError for the first file that differs from the manifest."""
 
     def check(name: str) -> None:
         file, expected = folder / name, manifest.files[name]

@@ -1,6 +1,6 @@
 """The files of a Hugging Face model folder: its config, and which safetensors are its weights.
 
-Without torch: `areal check` and the hub's client read them before anything is loaded.
+No torch: `areal check` and `areal.utils.hub` read them before anything is loaded.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# One of these makes a tokenizer.
+# A tokenizer needs at least one of these.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Keys of a model of text and images that hold for its language model unless that says otherwise.
+# Keys of a multi-modal config that apply to its language model unless that overrides them.
 _SHARED_WITH_TEXT = (
     "dtype",
     "torch_dtype",
@@ -41,9 +41,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model alone, of a model of text and images; else `config` itself.
+    """The language model's part of a multi-modal config; otherwise `config` itself.
 
-    Our models read and write text: this is what they are built from and saved with.
+    Our models are text-only: they are built from this and saved with it.
     """
     if "text_config" not in config:
         return config
@@ -57,7 +57,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a model folder: one file, or the shards its index names."""
+    """The safetensors of a model folder: one file, or the shards in its index."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
@@ -73,7 +73,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, all of them safetensors beside it."""
+    """The files of an index, all of them safetensors beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map: expected weight name -> file")

@@ -1,4 +1,4 @@
-"""What every process did and when: spans in Chrome's trace format, and phase timings.
+"""Timeline of every process: spans in Chrome's trace format, and phase timings.
 
     perf_tracer.start(paths.trace("controller"), process="controller")
     with phase("rollout"):                       # a statistic (timeperf/rollout) and a span
@@ -8,10 +8,10 @@
     perf_tracer.stop()
     merge_traces(paths.traces, "trace.json")     # one file for chrome://tracing or Perfetto
 
-Each process appends to its own file, one JSON event per line, so a kill loses the unsaved tail and
-no more. Spans in threads show as threads; spans in asyncio tasks, which interleave on one thread,
-show as async events. Times are wall-clock microseconds, so files of one machine line up.
-Before `start`, spans cost next to nothing and go nowhere; phases are still timed.
+Each process appends to its own file, one JSON event per line, so a kill loses only the unsaved
+tail. Spans in threads are shown as threads; spans in asyncio tasks, which interleave on one thread,
+as async events. Times are wall-clock microseconds, so files of one machine line up. Before `start`,
+spans cost almost nothing and are discarded; phases are still timed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("PerfTracer")
 
 Category = Literal["compute", "comm", "io", "sync", "scheduler", "instr", "misc"]
 
-_MAX_BUFFERED = 4096  # events; written out at once when there are more
+_MAX_BUFFERED = 4096  # events; flushed above this
 
 
 class PerfTracer:
@@ -49,7 +49,7 @@ class PerfTracer:
         self._events: list[dict[str, Any]] = []
         self._named_threads: set[int] = set()
         self._async_ids = itertools.count(1)
-        # One reading of the wall clock; from there on the steady clock, which never jumps.
+        # One reading of the wall clock, then the monotonic clock, which never jumps.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._add({"ph": "M", "name": "process_name", "args": {"name": process}})
 
@@ -73,7 +73,7 @@ class PerfTracer:
         self._add({**event, "ph": "i", "s": "p", "ts": self._now_us()})
 
     def add_spans(self, process: str, name: str, intervals: Sequence[tuple[float, float]]) -> None:
-        """Work of a process that keeps no trace of its own; times in seconds since the epoch."""
+        """Work of a process without its own trace; times in seconds since the epoch."""
         lane = zlib.crc32(process.encode())  # an id that no process of this machine has
         place = {"pid": lane, "tid": lane}
         with self._lock:
@@ -87,7 +87,7 @@ class PerfTracer:
                 self._events.append({**span, **times, **place})
 
     def save(self) -> None:
-        """Append what was recorded since the last time."""
+        """Append the events recorded since the last save."""
         with self._lock:
             self._write()
 
@@ -120,14 +120,14 @@ _tracer: PerfTracer | None = None
 
 
 def start(path: str | Path, process: str) -> None:
-    """Trace this process, shown as `process`, into `path` from now on."""
+    """Trace this process, named `process`, to `path` from now on."""
     global _tracer
     stop()
     _tracer = PerfTracer(path, process)
 
 
 def stop() -> None:
-    """Save and end tracing; without a `start` before it does nothing."""
+    """Save and end tracing; no-op without a prior `start`."""
     global _tracer
     save()
     _tracer = None
@@ -143,7 +143,7 @@ def save() -> None:
 def phase(name: str, category: Category = "compute", **args: Any) -> Iterator[None]:
     """Time a phase of the step: a statistic under `timeperf/` and, when tracing, a span.
 
-    Its begin and its end are movements of the run, and what it waits for is shown as part of it.
+    Its start and end count as progress, and waits inside it are reported as part of it.
     """
     waits.progress()
     with (
@@ -158,7 +158,7 @@ def phase(name: str, category: Category = "compute", **args: Any) -> Iterator[No
 @contextmanager
 def trace_scope(name: str, category: Category = "misc", **args: Any) -> Iterator[None]:
     """A span around the block; `args` (JSON values) are shown with it."""
-    tracer = _tracer  # the one that sees the start of a span also records its end
+    tracer = _tracer  # the tracer that sees the start of a span also records its end
     if tracer is None:
         yield
         return
@@ -167,7 +167,7 @@ def trace_scope(name: str, category: Category = "misc", **args: Any) -> Iterator
 
 
 def instant(name: str, category: Category = "misc", **args: Any) -> None:
-    """A mark at this moment."""
+    """An instantaneous event."""
     if _tracer is not None:
         _tracer.instant(name, category, args)
 
@@ -177,13 +177,13 @@ def is_tracing() -> bool:
 
 
 def add_spans(process: str, name: str, intervals: Sequence[tuple[float, float]]) -> None:
-    """Spans (start, end) of another process, told to this one; see `PerfTracer.add_spans`."""
+    """Spans (start, end) of another process; see `PerfTracer.add_spans`."""
     if _tracer is not None:
         _tracer.add_spans(process, name, intervals)
 
 
 def read_trace(path: str | Path) -> list[dict[str, Any]]:
-    """The events of one process's file; the torn last line of a killed process is left out."""
+    """The events of one process's file, without the torn last line of a killed process."""
     events = []
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):

@@ -1,29 +1,28 @@
-"""The prefix tree of a few token sequences: what they begin with alike is held once.
+"""Prefix trees of token sequences (shared prefixes are stored once), and packing by tree size.
 
     tree = PrefixTree.of([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
-    tree.source_U    # [7, 8, 2, 5, 6]: the tokens 5 6 7 8 9 of the tree, where the input has them
-    tree.place_T     # [0, 1, 2,  0, 1, 3, 4,  0, 1]: where the tree has each token of the input
+    tree.source_U    # [7, 8, 2, 5, 6]: input index of each token 5 6 7 8 9 of the tree
+    tree.place_T     # [0, 1, 2,  0, 1, 3, 4,  0, 1]: tree index of each input token
     tree.depth_U     # [0, 1, 2, 2, 3]: the position of each in its sequences
 
-Tokens lie in depth-first order. A segment is a run of them without a fork, so the tokens below a
-segment lie right behind it, up to its `subtree_ends`. Sequences without a common first token make
-several trees, one behind another. A token of the tree stands for one prefix: no two are equal.
+Tokens are in depth-first order. A segment is a run of them without a fork, so the tokens below a
+segment directly follow it, up to its `subtree_ends`. Sequences without a common first token form
+several trees, one after another. A token of the tree stands for one prefix: no two are equal.
 
-Built by sorting: neighbours in lexicographic order share as much as any two do, so each sequence
-adds what it does not share with the one before it, and nothing looks at single tokens in Python.
+Built by sorting: neighbours in lexicographic order share the longest prefixes, so each sequence
+adds what it does not share with its predecessor, and no Python loop visits single tokens.
 
-Shape legend: T tokens of the input, sequence by sequence; U tokens of the tree; G segments; R pairs
-of a token and its successor.
-
-Divide sequences into micro-batches by the tokens their prefix trees have.
-
-`pack_trees` keeps sequences together that share much, and counts what they share once. No bin's
-tree exceeds the token budget, unless one unit alone does. Same tokens, same bins.
+`pack_trees` divides sequences into micro-batches by the tokens of their trees: sequences that share
+much stay together, and what they share counts once. No bin's tree exceeds the token budget, unless
+one unit alone does. Same tokens, same bins.
 
     sort units by prefix -> items: neighbours that share much, within the budget -> pack_sequences
 
 A unit is a few rows that must stay together. Units share at least what their first rows share, so
-the sizes found here are upper bounds; for units of one row they are exact.
+these sizes are upper bounds; for units of one row they are exact.
+
+Shape legend: T tokens of the input, sequence by sequence; U tokens of the tree; G segments; R pairs
+of a token and its successor.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import numpy as np
 
 from areal.utils.seqpack import Bins, pack_sequences
 
-Ints = np.ndarray  # one dimension of integers
+Ints = np.ndarray  # 1-D integer array
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class PrefixTree:
     starts_G: Ints
     lengths_G: Ints
     subtree_ends_G: Ints
-    levels_G: Ints  # segments above each
+    levels_G: Ints  # number of segments above each
 
     @classmethod
     def of(cls, sequences: Sequence[Ints | list[int]]) -> PrefixTree:
@@ -83,9 +82,9 @@ class PrefixTree:
         return len(self.source_U)
 
     def predictions(self) -> Predictions:
-        """Each pair of a token and what follows it, once however many sequences have it."""
+        """Each pair of a token and its successor, once for all sequences that have it."""
         is_child_U = self.depth_U > 0
-        row_U = is_child_U.cumsum() - 1  # of the pair that ends in this token
+        row_U = is_child_U.cumsum() - 1  # the pair that ends in this token
         parents = self.place_T[self.source_U[is_child_U] - 1]
         last_T = self.lengths.cumsum() - 1
         ends, end_of_sequence = np.unique(self.place_T[last_T], return_inverse=True)
@@ -100,13 +99,13 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    place_R: Ints  # the tree's token that predicts
-    label_source_R: Ints  # which input token it predicts; -1 at the end of a sequence
-    row_T: Ints  # the pair of each input token
+    place_R: Ints  # tree index of the predicting token
+    label_source_R: Ints  # input index of the predicted token; -1 at the end of a sequence
+    row_T: Ints  # index of each input token's pair
 
 
 def sort_by_prefix(sequences: Sequence[Ints]) -> tuple[list[int], list[int]]:
-    """The lexicographic order, and how many first tokens each in it shares with the one before."""
+    """The lexicographic order, and the length of the prefix each shares with its predecessor."""
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]  # bytes compare as numbers
     order = sorted(range(len(keys)), key=keys.__getitem__)
     neighbours = zip(order, order[1:], strict=False)
@@ -128,12 +127,12 @@ class _Segment:
 
 
 def _segments(lengths: Sequence[int], shared: Sequence[int]) -> list[_Segment]:
-    """Of sequences in lexicographic order, each laid behind what it shares with the one before."""
+    """For sequences in lexicographic order, each appended after its shared prefix."""
     segments: list[_Segment] = []
-    path: list[_Segment] = []  # from a root to the last token laid
+    path: list[_Segment] = []  # from a root to the last appended token
     size = 0
     for length, common in zip(lengths, shared, strict=True):
-        if length == common:  # equal to the one before
+        if length == common:  # equal to its predecessor
             continue
         while path and path[-1].depth >= common:
             path.pop().subtree_end = size
@@ -144,7 +143,7 @@ def _segments(lengths: Sequence[int], shared: Sequence[int]) -> list[_Segment]:
                 lower = _Segment(top.start + upper, common, top.length - upper, size)
                 segments.append(lower)
                 top.length = upper
-            elif top.start + top.length == size:  # the sequence before goes on
+            elif top.start + top.length == size:  # extends its predecessor
                 top.length += length - common
                 size += length - common
                 continue
@@ -166,8 +165,8 @@ def _levels(segments: Sequence[_Segment]) -> Ints:
     return np.array(levels)
 
 
-# A prefix that is less of its sequences than this is worth computing anew, should they be parted:
-# better bins come of small items. A chat template shared by all prompts is such a prefix.
+# A shared prefix that is a smaller part of its sequences than this may be computed twice, since
+# small items pack better. A chat template common to all prompts is such a prefix.
 _WORTH_SHARING = 0.1
 
 
@@ -197,11 +196,11 @@ def pack_trees(
     return sorted(sorted(order[i] for item in bin_ for i in range(*items[item])) for bin_ in bins)
 
 
-Item = tuple[int, int]  # first and one past the last of some neighbours
+Item = tuple[int, int]  # range of neighbours: first, end (exclusive)
 
 
 class _Neighbours:
-    """Units in lexicographic order: their sizes and what each shares with the one before."""
+    """Units in lexicographic order: their sizes and the prefix each shares with its predecessor."""
 
     def __init__(self, sizes: Sequence[int], shared: Sequence[int]) -> None:
         self._sizes, self._shared = sizes, shared
@@ -209,11 +208,11 @@ class _Neighbours:
         self._added_before = [0, *np.cumsum(added).tolist()]
 
     def size(self, first: int, end: int) -> int:
-        """Tokens of the tree of these units."""
+        """Number of tokens in the tree of these units."""
         return self._added_before[end] - self._added_before[first] + self._shared[first]
 
     def items(self, max_tokens: int | None) -> list[Item]:
-        """Neighbours that share much with each other, in pieces within the budget."""
+        """Runs of neighbours that share much, in pieces within the budget."""
         items, first = [], 0
         for end in range(1, len(self._sizes) + 1):
             if end == len(self._sizes) or not self._is_worth_sharing(end):
@@ -222,12 +221,12 @@ class _Neighbours:
         return items
 
     def _is_worth_sharing(self, unit: int) -> bool:
-        """What this unit shares with the one before."""
+        """Whether the prefix this unit shares with its predecessor is long enough."""
         smaller = min(self._sizes[unit - 1], self._sizes[unit])
         return self._shared[unit] >= _WORTH_SHARING * smaller
 
     def _cut(self, first: int, end: int, max_tokens: int) -> list[Item]:
-        """Pieces, parted where the least is shared of the places that make room for the next."""
+        """Pieces within the budget, cut where the shared prefix is shortest."""
         pieces = []
         for unit in range(first + 1, end):
             if self.size(first, unit + 1) <= max_tokens:
@@ -243,7 +242,7 @@ class _Neighbours:
         return [*pieces, (first, end)]
 
     def halved_to(self, count: int, items: list[Item]) -> list[Item]:
-        """At least `count` items, where there are as many units."""
+        """At least `count` items, if there are as many units."""
         while len(items) < count:
             several = [item for item in items if item[1] - item[0] > 1]
             if not several:

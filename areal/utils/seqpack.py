@@ -1,11 +1,11 @@
 """Divide sequences into bins (micro-batches) by their number of tokens.
 
-`pack_sequences` puts every index into exactly one bin. No bin exceeds the token budget, unless
-one item alone does. The result depends on nothing but its arguments: same lengths, same bins.
+`pack_sequences` puts every index into exactly one bin. No bin exceeds the token budget, unless one
+item alone does. Deterministic: same arguments, same bins.
 
-`balanced_greedy_partition` divides prompt groups among ranks: as many for each, equal in tokens.
+`balanced_greedy_partition` divides prompt groups among ranks: equal in number, balanced in tokens.
 
-`ffd` (first-fit decreasing) makes few bins; `kk` (Karmarkar-Karp differencing) makes equal ones.
+`ffd` (first-fit decreasing) yields few bins; `kk` (Karmarkar-Karp differencing) equal ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pack_sequences(
 ) -> Bins:
     """Bins of indices into `lengths`, each bin ascending, bins ordered by their first index.
 
-    With fewer sequences than `min_bins` each gets a bin of its own.
+    With fewer sequences than `min_bins` each gets its own bin.
     """
     if not lengths:
         raise ValueError("there are no sequences to pack; give at least one")
@@ -36,8 +36,8 @@ def pack_sequences(
 
 
 def balanced_greedy_partition(sizes: Sequence[int], num_parts: int) -> Bins:
-    """Parts of indices into `sizes`, equal in number (the first get one more where it does not
-    divide) and nearly equal in size. An item is never cut. Each part is ascending.
+    """Parts of indices into `sizes`, equal in number (the first ones get the remainder) and nearly
+    equal in size. An item is never split. Each part is ascending.
     """
     if not 1 <= num_parts <= len(sizes):
         raise ValueError(
@@ -45,7 +45,7 @@ def balanced_greedy_partition(sizes: Sequence[int], num_parts: int) -> Bins:
         )
     fewest, rest = divmod(len(sizes), num_parts)
     parts: Bins = [[] for _ in range(num_parts)]
-    heap = [(0, part) for part in range(num_parts)]  # load of those that still have room
+    heap = [(0, part) for part in range(num_parts)]  # load of the parts that still have room
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         load, part = heap[0]
         parts[part].append(item)
@@ -70,7 +70,7 @@ def _ffd(sizes: Sequence[int], max_tokens: int | None, min_bins: int) -> Bins:
         else:
             bins[place].append(item)
             loads[place] += size
-    # Halving a bin keeps both parts within the budget, which a fresh division might not.
+    # Halving a bin keeps both halves within the budget; repacking might not.
     while len(bins) < min_bins:
         widest = max((b for b in bins if len(b) > 1), key=lambda b: sum(sizes[i] for i in b))
         bins.remove(widest)
@@ -81,7 +81,7 @@ def _ffd(sizes: Sequence[int], max_tokens: int | None, min_bins: int) -> Bins:
 def _least_loaded(sizes: Sequence[int], items: Sequence[int], num_bins: int) -> Bins:
     """Longest first, each into the bin with the least load: balanced to within one item."""
     bins: Bins = [[] for _ in range(num_bins)]
-    # The count breaks ties, so that items of size 0 spread too and no bin stays empty.
+    # The count breaks ties, so that items of size 0 spread as well and no bin stays empty.
     heap = [(0, 0, b) for b in range(num_bins)]
     for item in sorted(items, key=lambda i: -sizes[i]):
         load, count, b = heap[0]
@@ -106,8 +106,8 @@ def _kk(sizes: Sequence[int], max_tokens: int | None, min_bins: int) -> Bins:
 
 
 def _largest_differencing(sizes: Sequence[int], num_bins: int) -> Bins:
-    """Karmarkar-Karp: join the two most uneven partial divisions, heaviest bin to lightest."""
-    # A division is (spread, tie-break, bins), bins as (load, items) from heaviest to lightest.
+    """Karmarkar-Karp: merge the two most uneven partial partitions, heaviest bin to lightest."""
+    # A partition is (spread, tie-break, bins), bins as (load, items) from heaviest to lightest.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for item, size in enumerate(sizes):
         division = [(size, [item])] + [(0, [])] * (num_bins - 1)

@@ -1,8 +1,8 @@
-"""Where the environments of stock inference servers lie, and which interpreter starts a server.
+"""Python environments of stock inference servers: which interpreter starts a server.
 
-Their packages pin versions that collide with ours, so each kind has an environment of its own. In
-the order of who is asked: the config, the variable AREAL_VLLM_PYTHON (AREAL_SGLANG_PYTHON), the
-folder in which `areal env create` puts it.
+Their packages pin versions that conflict with ours, so each kind has its own environment. Order of
+lookup: the config, the variable AREAL_VLLM_PYTHON (AREAL_SGLANG_PYTHON), the default folder of
+`areal env create`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def interpreter_variable(kind: str) -> str:
 
 
 def find_interpreter(kind: str, configured: str = "") -> str:
-    """The path of the interpreter that has the packages of `kind`; ValueError when there is none.
+    """Path of the interpreter that has the packages of `kind`; ValueError if there is none.
 
-    It is not run here, nor are links followed: they are what makes an environment.
+    It is neither run nor resolved here: the link itself selects the environment.
     """
     variable = interpreter_variable(kind)
     given = {f"{kind}.python": configured, variable: os.environ.get(variable, "")}

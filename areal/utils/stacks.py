@@ -1,4 +1,4 @@
-"""The stacks of a process and of all it started, in one file: where does everybody stand?
+"""Stack dumps of a process and all its descendants, in one file.
 
     with shared(logs / "stacks.txt"):        # in the parent, while it starts children
     listen()                                 # in every process of a run, first: SIGUSR1 writes its
@@ -6,10 +6,10 @@
     collect(logs / "stacks.txt", pid)        # from any process: those of `pid` and its descendants
     busy_frames(logs / "stacks.txt", pid)    # the innermost calls of its busiest thread
 
-`kill -USR1 PID` does it for one process by hand; a process that is given no file writes to its
-standard error. A process that does not listen is listed without stacks, and is not signalled: the
-signal would end it. Children are found through /proc, so elsewhere than on Linux there is only
-the parent. Works while the interpreter is stuck in a call of C, and while a thread holds the GIL.
+`kill -USR1 PID` does it for one process by hand; without a shared file it writes to its standard
+error. A process that does not listen is listed without stacks and not signalled: the signal would
+end it. Children are found through /proc, so on other systems than Linux only the parent is covered.
+Works while the interpreter is stuck in a C call or a thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import IO, TextIO
 
 from areal.utils.fs import open_private, private_folder
 
-VARIABLE = "AREAL_STACKS"  # areal/sandbox/worker.py reads it too
+VARIABLE = "AREAL_STACKS"  # also read by areal/sandbox/worker.py
 _ANSWER_S = 2.0
 _SETTLED_S = 0.1
-_BUSY_S = 0.25  # how long threads are watched to see which one computes
+_BUSY_S = 0.25  # how long threads are sampled to find the busy one
 _SHOWN_FRAMES = 3
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -40,12 +40,12 @@ _listening: TextIO | None = None  # kept open: the handler writes to its descrip
 
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[None]:
-    """This process, and children that are started meanwhile, write to `path`."""
+    """This process, and children started in this context, write to `path`."""
     private_folder(path.parent)
-    open_private(path, "a").close()  # made here: children open it by its name
+    open_private(path, "a").close()  # created here: children open it by name
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(path)
-    takes_signal = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL  # else it is the user's own
+    takes_signal = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL  # else the user has a handler
     if takes_signal:
         listen()
     try:
@@ -63,7 +63,7 @@ def listen() -> None:
     """Write the stacks of all threads of this process when SIGUSR1 comes."""
     global _listening
     path = os.environ.get(VARIABLE)
-    # The real standard error: what a caller put in its place may have no descriptor.
+    # The real standard error: a replacement may have no descriptor.
     file = open(path, "a") if path else sys.__stderr__ or sys.stderr  # noqa: SIM115 (see above)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     _listening = file
@@ -76,19 +76,19 @@ def _stop_listening() -> None:
 
 
 def collect(path: Path, pid: int, *, leave_out: Collection[int] = ()) -> None:
-    """Append the stacks of `pid` and its descendants to `path`, but of those to be left out."""
+    """Append the stacks of `pid` and its descendants to `path`, except those in `leave_out`."""
     private_folder(path.parent)
     with open_private(path, "a") as file:
         for found in [pid, *descendants(pid)]:
             if found not in leave_out:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # it has just exited
                     _collect_one(file, found)
 
 
 def busy_frames(path: Path, pid: int) -> str:
-    """Where the busiest thread of `pid` was at the last `collect`: `f (file:line) < g (...)`.
+    """Innermost frames of the busiest thread of `pid` at the last `collect`: `f (file:line) < g`.
 
-    Empty where that is not known.
+    Empty if unknown.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     section = text.rpartition(f"\n== process {pid}")[2].partition("\n== process ")[0]
@@ -104,7 +104,7 @@ def busy_frames(path: Path, pid: int) -> str:
 
 
 def stopped(pid: int) -> list[str]:
-    """Those of `pid` and its descendants that a signal or a debugger has stopped, by name."""
+    """Names of `pid` and its descendants that a signal or a debugger has stopped."""
     return [
         f"process {found} ({_command(found)[:80]})"
         for found in [pid, *descendants(pid)]
@@ -135,7 +135,7 @@ def _collect_one(file: IO[str], pid: int) -> None:
 
 
 def _signal_busiest_thread(pid: int) -> None:
-    """SIGUSR1 to the thread that computes: the listing then calls that one the current thread."""
+    """SIGUSR1 to the computing thread: the dump then marks it as the current thread."""
     before = _cpu_ticks(pid)
     time.sleep(_BUSY_S)
     used = {tid: ticks - before.get(tid, ticks) for tid, ticks in _cpu_ticks(pid).items()}
@@ -149,7 +149,7 @@ def _cpu_ticks(pid: int) -> dict[int, int]:
     """CPU time of each thread so far (Linux)."""
     ticks = {}
     for task in Path(f"/proc/{pid}/task").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # it has just exited
             fields = (task / "stat").read_text().rpartition(")")[2].split()
             ticks[int(task.name)] = int(fields[11]) + int(fields[12])
     return ticks
@@ -181,11 +181,11 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """The processes that `pid` and those it started have started."""
-    pending = [pid]  # no recursion: each may have started the next one
+    """All processes started by `pid`, directly or indirectly."""
+    pending = [pid]  # no recursion: chains can be long
     while pending:
         for file in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # it has just exited
                 children = [int(child) for child in file.read_text().split()]
                 yield from children
                 pending += children

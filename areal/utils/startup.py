@@ -1,4 +1,4 @@
-"""The stages in which a run starts, each a line with its time, so that no start is silent.
+"""Start-up stages of a run, each logged with its duration, so that no start is silent.
 
     with stage("data set arithmetic"):
         rows = load(...)
@@ -9,7 +9,7 @@
     02:35:22 [Startup] 1 inference server: 10 s so far
     02:35:31 [Startup] 1 inference server: 18.7 s
 
-A stage is a movement when it begins and when it ends, and what the watchdog names in between.
+The start and end of a stage count as progress; in between the watchdog names the stage.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from areal.utils import logging, waits
 
 logger = logging.getLogger("Startup")
 
-_FIRST_REPORT_S = 10.0  # then after twice as long each time
+_FIRST_REPORT_S = 10.0  # then at doubling intervals
 
 
 @contextmanager
 def stage(name: str, *, limit_s: float = 0.0) -> Iterator[None]:
-    """`limit_s`: how long it may take without a movement, where it minds a deadline itself."""
+    """`limit_s`: how long it may take without progress, if it enforces a deadline itself."""
     began = time.monotonic()
     done = threading.Event()
     reporter = threading.Thread(

@@ -1,4 +1,4 @@
-"""Statistics of a step, gathered where they arise and reduced once: `export()` empties the tracker.
+"""Statistics of a step, recorded anywhere and reduced once: `export()` empties the tracker.
 
     with stats_tracker.scope("update"):
         stats_tracker.denominator(n_tokens=loss_mask)              # bool tensor
@@ -9,8 +9,8 @@
     #  "update/ratio/max": .., "update/lr": 1e-3, "update/lr__count": 1}
 
 The tracker keeps sums, counts and extrema, never the tensors, and leaves them on their device until
-`export`, so recording neither grows memory nor makes a GPU wait. Safe to call from any thread or
-task: scopes belong to the caller's context. `get("rollout")` is another tracker, whose keys all
+`export`, so recording neither grows memory nor synchronises a GPU. Safe to call from any thread or
+task: scopes belong to the caller's context. `get("rollout")` is a separate tracker whose keys all
 start with `rollout/`; the module's own functions use the unnamed one.
 """
 
@@ -37,12 +37,12 @@ class ReduceType(Enum):
     SUM = "sum"
     MIN = "min"
     MAX = "max"
-    SCALAR = "scalar"  # mean of plain numbers, beside key__count
+    SCALAR = "scalar"  # mean of plain numbers, with key__count
 
 
 @dataclass(slots=True)
 class Partial:
-    """What is known of one key so far. Fields are numbers or 0-d tensors; two partials add up."""
+    """Accumulated state of one key. Fields are numbers or 0-d tensors; partials add up."""
 
     reduce_type: ReduceType
     total: Any = 0.0  # sum of the counted values
@@ -57,12 +57,12 @@ class Partial:
         self.high = -_smaller(-self.high, -other.high)
 
     def as_floats(self) -> Partial:
-        """The same with plain numbers: this is where a GPU is waited for."""
+        """The same with plain numbers; this synchronises the GPU."""
         values = (float(x) for x in (self.total, self.count, self.low, self.high))
         return Partial(self.reduce_type, *values)
 
     def results(self, key: str) -> dict[str, float]:
-        """The exported keys. A mean or an extremum of nothing has no value and no key."""
+        """The exported keys. A mean or extremum of no values is omitted."""
         if self.reduce_type is ReduceType.SUM:
             return {key: self.total}
         if not self.count:
@@ -87,7 +87,7 @@ class StatsTracker:
     def __init__(self, name: str = "") -> None:
         self._lock = threading.Lock()
         self._partials: dict[str, Partial] = {}
-        # The last mask of each denominator: later `stat` calls are counted by it.
+        # The last mask of each denominator: later `stat` calls use it.
         self._masks: dict[str, torch.Tensor] = {}
         prefix = (name,) if name else ()
         self._scope: ContextVar[tuple[str, ...]] = ContextVar(f"stats_scope_{name}", default=prefix)
@@ -102,7 +102,7 @@ class StatsTracker:
             self._scope.reset(token)
 
     def denominator(self, **masks: torch.Tensor) -> None:
-        """Bool tensors that say which entries count. Each also exports its number of True."""
+        """Bool tensors that select entries. Each also exports its number of True."""
         for name, mask in masks.items():
             _require_bool_tensor(name, mask)
             key = self._key(name)
@@ -128,7 +128,7 @@ class StatsTracker:
                 self._add(self._key(name), _masked_partial(value, mask, reduce_type))
 
     def scalar(self, **values: float) -> None:
-        """Plain numbers; exported as their mean, with how many there were under `key__count`."""
+        """Plain numbers; exported as their mean, and their number as `key__count`."""
         with self._lock:
             for name, value in values.items():
                 self._add(self._key(name), Partial(ReduceType.SCALAR, float(value), 1.0))
@@ -150,7 +150,7 @@ class StatsTracker:
         """The reduced numbers, of all keys or of those at and below `key`.
 
         With `reduce_group` (a torch.distributed group; every rank of it calls) they are reduced
-        over its ranks; a rank that lacks a key adds nothing to it. `reset` forgets what was
+        over its ranks; a rank that lacks a key adds nothing to it. `reset` clears what was
         exported.
         """
         partials = self._take(key, reset)
@@ -166,12 +166,12 @@ class StatsTracker:
         return "/".join(self._scope.get())
 
     def take(self) -> dict[str, Partial]:
-        """Everything recorded so far, as plain numbers, which is then forgotten: to be merged into
-        the tracker of another process."""
+        """Return everything recorded so far as plain numbers and clear it: to be merged into the
+        tracker of another process."""
         return self._take(None, reset=True)
 
     def merge(self, partials: Mapping[str, Partial]) -> None:
-        """Add what the tracker of another process held; its keys are whole, whatever the scope."""
+        """Add the partials of another process's tracker; keys are absolute, whatever the scope."""
         with self._lock:
             for key, partial in partials.items():
                 self._add(key, partial)
@@ -204,7 +204,7 @@ class StatsTracker:
         return "/".join((*self._scope.get(), name))
 
     def _mask(self, denominator: str) -> torch.Tensor:
-        """The denominator of that name in this scope, or in the nearest one around it."""
+        """The denominator of that name in this scope, or in the nearest enclosing one."""
         scope = self._scope.get()
         with self._lock:
             for depth in range(len(scope), -1, -1):
@@ -248,7 +248,7 @@ def _require_bool_tensor(name: str, mask: torch.Tensor) -> None:
 
 
 def _sum_over_ranks(partials: dict[str, Partial], group: Any) -> dict[str, Partial]:
-    """Gather whole dicts: a few kB once per step, and no agreement on keys is needed first."""
+    """Gathers whole dicts: a few kB per step, and ranks need not agree on keys first."""
     import torch.distributed as dist
 
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -268,7 +268,7 @@ _trackers: dict[str, StatsTracker] = {"": StatsTracker()}
 
 
 def get(name: str = "") -> StatsTracker:
-    """The tracker of that name, one per process; made at the first call."""
+    """The tracker of that name, one per process; created at the first call."""
     with _trackers_lock:
         if name not in _trackers:
             _trackers[name] = StatsTracker(name)
@@ -276,7 +276,7 @@ def get(name: str = "") -> StatsTracker:
 
 
 def export_all(reduce_group: Any = None, reset: bool = True) -> dict[str, float]:
-    """What every tracker of this process holds, in one dict."""
+    """The exports of all trackers of this process, in one dict."""
     results: dict[str, float] = {}
     with _trackers_lock:
         trackers = [_trackers[name] for name in sorted(_trackers)]
@@ -286,7 +286,7 @@ def export_all(reduce_group: Any = None, reset: bool = True) -> dict[str, float]
 
 
 def take_all() -> dict[str, dict[str, list[Any]]]:
-    """What every tracker of this process holds, as JSON values, for `add_all` of another one."""
+    """Take all trackers of this process as JSON values, for `add_all` in another one."""
     with _trackers_lock:
         trackers = dict(_trackers)
     taken = {name: tracker._take(None, reset=True) for name, tracker in trackers.items()}
@@ -298,7 +298,7 @@ def take_all() -> dict[str, dict[str, list[Any]]]:
 
 
 def add_all(taken: dict[str, dict[str, list[Any]]]) -> None:
-    """As if what another process recorded had been recorded here."""
+    """Add what another process recorded to the trackers of this one."""
     for name, of_tracker in taken.items():
         tracker = get(name)
         with tracker._lock:

@@ -1,7 +1,7 @@
 """Tokenizers: load one from a folder or hub name, and turn a chat into prompt tokens.
 
-`chat_prompt_ids` is the one way a prompt becomes tokens: rollouts and supervised rows both use it,
-so a warm start and the RL that follows see the same text.
+`chat_prompt_ids` is the only conversion of prompts to tokens: rollouts and supervised rows both use
+it, so a warm start and the RL that follows see the same text.
 """
 
 from __future__ import annotations
@@ -67,6 +67,6 @@ def chat_prompts_ids(
 
 
 def replies_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each of the assistant's `texts`, with the end token."""
+    """Token ids of the assistant's `texts`, each with the end token."""
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [[*ids, tokenizer.eos_token_id] for ids in encoded]

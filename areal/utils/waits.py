@@ -1,19 +1,19 @@
-"""Who waits for whom in this process, and when anything last moved.
+"""Registry of waits in this process (who waits for what), and the time of the last progress.
 
-    with waiting("reward gsm8k"):              # a text, or a function that gives it when asked
+    with waiting("reward gsm8k"):              # a text, or a function that returns it on demand
         value = await reward(...)
     progress()                                 # an episode ended, a micro-batch was trained, ...
 
-    with allowed(300):                         # no movement is expected before 300 s are over
+    with allowed(300):                         # no progress is expected within 300 s
         start_server(timeout_s=300)
 
     quiet_s()                                  # seconds since the last progress()
     describe()                                 # one line per chain of waits, the oldest first
-    fd = share_clock()                         # from now on another process can tell quiet_s too
+    fd = share_clock()                         # from now on another process can read quiet_s too
 
-A wait is owned by the asyncio task it is in, else by the thread; waits inside a wait of the same
-owner make a chain. Enter and leave cost about a microsecond and take no lock, so that a reader
-can look at a process in which every lock is held.
+A wait belongs to its asyncio task, else to its thread; nested waits of one owner form a chain.
+Enter and exit cost about a microsecond and take no lock, so that a reader can inspect a process in
+which every lock is held.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Wait:
 
 
 class Clock:
-    """When something last moved, and until when nothing need move: two doubles in `buffer`.
+    """Time of the last progress, and until when none is expected: two doubles in `buffer`.
 
-    Another process may map the same bytes. `time.monotonic()` is one clock for a whole machine.
+    Another process may map the same bytes. `time.monotonic()` is shared by a whole machine.
     """
 
     _MOVED, _ALLOWED = 0, 8  # offsets
@@ -63,7 +63,7 @@ class Clock:
         return struct.unpack_from("d", self._buffer, self._ALLOWED)[0]
 
     def quiet_s(self) -> float:
-        """Seconds since something moved; 0 while nothing need move."""
+        """Seconds since the last progress; 0 while none is expected."""
         now = time.monotonic()
         if now < self.allowed_until:
             return 0.0
@@ -71,7 +71,7 @@ class Clock:
 
 
 _ids = itertools.count()
-_live: dict[int, _Wait] = {}  # in the order they began
+_live: dict[int, _Wait] = {}  # in the order of their start
 _clock = Clock(bytearray(Clock.SIZE))
 _clock.tick()
 
@@ -91,13 +91,13 @@ class waiting:  # noqa: N801 (reads as a statement, like contextlib.suppress)
 
 
 def progress() -> None:
-    """Something moved."""
+    """Record progress."""
     _clock.tick()
 
 
 @contextmanager
 def allowed(seconds: float) -> Iterator[None]:
-    """The block may take `seconds` without a movement: it has a deadline of its own."""
+    """The block may take `seconds` without progress: it has its own deadline."""
     before = _clock.allowed_until
     _clock.allow_until(max(before, time.monotonic() + seconds))
     try:
@@ -108,12 +108,12 @@ def allowed(seconds: float) -> Iterator[None]:
 
 
 def quiet_s() -> float:
-    """Seconds since something moved; 0 inside `allowed`."""
+    """Seconds since the last progress; 0 inside `allowed`."""
     return _clock.quiet_s()
 
 
 def share_clock() -> IO[bytes]:
-    """An open file that holds the clock of this process from now on; see `open_clock`."""
+    """An open file that holds this process's clock from now on; see `open_clock`."""
     global _clock
     file = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as somebody reads it)
     file.truncate(Clock.SIZE)
@@ -125,7 +125,7 @@ def share_clock() -> IO[bytes]:
 
 
 def open_clock(fd: int) -> Clock:
-    """The clock in an open file, whose writer is another process."""
+    """The clock in an open file that another process writes."""
     return Clock(mmap.mmap(fd, Clock.SIZE))
 
 

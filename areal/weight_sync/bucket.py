@@ -1,9 +1,9 @@
 """One bucket: a safetensors file of a few weights, with the hash of its bytes.
 
-Written straight from the tensors' memory, so a bucket costs no second copy of its weights; read
-back by mapping the file, so loading copies each weight exactly once, into the model.
+Written straight from the tensors' memory, so a bucket needs no second copy of its weights; read by
+mapping the file, so loading copies each weight once, into the model.
 
-A checksum of weights that is computed where they lie, also on a GPU.
+`device_checksum` is for weights that are never written to a file: it runs on their device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from areal.weight_sync.seal import write_hashed
 
-# The short names of safetensors for what a weight can be.
+# dtype names of safetensors.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,7 +41,7 @@ def fill_buckets(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Groups weights in order, on `device`, until the next one would not fit.
 
-    A larger one stands alone.
+    A weight larger than a bucket gets its own.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -67,7 +67,7 @@ def write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """{weight name: (dtype name, shape)} of a bucket whose hash is right.
 
-    ValueError when `read_bucket` could not read it: a right hash does not make it a bucket.
+    ValueError if `read_bucket` could not read it: a correct hash does not imply a valid bucket.
     """
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def read_bucket(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) in the order written; the tensors are views of the mapped file."""
     with path.open("rb") as file:
-        # A private map is writable, as torch wants it; nothing written there reaches the file.
+        # Copy-on-write, because torch requires writable memory; the file is never changed.
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     size = int.from_bytes(content[:8], "little")
     for name, entry in json.loads(content[8 : 8 + size]).items():
@@ -104,7 +104,7 @@ def read_bucket(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_entry(entry: Any, data_bytes: int) -> bool:
-    """Whether it is a known dtype, and a shape that fits the place it names."""
+    """Whether dtype is known and shape matches the byte range."""
     if not isinstance(entry, dict):
         return False
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -129,7 +129,7 @@ def _file_content(tensors: dict[str, torch.Tensor]) -> Iterable[bytes | memoryvi
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data then starts aligned for every dtype
+    text += b" " * (-len(text) % 8)  # aligns the data for every dtype
     yield len(text).to_bytes(8, "little")
     yield text
     for tensor in tensors.values():
@@ -138,21 +138,21 @@ def _file_content(tensors: dict[str, torch.Tensor]) -> Iterable[bytes | memoryvi
             yield flat.view(torch.uint8).numpy().data
 
 
-# Words at a time: what fits the cache of a CPU core; what keeps a GPU busy in a few tens of MB.
+# Words per chunk: fits the cache of a CPU core; keeps a GPU busy within tens of MB.
 _CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 def device_checksum(tensor: torch.Tensor) -> int:
-    """A sum of the tensor's 8-byte words, each times an odd number of its place, modulo 2**64.
+    """Sum of the tensor's 8-byte words, each times an odd factor of its index, modulo 2**64.
 
-    Odd factors can be inverted: a change of one word, of whatever bit, always shows.
+    Odd factors are invertible, so a change of any single word is always detected.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     num_whole = len(raw) // 8 * 8
     tail = raw.new_zeros(8)
     tail[: len(raw) - num_whole] = raw[num_whole:]
     whole = raw[:num_whole]
-    if whole.storage_offset() % 8:  # cannot be read as words where it lies
+    if whole.storage_offset() % 8:  # not aligned to words
         whole = whole.clone()
     size = _CHUNK_WORDS[raw.device.type]
     num_factors = min(size, len(raw) // 8 + 1)

@@ -1,18 +1,18 @@
-"""Weights from one process to many at once, through a process group of their own.
+"""Broadcast of weights from one process to many, through a process group of its own.
 
     sender      group = WeightGroup.open(place(rank=0), device, listener=socket)
                 group.send(7, actor.hf_weights(), bucket_bytes=1 << 30)
     receivers   group = WeightGroup.open(place(rank=1), device)
                 staged = group.receive(7)             # all of version 7, verified
 
-Weights go in buckets: while one is broadcast, the sender gathers the next. Before each bucket goes
-its header: version, names, dtypes, shapes and a checksum that the receiver computes again on the
-device. Nothing of a version is given out before all of it is there.
+Weights are sent in buckets: while one is broadcast, the sender gathers the next. Each bucket is
+preceded by a header: version, names, dtypes, shapes and a checksum that the receiver recomputes on
+the device. A version is returned only when all of it has arrived.
 
-The group is nobody's default group: a trainer of several ranks has its own. Headers travel over
-gloo; buckets over NCCL when every member has a GPU to itself, else over gloo and host memory. Every
-wait has the deadline of the place; whatever goes wrong is a `GroupError`, and the group is then of
-no use any more: close it and open the next one.
+The group is never the default group, which a trainer of several ranks has already. Headers use
+gloo; buckets use NCCL if every member has its own GPU, else gloo through host memory. Every wait is
+bounded by `timeout_s` of the place. Any failure raises `GroupError` and leaves the group unusable:
+close it and open a new one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, device_checksum, fill_buckets
 
 _POLL_S = 0.001
-_ALIGNMENT = 16  # bytes: where each weight of a bucket begins
+_ALIGNMENT = 16  # bytes, of each weight in a bucket
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -45,14 +45,14 @@ def _no_check() -> None: ...
 
 
 class GroupError(RuntimeError):
-    """The group cannot be opened, or broke, or brought what must not be loaded."""
+    """The group cannot be opened, broke, or delivered data that failed verification."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """One member of a group: what all of them know, and its rank. Rank 0 sends."""
+    """One member of a group: the group's parameters and the member's rank. Rank 0 sends."""
 
-    name: str  # a secret of the members, new for every group
+    name: str  # shared secret of the members, new for every group
     host: str  # where rank 0 listens
     port: int
     rank: int
@@ -62,7 +62,7 @@ class GroupPlace:
 
 
 class _Backend(Protocol):
-    """What is used of ProcessGroupGloo and ProcessGroupNCCL; torch's stubs leave it out."""
+    """The used methods of ProcessGroupGloo and ProcessGroupNCCL, missing in torch's stubs."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> dist.Work: ...
 
@@ -95,9 +95,9 @@ class WeightGroup:
         *,
         listener: socket.socket | None = None,
     ) -> WeightGroup:
-        """Returns when all members are there. Rank 0 gives the socket it listens on.
+        """Returns when all members have joined. Rank 0 passes its listening socket.
 
-        device: of this member, with its number.
+        device: of this member, with its index.
         """
         timeout = timedelta(seconds=place.timeout_s)
         memory = torch.device(device if place.backend == "nccl" else "cpu")
@@ -128,7 +128,7 @@ class WeightGroup:
         bucket_bytes: int,
         check: Callable[[], None] = _no_check,
     ) -> None:
-        """Returns when the last byte has left. `check` is called in every wait, and may raise."""
+        """Returns when all is sent. `check` is called during every wait, and may raise."""
         last: _UnderWay | None = None
         num_buckets = 0
         for bucket in fill_buckets(named_tensors, bucket_bytes, self._device):
@@ -144,7 +144,7 @@ class WeightGroup:
         self._send_header({"version": version, "num_buckets": num_buckets}, check)
 
     def receive(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """All weights of `version`, in memory of this group's device."""
+        """All weights of `version`, on this group's device."""
         staged: list[tuple[str, torch.Tensor]] = []
         num_buckets = 0
         while True:
@@ -170,11 +170,11 @@ class WeightGroup:
             num_buckets += 1
 
     def close(self) -> None:
-        """Leaves the group; members that wait for this one hear of it, or reach their deadline."""
+        """Leaves the group; members waiting for this one get an error, or time out."""
         backends = (self._headers, self._buckets)
         if self._buckets is not None and self._buckets is not self._headers:
             self._buckets.abort()
-        # Freeing a gloo group that still sends waits for it, with the interpreter's lock held.
+        # In a thread: freeing a gloo group with pending sends blocks with the GIL held.
         threading.Thread(
             target=_wait_for_all,
             args=(self._under_way, backends),
@@ -225,7 +225,7 @@ class WeightGroup:
 
 
 def _wait_for_all(works: list[dist.Work], backends: tuple[_Backend | None, ...]) -> None:
-    """Holds the backends until their works are done."""
+    """Keeps the backends alive until their works are done."""
     while not all(work.is_completed() for work in works):
         time.sleep(0.1)
 
@@ -233,8 +233,8 @@ def _wait_for_all(works: list[dist.Work], backends: tuple[_Backend | None, ...])
 def _gloo(store: Store, place: GroupPlace) -> _Backend:
     gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks these options
     options = gloo._Options()
-    options._timeout = timedelta(seconds=place.timeout_s + 2)  # `_finish` is to notice first
-    # By default gloo listens where the name of the machine leads, which others may reach.
+    options._timeout = timedelta(seconds=place.timeout_s + 2)  # after the timeout of `_finish`
+    # By default gloo listens on the address of the hostname, which may be public.
     own_address = _address_towards(place.host, place.port)
     options._devices = [gloo.create_device(hostname=own_address)]
     return gloo(store, place.rank, place.world_size, options)
@@ -243,8 +243,8 @@ def _gloo(store: Store, place: GroupPlace) -> _Backend:
 def _nccl(store: Store, place: GroupPlace, device: torch.device) -> _Backend:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=10 * place.timeout_s)  # `_finish` is to notice first
-    # By default a member that is lost ends this process too; here its loss is an error.
+    options._timeout = timedelta(seconds=10 * place.timeout_s)  # after the timeout of `_finish`
+    # By default NCCL aborts this process when a member is lost; here that raises an error.
     before = os.environ.get(_NCCL_ERRORS)
     os.environ[_NCCL_ERRORS] = "0"
     try:
@@ -259,7 +259,7 @@ def _nccl(store: Store, place: GroupPlace, device: torch.device) -> _Backend:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The address of this machine that packets to `host` leave from."""
+    """The local address that packets to `host` are sent from."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing
@@ -269,7 +269,7 @@ def _address_towards(host: str, port: int) -> str:
 def _pack(
     bucket: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, list[list[Any]]]:
-    """One run of bytes, and [name, dtype, shape, first byte] of each weight in it."""
+    """A flat byte buffer, and [name, dtype, shape, offset] of each weight in it."""
     entries, end = [], 0
     for name, tensor in bucket.items():
         entries.append([name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), end])

@@ -1,11 +1,11 @@
-"""Weights between two processes on one GPU: not copied out, only where they lie is published.
+"""Weights between two processes on one GPU: only handles of the memory are published, no copies.
 
     weight_update_v7/handles.json      version; for each weight dtype, shape, the CUDA IPC handle of
                                        its storage and a checksum computed on the device; a MAC
                                        over all of it (seal.py)
 
 The receiver maps the sender's memory and verifies every weight before it copies one. The sender
-must leave its weights alone until the receiver has answered, which `send_weights` waits for.
+must not change its weights until the receiver has replied, which `send_weights` waits for.
 
     publish_handles(actor.hf_weights(), folder, 7)                  # training process
     for name, tensor in open_handles(folder, version=7): ...        # inference process
@@ -63,7 +63,7 @@ def open_handles(
         return [(name, _open(name, entry, file)) for name, entry in body["tensors"].items()]
     except PublicationError:
         raise
-    # RuntimeError: torch's, for a handle that is none, or where there is no GPU
+    # RuntimeError: raised by torch for an invalid handle or without a GPU
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as err:
         raise PublicationError(f"{file} cannot be read: {type(err).__name__}: {err}") from err
 

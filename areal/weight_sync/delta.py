@@ -1,4 +1,4 @@
-"""Publications that hold only what has changed since the version before.
+"""Publications that hold only the changes since the previous version.
 
     publisher = DeltaPublisher()                     # training process
     publisher.publish(actor.hf_weights(), folder, 8, bucket_bytes=1 << 30)
@@ -6,23 +6,19 @@
     mirror = Mirror()                                # inference process
     for name, tensor in mirror.take(folder, version=8): ...
 
-The publisher remembers the weights of the version before and publishes a patch of each (patch.py);
-`base_version` in the manifest says which version they change. The receiver keeps the whole weights
-of the last version in memory, its mirror, and patches those. One that has another version, or none,
-raises `WrongBaseError`: then `publish_whole` gives it everything. The first version, and the one
-after a failure, are whole anyway.
-
-Both sides hold a copy of the weights in host memory; what is saved is the way between them.
-
-The difference of two tensors of one dtype and shape, as bytes: small where few elements changed.
+The publisher keeps the weights of the previous version and publishes a patch of each;
+`base_version` in the manifest names the version it applies to. The receiver keeps the full weights
+of the last version in memory, its mirror, and patches those. A receiver with another version, or
+none, raises `WrongBaseError` and needs `publish_whole`. The first version, and the one after a
+failure, are full anyway. Both sides hold a copy of the weights in host memory to save bandwidth.
 
     patch = make_patch(old, new)                 # uint8
     new = apply_patch(patch, old)                # ValueError: another old one, or damage
 
-Between two versions of a policy in bfloat16 most weights are equal bit for bit, and those that are
-not moved by a step or two of their precision. A patch is one bit per element (has it changed?) and
-the differences of those that have, as integers folded to be positive and ordered by byte, so that
-the high bytes are runs of zeros; both are compressed.
+Between two versions of a policy in bfloat16 most weights are equal bit for bit, and the others
+differ by an ulp or two. A patch is one bit per element (changed or not) and the differences of the
+changed ones as integers, zigzag-coded and ordered by byte, so that the high bytes are runs of
+zeros; both are compressed.
 
     CRC-32 of old | CRC-32 of new | length of the bits | bits | differences
 """
@@ -55,12 +51,12 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class WrongBaseError(PublicationError):
-    """A receiver does not have the version that a publication changes: it needs a whole one."""
+    """The receiver lacks the base version of a delta and needs a full publication."""
 
 
 class DeltaPublisher:
     def __init__(self) -> None:
-        self._version: int | None = None  # None: the next publication is whole
+        self._version: int | None = None  # None: the next publication is full
         self._weights: dict[str, torch.Tensor] = {}
 
     def publish(
@@ -72,9 +68,9 @@ class DeltaPublisher:
         bucket_bytes: int,
         key: str = "",
     ) -> Manifest:
-        """Writes patches of the version published before where there is one."""
+        """Writes patches against the previous version, or a full publication without one."""
         base_version, base = self._version, self._weights
-        self.forget()  # until the end: an error must not leave weights of two versions
+        self.forget()  # until the end: an error must not leave a mix of two versions
         weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
         self._weights = weights
         if base_version is None or _kinds(base) != _kinds(weights):
@@ -95,19 +91,19 @@ class DeltaPublisher:
     def publish_whole(
         self, folder: str | Path, version: int, *, bucket_bytes: int, key: str = ""
     ) -> Manifest:
-        """Writes all of the weights that were last given to `publish`."""
+        """Writes the full weights last passed to `publish`."""
         weights = self._weights.items()
         manifest = publish(weights, folder, version, bucket_bytes=bucket_bytes, key=key)
         self._version = version
         return manifest
 
     def forget(self) -> None:
-        """Makes the next publication a whole one."""
+        """Makes the next publication a full one."""
         self._version, self._weights = None, {}
 
 
 class Mirror:
-    """The whole weights of the last version that came, in a folder in memory."""
+    """The full weights of the last received version, in an in-memory folder."""
 
     def __init__(self) -> None:
         name = f"mirror-{secrets.token_hex(4)}"
@@ -117,7 +113,7 @@ class Mirror:
         self._held: Publication | None = None
 
     def take(self, folder: str | Path, *, version: int, key: str = "") -> Publication:
-        """The weights of `version`, whole and verified, from a publication whole or not."""
+        """The full, verified weights of `version`, from a full publication or a delta."""
         sent = open_publication(folder, version=version, key=key)
         if sent.manifest.base_version is None:
             return self.keep(sent, version)
@@ -130,7 +126,7 @@ class Mirror:
         return self.keep(_patched(held, sent), version)
 
     def keep(self, named_tensors: NamedTensors, version: int) -> Publication:
-        """Holds these from now on, in place of what was held before."""
+        """Replaces the mirror by these weights."""
         folder, before = self._folder / f"weight_update_v{version}", self._held
         manifest = publish(named_tensors, folder, version, durable=False)
         self._held = Publication(folder, manifest)
@@ -174,7 +170,7 @@ def make_patch(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     before, after = _words(old), _words(new)
     changed = before != after
     bits = zlib.compress(np.packbits(changed).data, _LEVEL)
-    steps = _fold(after[changed] - before[changed])  # wraps around, and back when applied
+    steps = _fold(after[changed] - before[changed])  # overflow wraps, and back when applied
     by_byte = steps.view(np.uint8).reshape(-1, steps.itemsize).T
     head = _HEAD.pack(zlib.crc32(before.data), zlib.crc32(after.data), len(bits))
     content = head + bits + zlib.compress(np.ascontiguousarray(by_byte).data, _LEVEL)
@@ -182,7 +178,7 @@ def make_patch(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def apply_patch(patch: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """What `old` became, verified. ValueError says whether `old` or the patch is wrong."""
+    """The new tensor, verified. ValueError says whether `old` or the patch is wrong."""
     content = patch.numpy().tobytes()
     before = _words(old)
     if len(content) < _HEAD.size:
@@ -211,13 +207,13 @@ def _apply(before: np.ndarray, bits: bytes, steps: bytes) -> np.ndarray:
 
 
 def _words(tensor: torch.Tensor) -> np.ndarray:
-    """The elements as integers of their size; numpy knows no bfloat16."""
+    """The elements as integers of their size; numpy has no bfloat16."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().view(_WORDS[tensor.element_size()])
 
 
 def _fold(steps: np.ndarray) -> np.ndarray:
-    """0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..."""
+    """Zigzag: 0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..."""
     return (steps << 1) ^ (steps >> (8 * steps.itemsize - 1))
 
 

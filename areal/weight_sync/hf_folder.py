@@ -6,8 +6,8 @@
       config.json, tokenizer.json ...  -> the folder the model came from
       lm_head.safetensors              with_lm_head, where the weights have none
 
-For inference servers that take a path and know nothing of publications. A head of its own is for
-those that cannot renew one that is tied to the embedding: it is a copy of the embedding.
+For inference servers that load a Hugging Face path. A separate head, a copy of the embedding, is
+for servers that cannot update a head tied to the embedding.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 def hf_folder_of(
     publication: Publication, model_folder: str | Path, *, with_lm_head: bool = False
 ) -> Path:
-    """The folder of a publication, inside it and gone with it, made when absent.
+    """The folder inside a publication, removed with it, created if absent.
 
-    What is not weights is that of `model_folder`.
+    Files other than weights are those of `model_folder`.
     """
     source = publication.folder.absolute()
     if not (source / _FOLDER).is_dir():
@@ -45,7 +45,7 @@ def hf_folder_of(
 
 
 def folder_with_lm_head(model_folder: str | Path, target: Path) -> Path:
-    """`model_folder` itself when its weights have a head, else `target`: the same with one."""
+    """`model_folder` if its weights have a head, else `target`, filled with the same plus one."""
     model_folder = Path(model_folder)
     files = weight_files(model_folder.absolute())
     if any(LM_HEAD in _names(file) for file in files):

@@ -1,16 +1,16 @@
-"""A publication: the weights of one version as a folder another process can trust.
+"""A publication: the weights of one version as a folder that readers can verify.
 
     weight_update_v7/
       bucket_00000.safetensors ...   a few weights each, about `bucket_bytes` large
       manifest.json                  version; size and hash of each bucket; dtype and shape of
-                                     each weight; the base when these are only changes
-                                     (delta.py); a MAC over all of it (seal.py)
+                                     each weight; the base version of a delta (delta.py); a
+                                     MAC over all of it (seal.py)
 
 `publish` builds the folder beside its final name and renames it, so readers see all of it or
-nothing. `open_publication` reads every byte before it gives out the first tensor: a file that is
-missing, cut short, changed in one bit, or not what the manifest lists, and a manifest that was not
-written with the same key, raise `PublicationError`, and the reader's model has not been touched.
-The folder and its files are for this user alone.
+nothing. `open_publication` verifies every byte before it returns the first tensor: a file that is
+missing, truncated, changed in one bit, or not as the manifest lists it, and a manifest written with
+another key, raise `PublicationError` before the reader's model is touched. Only this user can
+access the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BUCKET_NAME = re.compile(r"bucket_\d{5}\.safetensors")
 
 
 class PublicationError(RuntimeError):
-    """A publication that must not be loaded: which file, and what is wrong with it."""
+    """A publication that failed verification; names the file and the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Manifest:
     version: int
     buckets: tuple[Bucket, ...]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype as in safetensors, shape)
-    base_version: int | None = None  # set: the tensors are patches of that version (delta.py)
+    base_version: int | None = None  # if set, the tensors are patches of that version (delta.py)
 
     @property
     def nbytes(self) -> int:
@@ -74,8 +74,8 @@ def publish(
 ) -> Manifest:
     """Writes the weights to `folder` as `version`, replacing what was there.
 
-    Holds at most one bucket in CPU memory beside the model. `durable` flushes to the disk. Who
-    opens it must know `key`.
+    Holds at most one bucket in CPU memory beside the model. `durable` flushes to the disk. Readers
+    need the same `key`.
     """
     buckets: list[Bucket] = []
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -116,8 +116,7 @@ class Publication:
 def open_publication(
     folder: str | Path, *, version: int | None = None, key: str = ""
 ) -> Publication:
-    """Verifies every byte of `folder`, that it was written with `key`, and that it holds `version`
-    where one is expected.
+    """Verifies every byte of `folder`, that it was written with `key`, and its version, if given.
 
     Raises PublicationError naming the file and the fault.
     """
@@ -165,7 +164,7 @@ def _decode(path: Path, key: str) -> Manifest:
 
 
 def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
-    """The typed manifest; a well-signed file with wrong content was written by something else."""
+    """The typed manifest; a validly sealed file may still have unexpected content."""
     try:
         buckets = tuple(Bucket(b["file"], b["nbytes"], b["sha256"]) for b in body["buckets"])
         tensors = {
@@ -203,7 +202,7 @@ def _verify_bytes(path: Path, bucket: Bucket) -> None:
 
 
 def _verify_tensors(folder: Path, manifest: Manifest) -> None:
-    """The weights in the buckets are those of the manifest, each once, with its dtype and shape."""
+    """The buckets hold exactly the manifest's weights, each once, with its dtype and shape."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for bucket in manifest.buckets:
         try:

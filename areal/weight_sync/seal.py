@@ -1,16 +1,16 @@
-"""What binds a publication to the run that wrote it: hashes of its bytes, and a MAC over the list.
+"""What binds a publication to the run that wrote it: hashes of its files, and a MAC over the list.
 
-    nbytes, digest = write_hashed(path, pieces)       # SHA-256, of chunks and then of their hashes
+    nbytes, digest = write_hashed(path, pieces)       # SHA-256 of the SHA-256 hashes of chunks
     digest = hash_file(path, nbytes)
     raw = seal(body, key)                             # JSON with an HMAC-SHA-256 of `body`
-    body = unseal(raw, key)                           # ValueError when `key` did not seal it
+    body = unseal(raw, key)                           # ValueError if sealed with another key
 
-The key is made anew for each run and travels with the order to load, over the channel that wants
-the server's token. Whoever can write to the folder, and has not the key, cannot make a publication
-that loads: the MAC covers version, names, sizes, shapes and the hash of every file, and SHA-256
-cannot be made to match other bytes as a CRC can. Without a key (`""`) it tells damage only.
+The key is new for each run and is sent with the load request, over the authenticated channel.
+Without it, write access to the folder is not enough to forge a publication that loads: the MAC
+covers version, names, sizes, shapes and the hash of every file, and SHA-256, unlike a CRC, cannot
+be matched by other bytes. Without a key (`""`) only damage is detected.
 
-Hashing is cut into chunks for many threads; one would be slower than memory by far.
+Files are hashed in chunks by many threads; a single thread is far slower than memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from areal.utils.device import num_cores
 
 CHUNK_BYTES = 16 << 20
-MAX_SEALED_BYTES = 256 << 20  # of a list of files and weights
+MAX_SEALED_BYTES = 256 << 20  # of a manifest
 _MAX_THREADS = 8
 
 
@@ -37,7 +37,7 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
     views = [memoryview(piece) for piece in pieces]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(fd, "wb", buffering=0) as file, _pool() as pool:
-        hashes = pool.map(_hash_slices, list(_chunks(views)))  # while it is written
+        hashes = pool.map(_hash_slices, list(_chunks(views)))  # concurrent with writing
         for view in views:
             while view:
                 view = view[file.write(view) :]
@@ -45,7 +45,7 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
 
 
 def hash_file(path: Path, nbytes: int) -> str:
-    """Of a file of this size; ValueError when it has another, or is no plain file."""
+    """Hash of a file of `nbytes`; ValueError for another size, or if it is no plain file."""
     with _open_plain(path) as file, _pool() as pool:
         found = os.fstat(file.fileno()).st_size
         if found != nbytes:
@@ -58,7 +58,7 @@ def hash_file(path: Path, nbytes: int) -> str:
 
 
 def read_plain(path: Path) -> bytes:
-    """A list's bytes; ValueError when it is no plain file or far too large for one."""
+    """The bytes of a manifest; ValueError if it is no plain file or too large."""
     with _open_plain(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found > MAX_SEALED_BYTES:
@@ -75,7 +75,7 @@ def unseal(raw: bytes, key: str) -> dict[str, Any]:
     try:
         body = json.loads(raw)
         del body["mac"]
-        # Written one way only: any other byte, also one that JSON overlooks, is damage.
+        # Compares the canonical encoding, so that bytes JSON ignores also count as damage.
         is_ours = hmac.compare_digest(seal(body, key), raw)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         is_ours = False
@@ -88,7 +88,7 @@ def unseal(raw: bytes, key: str) -> dict[str, Any]:
 
 
 def _open_plain(path: Path):
-    """Not a link, and not a pipe, on which opening would wait for a writer."""
+    """Refuses links, and pipes, whose opening would block until a writer comes."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -101,7 +101,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _chunks(views: list[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of all, cut every CHUNK_BYTES."""
+    """The concatenated bytes in chunks of CHUNK_BYTES."""
     chunk: list[memoryview] = []
     room = CHUNK_BYTES
     for view in views:

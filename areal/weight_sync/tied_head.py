@@ -1,6 +1,6 @@
-"""The head of a language model whose weights have none: it is tied to the embedding.
+"""Which weight is the LM head of a model whose head is tied to the embedding?
 
-For inference servers that hold it as a weight of its own.
+For inference servers that hold the head as a weight of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 def embedding_for_head(names: Iterable[str], *, where: str) -> str:
-    """The weight that is also the head. ValueError when there is no such, or several."""
+    """The embedding's name. ValueError if there is none, or several."""
     found = [name for name in names if name.endswith(_EMBEDDING)]
     if len(found) != 1:
         raise ValueError(

@@ -1,22 +1,22 @@
-"""The ways weights go from a training engine to an inference engine.
+"""Transports of weights from a training engine to an inference engine.
 
 | type     | between                | how                                                         |
 |----------|------------------------|-------------------------------------------------------------|
 | `direct` | one process            | the tensors themselves                                      |
 | `shm`    | processes of a machine | a publication in memory (`/dev/shm`, else a temporary folder)|
-| `ipc`    | processes on one GPU   | where the sender's tensors lie on the device                |
+| `ipc`    | processes on one GPU   | CUDA IPC handles of the sender's tensors                    |
 | `disk`   | machines               | a publication in the run's folder, flushed to the disk      |
-| `delta`  | machines               | likewise, of only what changed since the version before     |
+| `delta`  | machines               | the same, with only the changes since the previous version  |
 | `xccl`   | processes, machines    | a broadcast through a process group: NCCL, or gloo          |
 
     with PublicationRoot("shm", run_name="demo", disk_root=paths.weights) as root:
         meta = root.meta(recompute_kv=True)
         send_weights(engine, meta.with_version(3), actor.hf_weights())
 
-A `PublicationRoot` is owned by one process, which removes it at the end, and only its user may
-enter it. In memory it has a random name; that of an owner that was killed is found by its free lock
-and removed by the next run that opens one. Its key, which receivers are told with every order,
-marks what this run has written (seal.py).
+A `PublicationRoot` is owned by one process, which removes it at the end, and is private to its
+user. In memory it has a random name; if the owner was killed, the next run that opens a root finds
+the free lock and removes the folder. Its key, sent with every load request, authenticates what this
+run has written (seal.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from areal.weight_sync.publication import PublicationError, open_publication, pu
 
 _ON_DISK = ("disk", "delta")
 _IN_MEMORY = ("shm", "ipc")
-_KEPT_VERSIONS = 2  # the newest, and the one a slow reader may still be mapping
+_KEPT_VERSIONS = 2  # the newest, and one that a slow reader may still have mapped
 _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = ".owner.lock"
 _VERSION_FOLDER = re.compile(r"weight_update_v(\d+)")
@@ -54,9 +54,9 @@ def send_weights(
     meta: WeightUpdateMeta,
     named_tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Moves the weights to `engine` as `meta.version`; when it returns, they serve.
+    """Moves the weights to `engine` as `meta.version`; when it returns, they are live.
 
-    RuntimeError when the engine refuses them: its old weights then go on serving.
+    RuntimeError if the engine refuses them; its old weights then stay live.
     """
     if meta.use_lora:
         raise ValueError("use_lora: no transport here moves adapters; send the whole model")
@@ -64,7 +64,7 @@ def send_weights(
 
 
 def _send_by_engine(engine, meta, named_tensors) -> None:
-    """What needs to remember something from one version to the next is up to the engine."""
+    """Transports with state between versions are implemented by the engine."""
     engine.update_weights(meta, iter(named_tensors))
 
 
@@ -101,7 +101,7 @@ _SENDERS = {
 def open_sent(
     folder: str | Path, *, version: int, key: str = ""
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """What a sender left in `folder`, verified; PublicationError when it must not be loaded."""
+    """The verified weights that a sender left in `folder`, or PublicationError."""
     if (Path(folder) / HANDLES).exists():
         return open_handles(folder, version=version, key=key)
     publication = open_publication(folder, version=version, key=key)
@@ -142,7 +142,7 @@ class PublicationRoot:
             self.path = self._memory.path
 
     def meta(self, **options: Any) -> WeightUpdateMeta:
-        """The order that publishes here; `with_version` names the version."""
+        """The update meta that publishes here; `with_version` sets the version."""
         path = str(self.path or "")
         return WeightUpdateMeta(type=self.type, path=path, key=self._key, **options)
 
@@ -170,7 +170,7 @@ def _own(folder: Path) -> int:
     """Creates `folder` where needed, for this user alone, and holds its lock."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _make_private(folder)
-    # A file, not the folder itself: network file systems lock only what is open for writing.
+    # A file, not the folder: network file systems lock only files open for writing.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = os.open(folder / _LOCK, flags, 0o600)
     try:
@@ -184,10 +184,10 @@ def _own(folder: Path) -> int:
 
 
 def _make_private(folder: Path) -> None:
-    """RuntimeError when it is somebody else's: they could change what is published in it."""
+    """RuntimeError if another user owns it, who could change what is published there."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".owner-") as probe:
-            us = os.fstat(probe.fileno()).st_uid  # as this file system sees us
+            us = os.fstat(probe.fileno()).st_uid  # our uid on this file system
     except PermissionError as error:
         raise RuntimeError(f"{folder} cannot be written: {error.strerror}") from None
     found = os.stat(folder)

@@ -1,4 +1,4 @@
-"""How one episode runs: classes with one async method, named in the YAML or by import path."""
+"""Workflows: how one episode runs. Named in the YAML by a short name or an import path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKFLOWS = {
 
 
 def image_refusal(section: str, dataset: DatasetConfig | None, workflow: Any) -> str:
-    """Why rows with images and a workflow of text do not go together."""
+    """Error text for rows with images and a text-only workflow."""
     path = "" if dataset is None else f" {dataset.path!r}"
     name = workflow if isinstance(workflow, str) else getattr(workflow, "__name__", workflow)
     return (
@@ -27,9 +27,9 @@ def image_refusal(section: str, dataset: DatasetConfig | None, workflow: Any) ->
 
 
 def find_workflow(name: str, *, key: str = "workflow") -> Any:
-    """What a name or an import path stands for: a RolloutWorkflow or an agent, or its class.
+    """Resolves a name or import path to a RolloutWorkflow, an agent, or the class of either.
 
-    `key` is the config key that errors name.
+    `key` is the config key for error messages.
     """
     from areal.api.workflow_api import RolloutWorkflow, is_agent
 

@@ -1,7 +1,7 @@
-"""One turn of a chat: the question as tokens, the engine's reply, its judgement.
+"""One chat turn, shared by the shipped workflows: prompt tokens, the engine's reply, its reward.
 
-What the shipped workflows have in common. Seeds come from `workflow_context`, so an episode that
-runs again draws the same tokens from the same weights; an aborted reply is a failure, never data.
+Seeds come from `workflow_context`, so a retried episode samples the same tokens from the same
+weights; an aborted reply is a failure, never data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def messages_of(data: dict[str, Any]) -> Any:
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether a row brings images, beside its chat or in it."""
+    """Whether a row has images, in `images` or in its chat."""
     if row.get("images"):
         return True
     chat = row.get("messages")
@@ -57,7 +57,7 @@ def chat_input_ids(messages: Any, tokenizer: Any, enable_thinking: bool) -> list
 
 
 class ChatTurn:
-    """Its arguments are those of the workflows, and are told there (`RLVRWorkflow`)."""
+    """For the arguments see `RLVRWorkflow`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ChatTurn:
         self._reward = AsyncRewardWrapper(reward_fn, **(reward_kwargs or {}))
 
     def prompt(self, data: dict[str, Any]) -> Prompt:
-        """The row's question. The samples of a group tokenise it once."""
+        """The tokenised prompt of a row; cached, so the samples of a group tokenise it once."""
         return self._tokenized(json.dumps(self._extract_prompt(data)))
 
     async def generate(self, engine: InferenceEngine, input_ids: list[int]) -> ModelResponse:
@@ -99,7 +99,7 @@ class ChatTurn:
         return response
 
     async def judge(self, prompt: Prompt, response: ModelResponse, data: dict[str, Any]) -> float:
-        """The reward of the reply, from the reward process."""
+        """The reward of the reply, computed in a reward process."""
         text_ids = response.output_tokens
         if text_ids and text_ids[-1] in self.stop_ids:
             text_ids = text_ids[:-1]

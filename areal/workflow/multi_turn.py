@@ -1,11 +1,11 @@
-"""MultiTurnWorkflow: the same question until the answer is right or the turns are used up.
+"""MultiTurnWorkflow: retries a question with feedback, up to `max_turns` replies.
 
     question -> reply -> reward != 0: done
                       -> reward == 0: "your answer is wrong" -> reply -> ...
 
-One call makes one trajectory of all its turns; the reward of the last reply, discounted by the
-number of retries, is that of the whole. What the model wrote stays as it was sampled: a later turn
-puts tokens after it, and never tokenises the past again.
+One call makes one trajectory of all turns; its reward is that of the last reply, discounted by the
+number of retries. Sampled tokens are kept as they are: a later turn appends tokens and never
+tokenises earlier ones again.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         return transcript.num_turns < self.max_turns and fits
 
     def _text_after(self, ids: list[int]) -> list[int]:
-        """The feedback, less the end-of-turn token when the model has written it itself."""
+        """The feedback, without the end-of-turn token if the model has generated it."""
         ended = ids[-1] in self._turn.stop_ids and self._feedback_ids[:1] == ids[-1:]
         return self._feedback_ids[1:] if ended else self._feedback_ids
 
@@ -113,8 +113,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 def feedback_ids(feedback: str, tokenizer: Any, enable_thinking: bool) -> list[int]:
     """Tokens from the end of an assistant's turn through `feedback` to the next turn's header.
 
-    Taken from the chat template as text, after the place of the reply: a template may rewrite
-    earlier turns (drop their thoughts), and what stands before that place is not used.
+    Taken from the rendered chat template, after a placeholder for the reply. Text before it is not
+    used, because a template may rewrite earlier turns (drop their thoughts).
     """
     chat = [
         {"role": "user", "content": "question"},

@@ -1,4 +1,4 @@
-"""A workflow from any of the forms a user may give one in."""
+"""Resolves the forms in which a user may give a workflow: object, class or import path."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from areal.utils import import_path
 def build_workflow(
     given: WorkflowLike, kwargs: dict[str, Any] | None
 ) -> tuple[RolloutWorkflow, Callable[[], None] | None]:
-    """A workflow, and what closes it if it was built here.
+    """A workflow, and its `close` if it was built here.
 
-    An object is taken as it is; a class is called with `kwargs`; a text is the path of either.
+    An object is used as it is; a class is called with `kwargs`; a str is the import path of either.
     """
     found = import_path.load_object(given, key="workflow") if isinstance(given, str) else given
     if isinstance(found, RolloutWorkflow):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """Single-turn episodes judged by a reward function.
+    """Single-turn episodes scored by a reward function.
 
     `reward_fn` is a name of `areal.reward`, an import path or a function; `tokenizer` an object or
     a path. `reward_kwargs` go to AsyncRewardWrapper (timeout_seconds, max_workers, max_retries).
     A row's keys reach the reward function as keywords, except those that are its own arguments.
 
-    `data_extract_prompt_fn(row)` gives the chat of a row (default: `row["messages"]`);
+    `data_extract_prompt_fn(row)` returns the chat of a row (default: `row["messages"]`);
     `get_input_ids_fn(chat, tokenizer, enable_thinking)` its tokens (default: the chat template).
     """
 

@@ -1,7 +1,7 @@
-"""The tokens of an episode as they were said, and the trajectory they make.
+"""The tokens of an episode in order, and the trajectory made of them.
 
-Token in, token out: what was generated stays as it was sampled, and later text is put after it, so
-every log-probability belongs to the token beside it.
+Token in, token out: sampled tokens are kept as they are and later text is appended, so every
+log-probability belongs to its token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from areal.api.io_struct import ModelResponse
 
 
 class Transcript:
-    """Grows by text the model reads and replies it writes; `ids` is the whole so far.
+    """Alternating input text and replies of the model; `ids` are all tokens so far.
 
     transcript = Transcript(prompt_ids)
     transcript.add_reply(await generate(transcript.ids))
@@ -24,25 +24,25 @@ class Transcript:
 
     def __init__(self, prompt_ids: list[int]) -> None:
         self.ids: list[int] = list(prompt_ids)
-        self._replies: list[tuple[int, ModelResponse]] = []  # with the place of its first token
+        self._replies: list[tuple[int, ModelResponse]] = []  # (index of the first token, reply)
 
     @property
     def num_turns(self) -> int:
         return len(self._replies)
 
     def add_text(self, ids: list[int]) -> None:
-        """Text the model did not write, so it is not trained on."""
+        """Append text that the model did not generate; it is not trained on."""
         self.ids += ids
 
     def add_reply(self, response: ModelResponse) -> None:
-        """A reply to exactly the tokens so far."""
+        """Append a reply to exactly the tokens so far."""
         assert len(response.input_tokens) == len(self.ids), "a reply to other tokens"
         self._replies.append((len(self.ids), response))
-        # Not in place: the request that was answered may hold the list.
+        # Not in place: the request may hold a reference to the list.
         self.ids = self.ids + response.output_tokens
 
     def trajectory(self, reward: float) -> dict[str, torch.Tensor]:
-        """A batch of one, as `api/io_struct.py` says. `seq_no_eos` is that of the last reply."""
+        """A batch of one (see `api/io_struct.py`). `seq_no_eos` is that of the last reply."""
         shape = 1, len(self.ids)
         logprobs = np.zeros(shape, np.float32)
         versions, turn_ids = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
@@ -62,5 +62,5 @@ class Transcript:
             "rewards": np.array([reward], np.float32),
             "seq_no_eos": np.array([cut]),
         }
-        # By way of numpy: torch takes several times as long for lists and for small tensors.
+        # Through numpy: torch is several times slower for lists and small tensors.
         return {key: torch.from_numpy(value) for key, value in row.items()}

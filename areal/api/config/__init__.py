@@ -1,1 +1,1 @@
-"""The configuration: one small file per section of the YAML, `cli_args` is the public door."""
+"""The configuration, a file per group of YAML sections; import it from `areal.api.cli_args`."""

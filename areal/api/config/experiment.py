@@ -1,8 +1,8 @@
 """The root of a config file: one class per trainer.
 
-A value is written once. What a section needs from the root (batch size, model, sampling options)
-flows down in `__post_init__`; run name and folders exist at the root only. Checks that need two
-sections are here; a section checks itself.
+A value is written once. Sections get what they need from the root (batch size, model, sampling
+options) in `__post_init__`; run name and folders exist only at the root. A section checks itself;
+checks across sections are here.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class BaseExperimentConfig:
         return {name: section for name, section in sections.items() if isinstance(section, kinds)}
 
     def num_processes(self) -> dict[str, int]:
-        """Role -> worker processes of its own; a role that runs in the controller, or in the
-        processes of another one, has none."""
+        """Role -> number of its own worker processes; 0 for a role that runs in the controller or
+        in another role's processes."""
         hosts = self.hosts()
         return {role: n if hosts[role] == role else 0 for role, n in self.num_ranks().items()}
 
     def jobs(self) -> list[Job]:
-        """The workers of all roles that have some of their own."""
+        """The workers of all roles that have their own."""
         return [self.model_job(role) for role, count in self.num_processes().items() if count]
 
     def model_job(self, role: str) -> Job:
@@ -127,7 +127,7 @@ class BaseExperimentConfig:
         )
 
     def hosts(self) -> dict[str, str]:
-        """Role -> the role whose processes its model is in, or `controller`."""
+        """Role -> the role whose processes host its model, or `controller`."""
         sizes = self.num_ranks()
         return {
             role: "controller"
@@ -137,12 +137,12 @@ class BaseExperimentConfig:
         }
 
     def num_ranks(self) -> dict[str, int]:
-        """Role -> ranks its model is laid out over."""
+        """Role -> number of ranks of its model."""
         models = self.models().items()
         return {role: section.allocation.parallel.world_size for role, section in models}
 
     def _check_placement(self, actor: TrainEngineConfig) -> None:
-        """Each rank has what it needs, and colocated roles have as many as each other."""
+        """Each rank has the devices it needs; colocated roles have equal numbers of ranks."""
         models, sizes = self.models(), self.num_ranks()
         mode = actor.weight_update_mode
         require(
@@ -187,7 +187,7 @@ class BaseExperimentConfig:
         )
 
     def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: RowType) -> None:
-        """The parts of the root that follow from the trainer and its model."""
+        """Set the parts of the root that follow from the trainer and its model."""
         self.tokenizer_path = self.tokenizer_path or actor.path
         require(actor.optimizer is not None, "actor.optimizer must be set to train (lr: ...)", None)
         if row_type == "rw":
@@ -376,11 +376,11 @@ class PPOConfig(BaseExperimentConfig):
         return [*super().jobs(), self.server_job(), *workers]
 
     def rollout_worker_job(self) -> Job:
-        """The processes of episodes as workers of a scheduler."""
+        """The rollout worker processes as workers of a scheduler."""
         return Job("rollout_worker", self.rollout.workers, default_gpus=0)
 
     def server_job(self) -> Job:
-        """The inference servers as workers of a scheduler, one for each."""
+        """The inference servers as workers of a scheduler, one worker per server."""
         rollout = self.rollout
         num_threads = self.server.threads * rollout.tensor_parallel
         specs = rollout.scheduling_spec or [SchedulingSpec()]
@@ -397,7 +397,7 @@ class PPOConfig(BaseExperimentConfig):
         return getattr(self, self.rollout.engine)
 
     def _check_stock_server(self) -> None:
-        """What a server that is not ours cannot do is refused, not ignored."""
+        """Reject, not ignore, options that a stock server does not support."""
         engine = self.rollout.engine
         if engine == "native":
             return
@@ -426,7 +426,7 @@ class PPOConfig(BaseExperimentConfig):
             f"native.batch_invariant must be false {chosen}: the native server does not run",
             True,
         )
-        # The controller alone knows which requests an update interrupts; ranks would send past it.
+        # Only the controller knows which requests an update interrupts; ranks would bypass it.
         require(
             self.num_processes()["actor"] == 0,
             f"actor.backend must be one rank in the controller {chosen}: use archon:d1 or fsdp:d1 "
@@ -445,7 +445,7 @@ class PPOConfig(BaseExperimentConfig):
                 )
 
     def models_in_turns(self) -> list[str]:
-        """The roles whose models take turns with the server on devices they share."""
+        """Roles whose models share devices with the inference server and alternate with it."""
         target, hosts = self.rollout.scheduling_strategy.target, self.hosts()
         if target is None:
             return []
@@ -532,7 +532,7 @@ _SHARED_DEVICES = "rollout.scheduling_strategy.target"
 
 
 def _check_turns(config: PPOConfig) -> None:
-    """ValueError when `rollout` shares devices and cannot; nothing when it has its own."""
+    """ValueError if `rollout` shares devices and cannot; no-op if it has its own."""
     target = config.rollout.scheduling_strategy.target
     if target is None:
         return

@@ -1,23 +1,17 @@
-"""Limits of a process that runs a user's code: a reward function, or an agent in `subproc` mode.
+"""Sections about generation: process limits, agents, sampling, inference servers, rollout.
 
-The `rollout.agent` section: how agents run that talk to the model over HTTP.
+`ProcessLimits` bounds processes that run user code: reward functions, and agents in `subproc` mode.
 
-The `gconfig` section: how tokens are sampled, and the same options in OpenAI's words.
+`GenerationHyperparameters` is the `gconfig` section. Its three `to_openai_*` methods return keyword
+arguments of the `openai` client's `chat.completions.create` and `responses.create`, and of the
+Agents SDK's `ModelSettings`. An option that such an interface does not have goes into `extra_body`
+under its name here, if it is set; only the bound on prompt plus output is renamed, because
+`max_tokens` is OpenAI's old name for the output bound. What a request cannot express is rejected: a
+group where one call returns one reply, and `lora_name`, which the `model` argument selects.
+`reward_normalization` and `drop_incomplete_group` apply to a group and are not sent.
 
-The three `to_openai_*` methods give keyword arguments of the `openai` client's
-`chat.completions.create` and `responses.create`, and of the Agents SDK's `ModelSettings`. What such
-an interface has no name for goes into `extra_body` under the name it has here, when it is set;
-only our prompt-and-output bound is renamed, because `max_tokens` is OpenAI's old name for the
-output bound. What no request can say is refused: a group where one call gives one answer, and
-`lora_name`, which the `model` argument chooses. `reward_normalization` and `drop_incomplete_group`
-are about a group, not a request, and stay behind.
-
-The `vllm` and `sglang` sections: stock servers, each in an environment of its own.
-
-Keys that are named here are those a run must often set. Any other option of a server goes into
-`extra_args`, as on its command line.
-
-The `rollout` section (how episodes are run) and the `native` section (our inference server).
+`VLLMConfig` and `SGLangConfig` are stock servers, each in its own environment. The named keys are
+those a run often sets; any other option of a server goes into `extra_args`, as on its command line.
 """
 
 from __future__ import annotations
@@ -226,7 +220,7 @@ class GenerationHyperparameters:
         return self._openai_args("max_tokens", {"frequency_penalty"})
 
     def _openai_args(self, max_output: str, named: set[str]) -> dict[str, Any]:
-        """`max_output` is the interface's name for the output bound; it has `named` options too."""
+        """`max_output`: the interface's name for the output bound; `named`: its other options."""
         self._check_one_call(may_have_n="n_samples" in named)
         args = {
             max_output: self.max_new_tokens,
@@ -257,7 +251,7 @@ class GenerationHyperparameters:
         )
 
 
-# Options whose default changes nothing, and what a request calls them.
+# Options without effect at their default -> their name in a request.
 _SENT_WHEN_SET = {
     "frequency_penalty": "frequency_penalty",
     "stop": "stop",
@@ -421,7 +415,7 @@ class InferenceEngineConfig:
 
     @property
     def tensor_parallel(self) -> int:
-        """Processes the model of one server is cut over."""
+        """Ranks of one server's model."""
         return ModelAllocation.from_str(self.backend).parallel.tensor_parallel_size
 
 

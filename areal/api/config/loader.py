@@ -1,14 +1,13 @@
-"""Reads a config: argv -> `Source` -> checked keys -> interpolated values -> dataclasses.
+"""Loads a config (argv -> `Source` -> checked keys -> interpolated values -> dataclasses) and
+reports keys without effect.
 
-Which keys have an effect only together with others, and what to say when they have none.
+`ROWS` lists keys that have an effect only together with others. A key that was written, differs
+from its default and is not read in this run is rejected if it can only be a mistake; it gets a
+warning if a file shared by several runs may well carry it (`vllm:` beside `sglang:`, a tracker that
+is switched off). Keys in no row always have an effect, or their section checks them.
 
-A key that was written, with another value than it has when left out, and that nothing of this run
-reads is refused where it can only be a mistake, and warned about where a file that several runs
-share may well carry it (`vllm:` beside `sglang:`, a tracker that is switched off). Keys in no row
-always have an effect, or are checked by the section they belong to.
-
-`by_workflow` rows hang on the workflow, which a script may hand to `train()` in place of the one in
-the file: only the command line, which runs what the file names, asks them.
+`by_workflow` rows depend on the workflow, which a script may pass to `train()` instead of the one
+in the file: they apply only to the command line, which runs what the file names.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Config = TypeVar("Config", bound=BaseExperimentConfig)
 
 logger = logging.getLogger("areal.Config")
 
-# The `trainer` key of a file -> the class of its root.
+# `trainer` key of a file -> class of its root.
 EXPERIMENTS: dict[str, type[BaseExperimentConfig]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
@@ -54,7 +53,7 @@ EXPERIMENTS: dict[str, type[BaseExperimentConfig]] = {
 
 
 _OF_ACTOR = "; that is an algorithm, chosen by keys of actor: trainer: ppo with "
-# What is no trainer, and how it is written.
+# Algorithms that are no trainers, and the keys that select them.
 _ALGORITHMS = {
     "grpo": _OF_ACTOR + "reward_norm {mean_level: group, std_level: group}, and no critic",
     "dr_grpo": _OF_ACTOR + "reward_norm {mean_level: group, std_level: null}",
@@ -94,7 +93,7 @@ def load_expr_config(argv: list[str], cls: type[Config]) -> tuple[Config, str]:
 
 
 def load_experiment(argv: list[str]) -> tuple[BaseExperimentConfig, str]:
-    """The same for the command line, which runs what the file names: its trainer and workflow."""
+    """The same for the command line, which runs the file's own trainer and workflow."""
     source = read_source(list(argv))
     config = _load(source, experiment_class(argv))
     _report_idle(config, source, by_workflow=True)
@@ -102,7 +101,7 @@ def load_experiment(argv: list[str]) -> tuple[BaseExperimentConfig, str]:
 
 
 def _report_idle(config: BaseExperimentConfig, source: Source, *, by_workflow: bool) -> None:
-    """No key is silently without effect: a likely mistake is refused, another one logged."""
+    """No key is silently without effect: a likely mistake is rejected, others are logged."""
     for idle in idle_keys(config, source):
         if idle.by_workflow and not by_workflow:
             continue
@@ -114,7 +113,7 @@ def _report_idle(config: BaseExperimentConfig, source: Source, *, by_workflow: b
 
 
 def _is_the_same_without(config: BaseExperimentConfig, source: Source, key: KeyPath) -> bool:
-    """Whether the key, or a section around it, has the very value that it gets when left out."""
+    """Whether the key, or a section around it, has the value it would get if left out."""
     for length in range(len(key), 0, -1):
         tree = copy.deepcopy(source.tree)
         parent = tree
@@ -124,13 +123,13 @@ def _is_the_same_without(config: BaseExperimentConfig, source: Source, key: KeyP
         try:
             if _load(dataclasses.replace(source, tree=tree), type(config)) == config:
                 return True
-        except ConfigError:  # it cannot be left out
+        except ConfigError:  # it is required
             pass
     return False
 
 
 def experiment_class(argv: list[str]) -> type[BaseExperimentConfig]:
-    """The class to load `argv` with: its file says `trainer: ppo` (the default), `sft`, ..."""
+    """The class to load `argv` with, by the file's `trainer` key: `ppo` (default), `sft`, ..."""
     source = read_source(list(argv))
     kind = source.tree.get("trainer", "ppo")
     if not isinstance(kind, str) or kind not in EXPERIMENTS:
@@ -142,7 +141,7 @@ def experiment_class(argv: list[str]) -> type[BaseExperimentConfig]:
 
 
 def dump_yaml(config: BaseExperimentConfig) -> str:
-    """The whole config, defaults included, as a file that loads to an equal one, less secrets."""
+    """The whole config, with defaults and without secrets, as a file that loads to an equal one."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(without_secrets(dataclasses.asdict(config))))
@@ -151,7 +150,7 @@ def dump_yaml(config: BaseExperimentConfig) -> str:
 def _load(source: Source, cls: type[Config]) -> Config:
     check_keys(cls, source.tree, source)
     tree = _interpolate(with_defaults(cls, source.tree), source)
-    check_keys(cls, tree, source)  # again: `${...}` may have brought in a whole section
+    check_keys(cls, tree, source)  # again: `${...}` may have inserted a whole section
     return build(cls, tree, source)
 
 
@@ -161,7 +160,7 @@ def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
 
     try:
         found = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
-        return cast("dict[str, Any]", found)  # of a dict
+        return cast("dict[str, Any]", found)  # a dict stays one
     except OmegaConfBaseException as error:
         key = error.full_key or ""
         reason = str(error).strip().splitlines()[0]
@@ -170,7 +169,7 @@ def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         raise ConfigError(f"{source.path}: ${{...}} references go round in a circle") from None
 
 
-# The workflows that areal ships, none of which is an agent (areal/workflow/__init__.py).
+# The workflows of areal/workflow/__init__.py, none of which is an agent.
 SHIPPED_WORKFLOWS = {
     "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
     "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
@@ -179,7 +178,7 @@ SHIPPED_WORKFLOWS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a reason is asked about: a config, and the section of it that the key is in."""
+    """Argument of a reason: a config, and the section that contains the key."""
 
     config: Any
     role: str  # name of the section
@@ -194,7 +193,7 @@ class Place:
         return ModelAllocation.from_str(self.section.backend).parallel
 
 
-# Why a key is idle, after "has no effect: "; None when it is not.
+# Why a key is idle, after "has no effect: "; None if it is not.
 Reason = Callable[[Place], str | None]
 
 
@@ -218,10 +217,10 @@ class IdleKey:
 
 
 def idle_keys(config: BaseExperimentConfig, source: Source) -> Iterator[IdleKey]:
-    """Keys of `source` that nothing reads in this `config`, and that do not have their default.
+    """Keys of `source` that this `config` does not read and that differ from their default.
 
-    A value that follows from other keys may still be here: whoever can load `source` without the
-    key is to compare.
+    Values derived from other keys may be included: the caller compares with a config loaded
+    without the key.
     """
     for key in _leaves(type(config), source.tree, ()):
         if _value(config, key) == _default(type(config), key):
@@ -235,7 +234,7 @@ def idle_keys(config: BaseExperimentConfig, source: Source) -> Iterator[IdleKey]
 
 
 def rows_of(name: str) -> list[Row]:
-    """Those that say something of the key `name`, the most telling one first."""
+    """Rows that apply to the key `name`, the most specific first."""
     return [row for row in ROWS if any(fnmatch.fnmatchcase(name, key) for key in row.keys)]
 
 
@@ -296,7 +295,7 @@ def _of_trained(*keys: str) -> tuple[str, ...]:
 
 
 ROWS: tuple[Row, ...] = (
-    # Who runs where
+    # Placement
     Row(
         ("scheduler.placement",),
         _unless(lambda p: p.config.scheduler.type == "ray", "scheduler.type is local"),
@@ -313,7 +312,7 @@ ROWS: tuple[Row, ...] = (
         ("rollout.scheduling_spec",),
         _unless(lambda p: p.config.scheduler.type == "ray", "scheduler.type is local"),
     ),
-    # What is written and evaluated, and when
+    # Saving and evaluation
     Row(
         ("valid_dataset.*", "eval_gconfig.*", "eval_workflow"),
         _unless(_evaluates, "evaluator never fires (set evaluator.freq_steps, for example)"),
@@ -324,7 +323,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         ("evaluator.*",),
-        # `valid_dataset: null` is how an evaluation is switched off.
+        # `valid_dataset: null` switches evaluation off.
         _unless(
             lambda p: p.config.valid_dataset is not None or "valid_dataset" in p.written,
             "there is no valid_dataset",
@@ -530,17 +529,17 @@ def _leaves(cls: type, tree: Mapping[str, Node], key: KeyPath) -> Iterator[KeyPa
 
 
 def _value(config: Any, key: KeyPath) -> Any:
-    """After `${...}`, and as the section stores it."""
+    """After interpolation, and as the section stores it."""
     for name in key:
         config = getattr(config, name)
     return config
 
 
 def _default(cls: type, key: KeyPath) -> Any:
-    """What the key is when it is left out; MISSING for one that must be given."""
+    """The key's default; MISSING if it is required."""
     for name in key[:-1]:
         section = section_class(field_types(cls)[name])
-        assert section is not None  # every name but the last is that of one
+        assert section is not None  # every name but the last is a section
         cls = section
     field = next(field for field in dataclasses.fields(cls) if field.name == key[-1])
     if field.default_factory is dataclasses.MISSING or section_class(field_types(cls)[key[-1]]):

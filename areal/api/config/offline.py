@@ -1,7 +1,7 @@
 """Experiments without generation: SFT, reward models and DPO.
 
-For the latter two `train_dataset.batch_size` counts pairs of a chosen and a rejected answer; a pair
-is never split.
+For the latter two `train_dataset.batch_size` counts pairs of a chosen and a rejected answer; pairs
+are never split.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""The models beside the actor: `ref`, `teacher` and `critic`.
+"""Sections of the RL models: `ref`, `teacher` and `critic`, `actor.rejection_sampling`, `actor`.
 
-What they leave out is the actor's: `ref: {}` is the model that training starts from.
+`ref`, `teacher` and `critic` inherit what they leave out from the actor: `ref: {}` is the model
+that training starts from.
 
-The `actor.rejection_sampling` section: which tokens are too far off-policy to learn from.
+`actor.rejection_sampling` selects tokens that are too far off-policy to learn from; TIS, IcePop,
+KPop, sequence masks (MIS) and KL filters are settings of it. It bounds the weight pi_prox /
+pi_behave, which the decoupled loss applies with or without this section.
 
-TIS, IcePop, KPop, sequence masks (MIS) and KL filters are settings of it. The weight it bounds is
-pi_prox / pi_behave, which the decoupled loss applies with or without this section.
-
-The `actor` section of reinforcement learning: from rewards to advantages to the loss.
-
-An algorithm is a combination of these keys. Combinations without a meaning are refused here, each
-with its reason.
+`actor` covers rewards, advantages and the loss. An algorithm is a combination of its keys;
+meaningless combinations are rejected, each with its reason.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class FrozenModelConfig:
             check_training_backend(self.backend)
 
     def inherit(self, actor: TrainEngineConfig) -> None:
-        """Fill what was left out."""
+        """Inherit what was left out from the actor."""
         self.path = self.path or actor.path
         self.backend = self.backend or actor.backend
         self.dtype = self.dtype or actor.dtype
@@ -75,7 +73,7 @@ class FrozenModelConfig:
 
     @property
     def allocation(self) -> ModelAllocation:
-        """Engine and parallel layout that `backend` names."""
+        """Engine and parallel layout of `backend`."""
         if self.backend is None:
             raise RuntimeError("backend is not known yet: `inherit` takes it from the actor")
         return ModelAllocation.from_str(self.backend)
@@ -84,7 +82,7 @@ class FrozenModelConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
         backend = self.backend or actor.backend
         engine = ModelAllocation.from_str(backend).backend
-        # Numbers of replicas and stages are parts of the actor's layout; this one may have another.
+        # Numbers of replicas and stages belong to the actor's layout; this one may differ.
         same_layout = backend == actor.backend
         replicas = {} if same_layout else {"num_replicas": 1}
         fsdp, archon = replace(actor.fsdp, **replicas), replace(actor.archon, **replicas)
@@ -159,14 +157,14 @@ class PPOCriticConfig(TrainEngineConfig):
         require_above(0, eps_clip=self.eps_clip)
 
     def inherit(self, actor: TrainEngineConfig) -> None:
-        """Fill what was left out."""
+        """Inherit what was left out from the actor."""
         self.path = self.path or actor.path  # pyright: ignore[reportIncompatibleVariableOverride]  # None until here
         self.optimizer = self.optimizer or deepcopy(actor.optimizer)
         self.dtype = self.dtype or actor.dtype
         self.mb_spec = self.mb_spec or deepcopy(actor.mb_spec)  # pyright: ignore[reportIncompatibleVariableOverride]  # None until here
 
 
-# Never below 0, and 0 where the two policies agree.
+# Never negative, and 0 where the two policies agree.
 _DISTANCES = ("kl_k2", "kl_k3", "binary_kl")
 
 
@@ -346,7 +344,7 @@ class PPOActorConfig(TrainEngineConfig):
 
     @property
     def needs_ref(self) -> bool:
-        """Whether the loss or the rewards ask a reference model."""
+        """Whether the loss or the rewards use a reference model."""
         return self.kl_ctl > 0 or self.kl_loss_coef > 0
 
     def _check_policy_loss(self) -> None:
@@ -394,7 +392,7 @@ class PPOActorConfig(TrainEngineConfig):
             )
 
     def _chosen_loss(self) -> str:
-        """A row of `areal.algorithm.POLICY_LOSSES`, or an import path."""
+        """A key of `areal.algorithm.POLICY_LOSSES`, or an import path."""
         shipped = "gspo" if self.importance_sampling_level == "sequence" else "ppo"
         if self.use_sapo_loss or self.use_cispo_loss:
             shipped = "sapo" if self.use_sapo_loss else "cispo"
@@ -427,7 +425,7 @@ class PPOActorConfig(TrainEngineConfig):
         return self.policy_loss
 
     def _check_proximal_policy(self) -> None:
-        """What needs the policy at the start of the step beside the one that sampled."""
+        """Options that need the policy at the start of the step in addition to the sampler's."""
         if not self.use_decoupled_loss:
             require(
                 self.rejection_sampling is None,

@@ -1,16 +1,10 @@
-"""The `cluster` and `scheduler` sections: where files lie and who starts processes.
+"""Sections about the run itself: where files are, who starts processes, what is recorded and when.
 
-The `train_dataset` and `valid_dataset` sections: which rows, in which order.
-
-The `stats_logger` and `perf_tracer` sections: where numbers and traces of a run go.
-
-The console and the run's database always get every number; the trackers are optional packages.
-
-The `saver`, `evaluator` and `recover` sections: things done every so often.
-
-Each has up to three clocks; any one that fires is enough, and none set means never.
-
-The `watchdog` section: when a run in which nothing moves is ended.
+`cluster` and `scheduler`: folders, and how processes are started. `train_dataset` and
+`valid_dataset`: which rows, in which order. `stats_logger` and `perf_tracer`: the console and the
+run's database always get every number; trackers are optional packages. `saver`, `evaluator` and
+`recover`: periodic actions with up to three timers each; any one triggers, none set means never.
+`watchdog`: when a run without progress is ended.
 """
 
 from __future__ import annotations
@@ -96,7 +90,7 @@ class DatasetConfig:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Those that are named, for the loader of columns."""
+        """The columns that are set, for the loader."""
         named = {"prompt": self.prompt, "answer": self.answer}
         return {key: name for key, name in named.items() if name is not None}
 

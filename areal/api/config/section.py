@@ -1,8 +1,4 @@
-"""The one error a user's configuration can end in.
-
-The tree of keys that the dataclasses describe, and what to say about a key outside it.
-
-`@config_section`: a dataclass of the config, whose fields hold what their types say.
+"""`@config_section` and its checks: dataclasses whose fields hold what their types say.
 
     @config_section
     class NormConfig:
@@ -11,16 +7,15 @@ The tree of keys that the dataclasses describe, and what to say about a key outs
 
     NormConfig(mean_level="invalid")    # ValueError: mean_level must be one of batch, group, ...
 
-It does not matter whether a section comes from a file or is built in Python: types, choices and
-finite numbers are checked here, once for all sections, before and after its own `__post_init__`.
-Conversions lose nothing: `1e3` is the integer 1000 and `"5"` (what `${oc.env:N}` gives) is 5, but
-0.5 is no integer, true is no number and no name.
+Whether a section comes from a file or is built in Python, types, choices and finite numbers are
+checked here, before and after its own `__post_init__`. Conversions are lossless: `1e3` is the
+integer 1000 and `"5"` (from `${oc.env:N}`) is 5, but 0.5 is no integer, true is no number and no
+name.
 
-Checks shared by the sections of the config.
-
-A section speaks of its own fields (`lr must be above 0, got -1`); the loader knows where the
-section lies and puts `actor.optimizer.` and the line of the file in front. So every message below
-starts with the name of a field.
+`ConfigError` is the one error a user's configuration can end in. `explain_unknown` says what to
+write instead of an unknown key. The `require*` checks are shared by all sections: a section names
+its own field (`lr must be above 0, got -1`), and the loader prefixes `actor.optimizer.` and the
+line of the file, so every message starts with the name of a field.
 """
 
 from __future__ import annotations
@@ -39,21 +34,21 @@ from typing import Any, Literal
 
 
 class ConfigError(ValueError):
-    """One line: where it was written, what was found, what was expected, what to change."""
+    """One line: position, what was found, what was expected, what to change."""
 
     def __init__(self, message: str) -> None:
-        # What a user wrote may hold line breaks; the message quotes it and stays one line.
+        # User text may contain line breaks; the message quotes it and stays one line.
         super().__init__(" ".join(message.splitlines()))
 
 
-# Keys of the original system's files that have one place here, and where that is.
+# Keys that AReaL's files repeat in sections -> their only position here.
 _AT_ROOT = {
     "experiment_name": "experiment_name",
     "trial_name": "trial_name",
     "fileroot": "cluster.fileroot",
     "tokenizer_path": "tokenizer_path",
 }
-# What a user of other frameworks may try, and the key it is here.
+# Names in other frameworks -> the key here.
 _OTHER_NAMES = {
     "learning_rate": "actor.optimizer.lr",
     "model": "actor.path",
@@ -62,7 +57,7 @@ _OTHER_NAMES = {
     "staleness": "rollout.max_head_offpolicyness",
     "max_staleness": "rollout.max_head_offpolicyness",
 }
-# Keys of the original system's files that this version does without, and why.
+# Keys of AReaL's files that do not exist here, and why.
 _ABSENT = {
     "group_size": "groups are normalised by their real sizes; remove it",
     "behave_imp_weight_cap": "use rejection_sampling with action: clamp and upper: CAP",
@@ -150,7 +145,7 @@ def _advice(root: type, section: type, prefix: str, leaf: str) -> str:
 
 
 def _nearest_first(homes: list[str], prefix: str) -> str:
-    """At most three places, those inside the section the user wrote in first."""
+    """At most three positions, those inside the section the user wrote in first."""
     homes = sorted(homes, key=lambda key: (not key.startswith(prefix), key.count(".")))
     return " or ".join(homes[:3])
 
@@ -168,7 +163,7 @@ def config_section(cls: type | None = None, **options: Any) -> Any:
     own = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: object) -> None:
-        # Once: by the most derived section, also when a plain dataclass of a user extends it.
+        # Once: in the most derived section, also if a user's plain dataclass extends it.
         is_whole = _most_derived(type(self)) is made
         if is_whole:
             _convert_fields(self)
@@ -188,14 +183,14 @@ def is_section(cls: type) -> bool:
 
 
 def converted(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` of fields of `cls` as their types want them, or a ValueError that begins with the
-    field and says what was expected and found."""
+    """`values` converted to the field types of `cls`, or a ValueError that starts with the field
+    and says what was expected and found."""
     converters = _converters(cls)
     return {name: _converted(name, value, converters[name]) for name, value in values.items()}
 
 
 def _show(value: Any) -> str:
-    """As YAML spells it, and not longer than a line."""
+    """As YAML writes it, at most a line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value!r:.200}"
@@ -213,11 +208,11 @@ def _convert_fields(config: object) -> None:
 
 @functools.cache
 def _plan(cls: type) -> list[tuple[str, frozenset[type], Callable[[Any], Any]]]:
-    """Each field with the types that need no second look: a request in flight makes sections."""
+    """Each field with the types that need no conversion: sections are built per request."""
     plan: list[tuple[str, frozenset[type], Callable[[Any], Any]]] = []
     for name, hint in field_types(cls).items():
         kinds = typing.get_args(hint) if _is_union(hint) else (hint,)
-        # Of a number or a text only the number: "0.5" is one.
+        # A field that takes a number or text first tries the number: "0.5" is one.
         first = next(kind for kind in kinds if kind is not type(None))
         plain = {
             kind for kind in kinds if kind is type(None) or (kind is first and kind in _SCALARS)
@@ -227,7 +222,7 @@ def _plan(cls: type) -> list[tuple[str, frozenset[type], Callable[[Any], Any]]]:
 
 
 def _check_finite(config: object) -> None:
-    """After a section's own checks, which may say more about what a number must be."""
+    """After a section's own checks, which may be more specific."""
     for name in _converters(type(config)):
         value = getattr(config, name)
         items: list[Any] = (
@@ -267,7 +262,7 @@ class _WrongValue(Exception):
 
 
 def _converter(hint: Any) -> Callable[[Any], Any]:
-    """A function that gives a value as `hint` or raises _WrongValue."""
+    """A function that converts a value to `hint` or raises _WrongValue."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: value
@@ -285,7 +280,7 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
 
 
 def _one_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """The first kind that can hold the value: "0.5" is a number before a text."""
+    """The first type that can hold the value: "0.5" is a number before it is text."""
     choices = [_converter(kind) for kind in kinds if kind is not type(None)]
     is_optional = type(None) in kinds
 
@@ -366,7 +361,7 @@ def _may_be_number(value: Any) -> bool:
 
 
 def _to_str(value: Any) -> str:
-    # A whole number reads back as it was written; 1.10 or `yes` would not.
+    # An integer reads back as it was written; 1.10 or `yes` would not.
     if isinstance(value, os.PathLike):
         return os.fspath(typing.cast("os.PathLike[str]", value))
     if isinstance(value, bool) or not isinstance(value, (str, int)):

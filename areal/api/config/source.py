@@ -1,12 +1,10 @@
-"""From argv to one nested dict, with a note of where each key was written.
+"""From argv to a nested dict that knows where each key was written, and on to the typed config.
 
-The file comes first and `key=value` overrides follow in order. Values are YAML read by OmegaConf
-and not interpolated yet; keys are not checked yet.
+`read_source`: the file first, then the `key=value` overrides in order. Values are YAML read by
+OmegaConf, neither interpolated nor checked.
 
-From a nested dict to the typed config, with an error a user can act on.
-
-Order: unknown keys (all of them in one message), missing required keys (likewise), then section by
-section from the inside out: its values (`section.py`), then its own checks.
+`check_keys` and `build`: unknown keys (all in one message), missing required keys (likewise), then
+section by section from the inside out: its values (`section.py`), then its own checks.
 """
 
 from __future__ import annotations
@@ -29,33 +27,33 @@ from areal.api.config.section import (
 )
 
 KeyPath = tuple[str, ...]
-# What a key of the tree may hold.
+# Value of a key in the tree.
 Node: TypeAlias = "Mapping[Any, Node] | list[Node] | str | float | bool | None"
 COMMAND_LINE = "command line"
 
 
 @dataclass(slots=True)
 class Source:
-    """What the user wrote."""
+    """The user's config as written."""
 
     path: str  # the config file
     tree: dict[str, Any] = dataclasses.field(default_factory=dict)
     places: dict[KeyPath, str] = dataclasses.field(default_factory=dict)  # key -> "grpo.yaml:12"
 
     def place(self, key: KeyPath) -> str:
-        """Where `key`, or the innermost section around it, was written."""
+        """Position of `key`, or of the innermost section around it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.places:
                 return self.places[key[:length]]
         return self.path
 
     def error(self, key: KeyPath, message: str) -> ConfigError:
-        """`message` (which starts with the key) with its place in front, on one line."""
+        """`message` (which starts with the key), prefixed with its position, on one line."""
         return ConfigError(f"{self.place(key)}: {message}")
 
 
 def read_source(argv: list[str]) -> Source:
-    """Read the file that `argv` names and apply its overrides."""
+    """Read the file in `argv` and apply its overrides."""
     path, overrides = _split_argv(argv)
     source = Source(path)
     _read_file(source)
@@ -128,7 +126,7 @@ def _read_text(path: str) -> str:
 
 
 def _yaml_error(place: str, error: Any) -> ConfigError:
-    """One line out of the several that PyYAML and OmegaConf write."""
+    """One line for the several that PyYAML and OmegaConf write."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).strip().partition("\n")[0]
     line = f":{mark.line + 1}" if mark is not None and not place.startswith(COMMAND_LINE) else ""
@@ -136,7 +134,7 @@ def _yaml_error(place: str, error: Any) -> ConfigError:
 
 
 def _note_lines(node: Any, key: KeyPath, source: Source) -> None:
-    """Remember the line of every key of a composed YAML mapping."""
+    """Record the line of every key of a composed YAML mapping."""
     import yaml
 
     for key_node, value_node in node.value:
@@ -147,7 +145,7 @@ def _note_lines(node: Any, key: KeyPath, source: Source) -> None:
 
 
 def _apply_override(source: Source, override: str) -> None:
-    """`a.b=value`, `+a.b=value` (the same), or `~a.b` (back to the default)."""
+    """`a.b=value`, `+a.b=value` (the same), or `~a.b` (reset to the default)."""
     name, equals, text = override.lstrip("+").partition("=")
     drop = name.startswith("~")
     key = tuple(name.removeprefix("~").strip().split("."))
@@ -180,18 +178,18 @@ def _parse_value(override: str, text: str) -> Any:
     if not text.strip():
         return ""
     try:
-        # A value after `key:` in a file and after `key=` here are read by the same parser.
+        # The same parser reads values after `key:` in a file and after `key=` here.
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         return cast("dict[str, Any]", tree)["value"]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _yaml_error(f"{COMMAND_LINE}: {override}", error) from None
 
 
-MISSING = "???"  # OmegaConf's mark of a value that somebody must still give
+MISSING = "???"  # OmegaConf's marker for a required value
 
 
 def check_keys(root: type, tree: Mapping[str, Any], source: Source) -> None:
-    """Refuse keys that are not in the tree, then required keys that are absent."""
+    """Reject unknown keys, then missing required keys."""
     unknown = list(_unknown(root, tree, ()))
     if unknown:
         section, key = unknown[0]
@@ -205,7 +203,7 @@ def check_keys(root: type, tree: Mapping[str, Any], source: Source) -> None:
 
 
 def with_defaults(cls: type, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree` with every default written out, so that `${...}` may refer to any key."""
+    """`tree` with every default filled in, so that `${...}` may refer to any key."""
     filled = dict(tree)
     for field in dataclasses.fields(cls):
         section = section_class(field_types(cls)[field.name])
@@ -221,7 +219,7 @@ def with_defaults(cls: type, tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(cls: type, tree: Any, source: Source, key: KeyPath = ()) -> Any:
-    """The `cls` that `tree` (defaults filled in, interpolations resolved) describes."""
+    """Build `cls` from `tree` (defaults filled in, interpolations resolved)."""
     values = {
         name: _sections_built(tree[name], hint, source, (*key, name))
         for name, hint in field_types(cls).items()
@@ -236,7 +234,7 @@ def build(cls: type, tree: Any, source: Source, key: KeyPath = ()) -> Any:
 
 
 def _sections_built(value: Node, hint: Any, source: Source, key: KeyPath) -> Any:
-    """`value` with every dict that stands for a section, or for one of a list, made into it."""
+    """`value` with every dict for a section, or for one in a list, built."""
     inner, item = section_class(hint), item_class(hint)
     if inner is not None and isinstance(value, Mapping):
         return build(inner, value, source, key)
@@ -246,8 +244,8 @@ def _sections_built(value: Node, hint: Any, source: Source, key: KeyPath) -> Any
 
 
 def _section_keys(field: dataclasses.Field[Any], given: Node) -> Mapping[str, Any] | None:
-    """None for what is no section. One left out or left empty (`saver:` with every key commented)
-    keeps its defaults."""
+    """None if it is not a section. One left out or left empty (`saver:` with every key commented
+    out) keeps its defaults."""
     if isinstance(given, Mapping):
         return given
     return {} if given is None and field.default is dataclasses.MISSING else None

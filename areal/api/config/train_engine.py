@@ -1,7 +1,4 @@
-"""The `optimizer` section of a training engine: the update rule and its learning-rate schedule.
-
-What every training engine is told: model, precision, micro-batches, optimizer.
-"""
+"""Sections of a training engine: optimizer, micro-batches, normalisation, precision, layout."""
 
 from __future__ import annotations
 
@@ -110,7 +107,7 @@ class NormConfig:
 
     @property
     def compares_group(self) -> bool:
-        """Whether a sample is measured against the others of its prompt."""
+        """Whether a sample is compared with the others of its prompt."""
         return "group" in (self.mean_level, self.std_level)
 
 
@@ -163,7 +160,7 @@ class ArchonEngineConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed after those of hidden states."""
+        """Whether weight gradients are computed after those of hidden states."""
         return "ZeroBubble" in self.pp_schedule
 
     def __post_init__(self) -> None:
@@ -287,11 +284,11 @@ class TrainEngineConfig:
 
     @property
     def allocation(self) -> ModelAllocation:
-        """Engine and parallel layout that `backend` names."""
+        """Engine and parallel layout of `backend`."""
         return ModelAllocation.from_str(self.backend)
 
     def _check_engine_keys(self, engine: str) -> None:
-        """A key that the chosen engine would not look at is refused."""
+        """Reject keys that the chosen engine does not read."""
         if engine != "archon":
             for name, value in {
                 "batch_invariant": self.batch_invariant,
@@ -363,8 +360,8 @@ class TrainEngineConfig:
         )
 
     def check_layout(self, layout: ParallelStrategy) -> None:
-        """What these keys ask for can be computed by the ranks of `layout`; engines ask again, for
-        the layout they are given."""
+        """Check that the ranks of `layout` support these keys; engines check again with their own
+        layout."""
         for section, num_replicas in {
             "archon": self.archon.num_replicas,
             "fsdp": self.fsdp.num_replicas,
@@ -415,13 +412,13 @@ _TRAINING_ENGINES = ("archon", "fsdp", "megatron")
 
 
 def check_training_backend(backend: str) -> None:
-    """`backend` parses, is for training, and its engine can be laid out like that."""
+    """`backend` parses, is for training, and its engine supports the layout."""
     allocation = _parse_backend(backend, "training", "archon:d1")
     if allocation.backend not in _TRAINING_ENGINES:
         known = " or ".join(f"'{engine}:d1'" for engine in _TRAINING_ENGINES)
         raise ValueError(f"backend {backend!r} cannot run in this version: use {known}")
     if allocation.backend == "megatron":
-        return  # megatron-core takes every letter
+        return  # megatron-core accepts every letter
     try:
         check_expert_tensor_parallel(allocation.parallel)
     except ValueError as error:
@@ -458,7 +455,7 @@ def _parse_backend(backend: str, role: str, example: str) -> ModelAllocation:
 
 
 def check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:
-    """The one string says the same as the `backend` of each engine, or it is refused."""
+    """Check that the string agrees with the `backend` of each engine."""
     try:
         mode = AllocationMode.from_str(allocation_mode)
     except ValueError as error:

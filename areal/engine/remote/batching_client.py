@@ -1,27 +1,27 @@
-"""The generating half of a native client: many calls, few HTTP exchanges.
+"""Generation over native servers: many concurrent calls, few HTTP exchanges.
 
     generate --+
-    generate --+--> all calls of one tick of the event loop --> one POST /generate per server
+    generate --+--> all calls of one event loop tick --> one POST /generate per server
     generate --+                                                     |
         ^--------------- each future, as its line comes back --------+
 
-One exchange carries hundreds of requests, so the cost of HTTP is paid per tick, not per sample.
-Calls with the same prompt go to the same server and share its computation there. A server tells the
-tokens of long outputs every so often, so requests whose connection was lost go out again with those
-they had, at most `retries` times; with a seed they come back with the same tokens. So do requests
-whose reply cannot be trained on (api/io_struct.py), without what that server told of them. Where
-the server has died they wait for the one that is started in its place, or go to the others when
-there is none; that attempt does not count. Everything else that goes wrong is raised, never turned
-into data.
+One exchange carries hundreds of requests, so the cost of HTTP is per tick, not per sample. Calls
+with the same prompt go to the same server and share its computation there.
 
-Time limits by a clock that can be stopped.
+Servers report the tokens of long outputs at intervals. Requests whose connection was lost are
+resent with the tokens received so far, at most `retries` times; with a seed they get the same
+tokens. Requests with an unusable reply (api/io_struct.py) are resent without the tokens of that
+server. If the server has died, they wait for its replacement, or go to other servers if there is
+none; that attempt does not count. Every other failure is raised, never turned into data.
+
+`Deadlines` are time limits on a clock that can be stopped from any thread while servers are
+unavailable on purpose:
 
     deadlines = Deadlines(60.0)
     async with deadlines.limit(): ...      # TimeoutError after 60 seconds of the clock
-    deadlines.stop()                       # from any thread: servers are away, nobody is to blame
-    deadlines.go_on()
+    deadlines.stop(); deadlines.go_on()
 
-A limit that is entered while the clock stands has all its time when the clock goes on.
+A limit entered while the clock is stopped starts with its full time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from areal.utils.waits import waiting
 logger = logging.getLogger("NativeRemoteEngine")
 
 _MAX_LINE = 256 << 20  # bytes
-PROGRESS_TOKENS = 64  # at most as many tokens of a request are lost with its server
+PROGRESS_TOKENS = 64  # most tokens of a request that are lost with its server
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +72,8 @@ class _Pending:
 
     request: ModelRequest
     future: asyncio.Future[Reply]
-    so_far: Progress | None = None  # what servers have told of its output
-    num_sent: int = 0  # tokens of it that the present server was given
+    so_far: Progress | None = None  # output received so far
+    num_sent: int = 0  # tokens of it that were sent to the current server
     attempts: int = 0
     exchange: _Exchange | None = None
 
@@ -112,20 +112,20 @@ class _Pending:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One POST and the calls that wait for it, by the rid they travel under."""
+    """One POST and the calls that wait for it, by their rid on the wire."""
 
     server: Server
-    address: str  # that of the server when it was sent
+    address: str  # of the server at the time of sending
     waiting: dict[str, _Pending]
-    num_wanted: int  # calls nobody has cancelled yet
-    refused: set[str] = field(default_factory=set)  # rids of bad replies: more may come of them
-    task: asyncio.Task = field(init=False)  # that carries it
+    num_wanted: int  # calls not cancelled yet
+    refused: set[str] = field(default_factory=set)  # rids of bad replies: more lines may follow
+    task: asyncio.Task = field(init=False)  # runs it
 
 
 class GenerateClient:
-    """Lives on the event loop it is made on. `deadlines` bound one attempt of a request.
+    """Bound to the event loop it is created on. `deadlines` bound one attempt of a request.
 
-    `members` are the servers; they are asked, in a thread, what becomes of one that is lost.
+    `members` is the server pool; it is called in a thread to replace a lost server.
     """
 
     def __init__(
@@ -138,24 +138,24 @@ class GenerateClient:
         vocab_size: int | None,
         counts: Counter[str],
     ) -> None:
-        """`counts` gets the `replies_refused`, and after a lost connection the `requests_resent`
-        and the `tokens_kept`."""
+        """`counts` gets `replies_refused`, and after a lost connection `requests_resent` and
+        `tokens_kept`."""
         self.events = asyncio.get_running_loop()
         self._fleet = Fleet(members.addresses)
         self._deadlines = deadlines
         self._retries = retries
         self._members = members
         self._vocab_size = vocab_size
-        # What is done once for all exchanges that a server has lost, by its address.
+        # Single-flight by address: shared by all exchanges that lost one server.
         self._verdicts, self._replacements = SharedWork(), SharedWork()
         self._counts = counts
-        self._open: set[asyncio.Future[Reply]] = set()  # of all calls that wait
+        self._open: set[asyncio.Future[Reply]] = set()  # of all pending calls
         self._outbox: list[_Pending] = []  # calls of this tick
-        self._tasks: dict[asyncio.Task, Server] = {}  # of exchanges, and to whom they go
-        # Two callers may use one rid (copies of a request): on the wire each try has its own tail.
+        self._tasks: dict[asyncio.Task, Server] = {}  # of exchanges, with their server
+        # Two callers may use one rid (copies of a request): on the wire each attempt has a suffix.
         self._client_id = secrets.token_hex(4)
         self._num_sent = itertools.count()
-        # No limits here: the executor's gate decides how many requests are in flight.
+        # No limits here: the executor bounds the requests in flight.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             headers={"Authorization": f"Bearer {token}"},
@@ -163,7 +163,7 @@ class GenerateClient:
         )
 
     async def generate(self, request: ModelRequest) -> Reply:
-        """ValueError: the request is at fault. ServerError: the server, or the way to it."""
+        """ValueError: the request is invalid. ServerError: the server or the connection failed."""
         pending = _Pending(request, self.events.create_future())
         self._open.add(pending.future)
         self._send_soon([pending])
@@ -177,11 +177,11 @@ class GenerateClient:
             self._open.discard(pending.future)
 
     def add_server(self, address: str) -> None:
-        if self._server_of(address) is None:  # it may be older than this client
+        if self._server_of(address) is None:  # it may have joined before this client was created
             self._fleet.add(address)
 
     async def drain(self, address: str) -> None:
-        """Give the server no more requests, and wait until it has finished those it has."""
+        """Send the server no more requests, and wait until its in-flight ones are finished."""
         server = self._server_of(address)
         if server is None:
             return
@@ -191,7 +191,7 @@ class GenerateClient:
             await asyncio.wait(tasks)
 
     async def close(self) -> None:
-        """Calls that still wait are cancelled."""
+        """Cancels pending calls."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -199,7 +199,7 @@ class GenerateClient:
         await self._verdicts.close()
         await self._replacements.close()
         await self._session.close()
-        # Last: the event loop may end as soon as its callers have.
+        # Last, because the event loop may end as soon as the callers have.
         for future in list(self._open):
             future.cancel()
 
@@ -235,7 +235,7 @@ class GenerateClient:
         return shares.items()
 
     async def _carry(self, exchange: _Exchange) -> None:
-        """One exchange from POST to last line; every call ends in a reply, an error or a retry."""
+        """One exchange from POST to last line; every call gets a reply, an error or a retry."""
         server, calls = exchange.server, list(exchange.waiting.values())
         try:
             async with self._deadlines.limit():
@@ -285,7 +285,7 @@ class GenerateClient:
             rid = result.rid
         except BadLineError as err:
             rid, fault = err.rid, str(err)
-        except ValueError as err:  # about nobody's request, or about all of them
+        except ValueError as err:  # not attributable to one request
             raise _bad_reply(server, str(err)) from err
         if rid in exchange.refused:
             return
@@ -311,7 +311,7 @@ class GenerateClient:
             self._elsewhere([pending], server, ServerError(f"{_where(server)}: {result.message}"))
 
     def _fault(self, pending: _Pending, result: Reply | Refusal | Progress) -> str | None:
-        """Why this cannot be trained on."""
+        """Why this cannot be trained on; None if it can."""
         try:
             if isinstance(result, Progress):
                 self._check_progress(pending, result)
@@ -347,7 +347,7 @@ class GenerateClient:
             self._retry(calls, server, err)
 
     async def _on_lost(self, exchange: _Exchange, err: Exception) -> None:
-        """Send again what is unanswered: at once when the server has died, else a bit later."""
+        """Resend unanswered requests: at once if the server has died, else after a delay."""
         server, address = exchange.server, exchange.address
         calls = exchange.waiting.values()
         if not await self._verdicts.do(address, self._judge, server, address):
@@ -361,7 +361,7 @@ class GenerateClient:
         return self._send_again(calls)
 
     async def _judge(self, server: Server, address: str) -> bool:
-        """Whether the server that had this address is gone."""
+        """Whether the server at this address has ended."""
         if server.address != address or server not in self._fleet.servers:
             return True
         return await asyncio.to_thread(self._members.is_gone, address)
@@ -373,13 +373,13 @@ class GenerateClient:
         try:
             successor = await asyncio.to_thread(self._members.successor, address)
         except EngineLostError as lost:
-            logger.error("%s", lost)  # whoever goes there next hears of it, too
+            logger.error("%s", lost)  # raised again for the next request sent there
             raise
         finally:
             server.avoided_until = 0
         if successor is None:
             self._fleet.remove(server)
-            if not self._fleet.servers:  # one has just joined, and is about to be added
+            if not self._fleet.servers:  # unless one has just joined and is about to be added
                 self._fleet.add(self._members.addresses[0])
         else:
             server.address = successor
@@ -389,7 +389,7 @@ class GenerateClient:
         return any(one is not server and not one.is_avoided for one in self._fleet.servers)
 
     def _elsewhere(self, calls: Collection[_Pending], server: Server, err: ServerError) -> None:
-        """To another server, when there is one."""
+        """Resend to another server, if there is one."""
         if self._others(server):
             self._retry(calls, server, err)
         else:
@@ -427,7 +427,7 @@ def _fail(calls: Iterable[_Pending], err: Exception) -> None:
 
 
 def _give_up(pending: _Pending) -> None:
-    """An exchange whose calls were all cancelled is dropped: the server then aborts them."""
+    """Drops an exchange whose calls were all cancelled; the server then aborts them."""
     exchange, pending.exchange = pending.exchange, None
     if exchange is not None:
         exchange.num_wanted -= 1
@@ -436,7 +436,7 @@ def _give_up(pending: _Pending) -> None:
 
 
 def _settled(exchange: _Exchange, rid: str) -> _Pending | None:
-    """The call that waits no longer; None when nobody wants its answer any more."""
+    """The call, removed from the exchange; None if it was cancelled."""
     pending = exchange.waiting.pop(rid)
     if pending.exchange is None:  # given up
         return None
@@ -472,7 +472,7 @@ class Deadlines:
         self._stood_s = 0.0
 
     def __reduce__(self) -> tuple[type[Deadlines], tuple[float]]:
-        """A copy in another process has a clock of its own, which goes."""
+        """A copy in another process has its own running clock."""
         return Deadlines, (self.timeout_s,)
 
     @asynccontextmanager
@@ -489,7 +489,7 @@ class Deadlines:
                     del self._due[scope]
 
     def stop(self) -> None:
-        """Calling it twice is fine."""
+        """Idempotent."""
         with self._lock:
             if self._stopped_at is None:
                 self._stopped_at = time.monotonic()
@@ -511,7 +511,7 @@ class Deadlines:
             events.call_soon_threadsafe(self._set_alarm, scope)
 
     def _set_alarm(self, scope: asyncio.Timeout) -> None:
-        """On the event loop of `scope`; by then it may have ended."""
+        """Runs on the event loop of `scope`, which may have ended by then."""
         with self._lock:
             if scope not in self._due:
                 return

@@ -1,4 +1,4 @@
-"""The generating half of a client of stock servers: one POST per request, until it has ended.
+"""Generation over stock servers: one POST per request, repeated until it has ended.
 
     draft = prompt                            tokens, log-probabilities and versions so far
     while it has not ended:
@@ -6,25 +6,23 @@
         POST prompt + tokens so far  -------> server
         append its tokens, each of `version` <-------  stop | length | abort (an update came)
 
-A stock server knows no versions and cannot say which weights made which token of an answer. So an
-update ends what runs (the server answers with the tokens it has), loads, and lets the requests in
-again with what they had: the prefix is computed once more, by the new weights. A request whose
-meaning depends on where its output began (`stop` texts, a frequency penalty) starts over instead.
+A stock server has no versions and cannot say which weights produced a token. So an update aborts
+in-flight requests (the server returns the tokens so far), loads, and lets the requests continue
+from these tokens: the prefix is recomputed with the new weights. A request that depends on where
+its output began (`stop` strings, a frequency penalty) starts over instead.
 
-Requests whose connection was lost, or whose reply cannot be trained on (api/io_struct.py), go out
-again, at most `retries` times in a row. Where the server has died and is replaced they wait for the
-replacement, go on there with the tokens they have, and that attempt does not count. Everything else
-that goes wrong is raised, never turned into data.
+Requests whose connection was lost, or whose reply is unusable (api/io_struct.py), are resent, at
+most `retries` times in a row. If the server has died and is replaced, they wait for the replacement
+and continue there with their tokens; that attempt does not count. Every other failure is raised,
+never turned into data.
 
-The door that requests pass one by one and that a weight update closes behind them.
+`UpdateGate` is the barrier between requests and weight updates: an update waits for in-flight
+requests and blocks new ones, so every token of a request is of the version that `enter` returned.
 
     event loop:       version = await gate.enter(timeout_s)   ... one request ...   gate.leave()
     trainer's thread: gate.close();  gate.wait_empty(s);  <new weights>;  gate.open(version)
 
-What was let in under a version has left before the next one loads: every token of a request is
-therefore of the version that `enter` returned. `fail` opens the door to an error instead.
-
-Closing what lives on an event loop, from whichever thread the owner is on.
+`close_on_its_loop` closes an object on its event loop, from any thread.
 """
 
 from __future__ import annotations
@@ -57,19 +55,19 @@ logger = logging.getLogger("HttpEngine")
 
 _SEED_END = 1 << 63
 _MAX_REPLY = 256 << 20  # bytes
-_IDLE_S = 3.0  # shorter than servers keep idle connections, else they close one as we use it
+_IDLE_S = 3.0  # shorter than servers keep idle connections, else they close one in use
 
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """One request and what it has so far."""
+    """One request and its output so far."""
 
     request: ModelRequest
     budget: int  # most output tokens
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    stop_reason: StopReason | None = None  # None: it goes on
+    stop_reason: StopReason | None = None  # None: not ended
 
     def add(self, result: HttpGenerationResult, version: int) -> None:
         if result.stop_reason == "abort" and self._must_start_over:
@@ -84,11 +82,11 @@ class Draft:
             self.stop_reason = "length"
 
     def next_request(self) -> ModelRequest:
-        """What is still to be generated, as a request of its own."""
+        """The rest of the generation as a new request."""
         gconfig, done = self.request.gconfig, len(self.tokens)
         seed = gconfig.seed
         if seed is not None and done:
-            # With the same seed again, the draws of the first segment would be repeated.
+            # The same seed would repeat the draws of the first segment.
             seed = (seed + done) % _SEED_END
         rest = gconfig.new(
             max_new_tokens=self.budget - done,
@@ -120,17 +118,17 @@ class Draft:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """One POST; `scope` bounds it in time and is how it is dropped."""
+    """One POST; `scope` is its timeout, and cancels it."""
 
     scope: asyncio.Timeout
     dropped: bool = False
 
 
 class HttpClient:
-    """Lives on the event loop it is made on. `timeout_s` bounds one attempt of a request, and its
-    wait for an update; `max_context` is the most tokens of prompt and output that servers take.
+    """Bound to the event loop it is created on. `timeout_s` bounds one attempt of a request, and
+    its wait for an update; `max_context` is the servers' limit on prompt and output tokens.
     `replace(address)` is called in a thread when a server failed. It returns the address of the
-    server that takes its place, the same one when there is none.
+    replacement, or the same address if there is none.
     """
 
     def __init__(
@@ -155,12 +153,12 @@ class HttpClient:
         self._vocab_size = vocab_size
         self._fleet = Fleet(addresses)
         self._replace = replace
-        self._replacements = SharedWork()  # by the address that was lost
+        self._replacements = SharedWork()  # by the lost address
         self.num_resent = 0  # requests sent again after a lost connection or a refused reply
         self.num_refused = 0  # replies
         self._attempts: set[_Attempt] = set()
         self._callers: set[asyncio.Task] = set()
-        # No limits here: the executor's gate decides how many requests are in flight.
+        # No limits here: the executor bounds the requests in flight.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
             headers={"Authorization": f"Bearer {token}"},
@@ -168,7 +166,7 @@ class HttpClient:
         )
 
     async def generate(self, request: ModelRequest) -> ModelResponse:
-        """ValueError: the request is at fault. ServerError: the server, or the way to it."""
+        """ValueError: the request is invalid. ServerError: the server or the connection failed."""
         started = time.perf_counter()
         draft = Draft(request, self._budget(request))
         cost = len(request.input_ids) + draft.budget
@@ -183,7 +181,7 @@ class HttpClient:
                 try:
                     progressed = await self._extend(draft, server)
                 except (aiohttp.ClientError, OSError, ServerError) as err:
-                    # Also after an answer: a server that is about to end may still say 500.
+                    # Also after a reply: a server that is shutting down may still return 500.
                     is_bad_reply = isinstance(err, BadReplyError)
                     self.num_refused += is_bad_reply
                     if await self._is_replaced(server, address):
@@ -203,13 +201,13 @@ class HttpClient:
         return draft.response(latency=time.perf_counter() - started)
 
     def drop_attempts(self) -> None:
-        """Closes the connections of all requests that run; they go out again by themselves."""
+        """Closes the connections of all in-flight requests, which are then resent."""
         for attempt in self._attempts:
             attempt.dropped = True
             attempt.scope.reschedule(self.events.time())
 
     async def close(self) -> None:
-        """Calls that still wait are cancelled."""
+        """Cancels pending calls."""
         callers = [task for task in self._callers if task is not asyncio.current_task()]
         for task in callers:
             task.cancel()
@@ -218,8 +216,7 @@ class HttpClient:
         await self._session.close()
 
     async def _is_replaced(self, server: Server, address: str) -> bool:
-        """Whether another process is in the place of the one that had `address`; asked when it
-        failed. Raises what `replace` does."""
+        """Whether the failed server at `address` was replaced. Raises what `replace` raises."""
         if server.address == address:
             await self._replacements.do(address, self._look_after, server)
         return server.address != address
@@ -241,7 +238,7 @@ class HttpClient:
         return min(gconfig.max_new_tokens, most - prompt)
 
     async def _extend(self, draft: Draft, server: Server) -> bool:
-        """One more segment; whether it was of use. Raises what is worth a retry as it comes."""
+        """Generates one more segment; whether it made progress. Retryable errors are raised."""
         try:
             version = await self._gate.enter(self._timeout_s)
         except TimeoutError:
@@ -262,12 +259,12 @@ class HttpClient:
         return True
 
     def _was_interrupted(self, version: int, server: Server) -> bool:
-        if self._gate.serves(version):  # nobody here ordered it
+        if self._gate.serves(version):  # not aborted by an update of ours
             raise aiohttp.ClientPayloadError("the server aborted the request")
         return True
 
     async def _post(self, call: HttpRequest, server: Server) -> HttpGenerationResult | None:
-        """The answer; None when the attempt was dropped."""
+        """The reply; None if the attempt was dropped."""
         attempt = None
         try:
             async with asyncio.timeout(self._timeout_s) as scope:
@@ -339,9 +336,9 @@ class UpdateGate:
         self._waiters: set[asyncio.Future[None]] = set()
 
     async def enter(self, timeout_s: float) -> int:
-        """Waits while the gate is closed; the version that serves. TimeoutError after `timeout_s`.
+        """Waits while the gate is closed; returns the live version. TimeoutError after `timeout_s`.
 
-        RuntimeError when an update has failed: no version serves then.
+        RuntimeError if an update has failed: no version is live then.
         """
         async with asyncio.timeout(timeout_s):
             while (waiter := self._pass_or_wait()) is not None:
@@ -362,7 +359,7 @@ class UpdateGate:
             self._is_open = False
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Whether everybody left in time. Blocks: not for the event loop."""
+        """Whether all requests left in time. Blocking: not for the event loop."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num_inside == 0, timeout_s)
 
@@ -372,18 +369,18 @@ class UpdateGate:
             self._wake_all()
 
     def fail(self, reason: str) -> None:
-        """Whoever comes, or waits, is told `reason`."""
+        """Current and future callers of `enter` get RuntimeError with `reason`."""
         with self._changed:
             self._is_open, self._failure = True, reason
             self._wake_all()
 
     def serves(self, version: int) -> bool:
-        """Whether requests go in, and `version` is what they get."""
+        """Whether the gate is open at `version`."""
         with self._changed:
             return self._is_open and self.version == version
 
     def _pass_or_wait(self) -> asyncio.Future[None] | None:
-        """None: the caller is in. Else what to wait for before it may try again."""
+        """None: the caller entered. Else a future to await before the next try."""
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
@@ -404,7 +401,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-_CLOSE_S = 10.0  # for an event loop that is alive, a matter of milliseconds
+_CLOSE_S = 10.0  # a live event loop needs milliseconds
 
 
 def close_on_its_loop(
@@ -422,7 +419,7 @@ def close_on_its_loop(
 
 
 def runs_here(events: asyncio.AbstractEventLoop) -> bool:
-    """Whether the caller is on `events`."""
+    """Whether the caller runs on `events`."""
     try:
         return asyncio.get_running_loop() is events
     except RuntimeError:

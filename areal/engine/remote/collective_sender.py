@@ -1,14 +1,14 @@
-"""The trainer's side of `xccl`: weights to the workers of all servers through one process group.
+"""Trainer side of `xccl`: broadcast of weights to the workers of all servers.
 
     sender = CollectiveSender(NativeGroupRoutes(), timeout_s=120)
     sender.send(controls, meta, actor.hf_weights())
     sender.close()
 
     rank 0    1      2          3      4
-    trainer   server A (t2)     server B (t2)      each server has the ranks of its workers
+    trainer   server A (t2)     server B (t2)      consecutive ranks for a server's workers
 
-The group stays open from version to version. A failure, or a change of the servers, ends it, and
-the next version opens a new one. How a server is told to join and to take is up to its routes.
+The group stays open across versions. A failure, or a change of the servers, closes it, and the next
+version opens a new one. `GroupRoutes` define how a server joins and receives.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 _THREAD = "weight-group"
 _POLL_S = 0.005
-_NAMING_S = 2.0  # how long a server may take to show that it was not the one who is gone
+_NAMING_S = 2.0  # timeout of the probe for the server that broke the group
 
 
 class GroupRoutes(ABC):
-    """How the workers of one kind of server take part in a group. Calls block, and may come from
-    any thread; RuntimeError names the server."""
+    """Group calls of one kind of server. They block, from any thread; RuntimeError names the
+    server."""
 
     @abstractmethod
     def devices(self, control: ControlClient) -> list[str]:
@@ -50,12 +50,12 @@ class GroupRoutes(ABC):
 
     @abstractmethod
     def join(self, control: ControlClient, place: GroupPlace) -> None:
-        """Returns when all members are there. `place` is that of its first worker; the others have
-        the ranks that follow."""
+        """Returns when all members have joined. `place` is that of its first worker; the others
+        have the following ranks."""
 
     @abstractmethod
     def take(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
-        """Receive `meta.version` through the group of this name; returns when it serves."""
+        """Receive `meta.version` through the group of this name; returns when it is live."""
 
 
 class CollectiveSender:
@@ -69,7 +69,7 @@ class CollectiveSender:
         self._num_opened = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process opens a group of its own."""
+        """A copy in another process opens its own group."""
         return {**self.__dict__, "_group": None}
 
     def send(
@@ -78,7 +78,7 @@ class CollectiveSender:
         meta: WeightUpdateMeta,
         named_tensors: NamedTensors,
     ) -> None:
-        """RuntimeError names the server that is at fault."""
+        """RuntimeError names the failing server."""
         if controls != self._controls:
             self.close()
             self._controls = controls
@@ -96,10 +96,10 @@ class CollectiveSender:
             self._group = None
 
     def _open(self, meta: WeightUpdateMeta) -> WeightGroup:
-        device = torch.empty(0, device=best_device()).device  # with its number
+        device = torch.empty(0, device=best_device()).device  # with its index
         of_servers = [self._routes.devices(control) for control in self._controls]
         devices = [device_identity(device), *(each for own in of_servers for each in own)]
-        # NCCL wants a GPU per member.
+        # NCCL needs one GPU per member.
         alone = len(set(devices)) == len(devices) and "cpu" not in devices
         listener = socket.create_server(
             (meta.nccl_master_address, meta.nccl_master_port or 0), backlog=len(devices)
@@ -138,7 +138,7 @@ class CollectiveSender:
 
 
 class _Calls:
-    """One call to each of several servers, under way at the same time."""
+    """Concurrent calls, one per server."""
 
     def __init__(self) -> None:
         self._futures: dict[ControlClient, Future[Any]] = {}
@@ -147,13 +147,13 @@ class _Calls:
         self._futures[control] = in_thread(_THREAD, call)
 
     def check(self) -> None:
-        """Raises what a server has answered, if it is an error."""
+        """Raises the error of a finished call, if any."""
         for future in self._futures.values():
             if future.done():
                 future.result()
 
     def while_answering(self, act: Callable[[], T]) -> T:
-        """What `act` returns, once all servers have answered. Their errors say more than its."""
+        """Result of `act` once all calls have finished. Server errors take precedence over its."""
         try:
             result = act()
         except GroupError as err:
@@ -163,7 +163,7 @@ class _Calls:
         return result
 
     def _who_broke(self, err: GroupError) -> RuntimeError:
-        """The cause, with the servers that do not answer, or what they said."""
+        """The error, with the servers that do not answer, or their errors."""
         silent, said = [], []
         for control, future in self._futures.items():
             if not control.is_there(_NAMING_S):

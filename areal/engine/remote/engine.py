@@ -8,16 +8,16 @@
     reply = await engine.agenerate(ModelRequest(input_ids=[5, 7]))
 
 Generation runs on the event loop of its first caller (client.py); control calls block and come
-from other threads. The servers know no versions, so they are counted here:
+from other threads. Stock servers have no versions, so they are counted here:
 
-    update_weights   verify the publication -> close the gate -> end what runs, wait until it is out
-                     -> load on every server -> open the gate as the new version
+    update_weights   verify the publication -> close the gate -> abort in-flight requests and drain
+                     -> load on every server -> open the gate at the new version
 
-Weights may also come through a process group (`xccl`), where the workers of a server can join one.
+Weights may also come through a process group (`xccl`), if the server's workers can join one.
 
-A server whose process this one started (`processes`) is replaced when it dies, by one that loads
-the weights of the version counted here before it is given a request. Requests go on there with the
-tokens they have. What came through a group has passed: then there is nobody to replace it with.
+A dead server whose process this one started (`processes`) is replaced by one that loads the live
+weights before it gets requests, which continue there with the tokens they have. Weights received
+through a group cannot be loaded again, so then a dead server is not replaced.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_STRAGGLERS_S = 2.0  # for answers of interrupted requests; one may reach its server after the order
-_DROP_S = 30.0  # for an event loop that is alive, a matter of milliseconds
+_STRAGGLERS_S = 2.0  # for aborted requests to return; one may reach its server after the abort
+_DROP_S = 30.0  # a live event loop needs milliseconds
 
 
 class HttpEngine(InferenceEngine):
@@ -56,7 +56,7 @@ class HttpEngine(InferenceEngine):
     `request_timeout_s` bounds one attempt of a request and every control call, `setup_timeout_s`
     how long `initialize` waits, `weight_group_timeout_s` how long a worker may keep a broadcast of
     weights waiting. Tokens at or beyond `vocab_size` are refused. `processes` are those of the
-    servers, in the order of `addrs`; without them nobody is replaced. `max_restarts` bounds the
+    servers, in the order of `addrs`; without them no server is replaced. `max_restarts` bounds the
     replacements between two updates.
     """
 
@@ -98,7 +98,7 @@ class HttpEngine(InferenceEngine):
         self._adapters: dict[str, str] = {}  # folder by name
         self._gate = UpdateGate()
         self._busy = BusyIntervals()
-        self._busy_since = 0.0  # time.time() at which the first of the running requests came
+        self._busy_since = 0.0  # time.time() at the start of the first in-flight request
         self._num_running = 0
         self._updating = threading.Lock()
         self._is_paused = False
@@ -107,10 +107,10 @@ class HttpEngine(InferenceEngine):
     def initialize(self) -> None:
         self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
         self._gate.open(self._served_versions()[0] or 0)
-        self.get_version()  # all of them agree
+        self.get_version()  # raises unless all servers agree
 
     def destroy(self) -> None:
-        """From any thread. Calls that still wait are cancelled."""
+        """From any thread. Cancels pending calls."""
         if self._collective is not None:
             self._collective.close()
         client, self._client = self._client, None
@@ -148,14 +148,14 @@ class HttpEngine(InferenceEngine):
                 load()
                 self._resume_unless_paused()
             except Exception as err:
-                # Some server may have a part of the new weights: no version is true any more.
+                # Servers may have part of the new weights, so no version is consistent any more.
                 self._gate.fail(f"no weights serve: version {meta.version} did not load: {err}")
                 raise
             self._gate.open(meta.version)
             self._seats.renew_restarts()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Make a LoRA adapter known as `name`, for requests with that `gconfig.lora_name`."""
+        """Register a LoRA adapter as `name`, for requests with that `gconfig.lora_name`."""
         path = str(Path(folder).absolute())
         self._on_all(lambda control: self._protocol.load_adapter(control, name, path))
         self._adapters[name] = path
@@ -165,7 +165,7 @@ class HttpEngine(InferenceEngine):
         self._on_all(lambda control: self._protocol.unload_adapter(control, name))
 
     def get_version(self) -> int:
-        """As counted here, and as the servers noted it, those that do."""
+        """As counted here, checked against the servers that record it."""
         counted = self._gate.version
         for control, noted in zip(self._controls, self._served_versions(), strict=True):
             if noted not in (None, counted):
@@ -176,7 +176,7 @@ class HttpEngine(InferenceEngine):
         return counted
 
     def stats(self) -> dict[str, float]:
-        """Summed over the servers, except the version; those of a server that died are gone."""
+        """Summed over the servers, except the version; counters of a dead server are lost."""
         total: dict[str, float] = {
             "version": self._gate.version,
             "restarts": self._seats.num_restarts,
@@ -189,7 +189,7 @@ class HttpEngine(InferenceEngine):
         return total
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        """When requests were under way: the servers do not say when they compute."""
+        """When requests were in flight: the servers do not report when they compute."""
         return {", ".join(self._seats.addresses): self._busy.since(since)}
 
     def _served_versions(self) -> list[int | None]:
@@ -198,7 +198,7 @@ class HttpEngine(InferenceEngine):
     def _loading(
         self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]] | None
     ) -> Callable[[], None]:
-        """What brings the ordered weights to all servers, once nothing runs there."""
+        """A function that loads the weights on all servers, once they are drained."""
         if meta.type in ("shm", "disk") and named_tensors is None and not meta.use_lora:
             return self._loading_of_folder(meta)
         collective = self._collective
@@ -218,7 +218,7 @@ class HttpEngine(InferenceEngine):
         folder = hf_folder_of(publication, self._model_path, with_lm_head=with_lm_head)
 
         def load() -> None:
-            # From here on a new server starts with these: none may stay behind when the gate opens.
+            # A server replaced from here on loads these, so that none is stale when the gate opens.
             self._weights = folder, meta.version
             self._seats.forbid_restarts(None)
             self._on_all(lambda control: self._protocol.load_weights(control, folder, meta.version))
@@ -239,7 +239,7 @@ class HttpEngine(InferenceEngine):
         collective.send(tuple(self._controls), meta, named_tensors)
 
     def _interrupt_all(self) -> None:
-        """When this returns no request runs and none is let in. On an error all go on as before."""
+        """Returns when no request is in flight and the gate is closed; resumes all on an error."""
         client = self._client
         if client is not None and runs_here(client.events):
             raise RuntimeError("update_weights blocks: call it from another thread than agenerate")
@@ -256,7 +256,7 @@ class HttpEngine(InferenceEngine):
                     )
         except BaseException:
             self._gate.open(self._gate.version)
-            with suppress(RuntimeError):  # the error on its way to the caller is the one to see
+            with suppress(RuntimeError):  # the original error matters more
                 self._resume_unless_paused()
             raise
 
@@ -272,7 +272,7 @@ class HttpEngine(InferenceEngine):
         return self._seats.replace(address, self._prepare)
 
     def _prepare(self, seat: int, address: str) -> None:
-        """Make a new server what the dead one was, before anybody else knows its address."""
+        """Bring a replacement to the state of the dead server before its address is known."""
         control = self._control(address)
         if self._weights is not None:
             self._protocol.interrupt(control)
@@ -290,7 +290,7 @@ class HttpEngine(InferenceEngine):
         )
 
     def _client_here(self) -> HttpClient:
-        """The client of the running event loop; a loop that was closed is replaced by the next."""
+        """The client of the running event loop; a closed loop is replaced by the next."""
         client = self._client
         if client is None or client.events.is_closed():
             client = self._client = HttpClient(

@@ -10,17 +10,14 @@
 Generation runs on the event loop of its first caller (batching_client.py); control calls block and
 may come from any other thread (server_control.py).
 
-Servers come and go while requests run (server_pool.py). One that dies is started again, with the
-weights that served last, where this process started it (`processes`); otherwise it is left out as
-long as another serves. Its requests go on elsewhere with the tokens they had. `join` lets a new
-server in with the weights the others have, `leave` takes one out once it has finished what it was
-given.
+Servers come and go while requests run (server_pool.py). A dead server is restarted with the live
+weights if this process started it (`processes`); otherwise it is dropped while another one serves.
+Its requests continue elsewhere with the tokens they had. `join` adds a server and loads the live
+weights into it, `leave` removes one once its requests are finished.
 
-The trainer's side of transports that are a conversation with native servers.
-
-`NativeGroupRoutes` are their words for a broadcast (../collective_sender.py). A `DeltaSender`
-remembers the weights that were published last; a failure ends that, and the next version is
-published whole. Whoever lacks the base of a change is sent all.
+Weight senders: `NativeGroupRoutes` are the servers' routes for a broadcast (collective_sender.py).
+`DeltaSender` keeps the weights published last; after a failure, and for servers that lack the base
+of a delta, it publishes in full.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # here and in copies
+_COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # including those of copies
 
 
 class NativeRemoteEngine(InferenceEngine):
@@ -66,9 +63,9 @@ class NativeRemoteEngine(InferenceEngine):
     `weight_group_timeout_s` how long a server may keep a broadcast of weights waiting.
 
     Tokens at or beyond `vocab_size` are refused.
-    `processes` are those of the servers, in the order of `addrs`; without them nobody is started
-    again. `max_restarts` bounds that between two weight updates. `address_file` is where copies of
-    this engine in other processes look for a server that was started.
+    `processes` are those of the servers, in the order of `addrs`; without them no server is
+    restarted. `max_restarts` bounds restarts between two weight updates. `address_file` is where
+    copies of this engine in other processes find the address of a restarted server.
     """
 
     def __init__(
@@ -102,12 +99,12 @@ class NativeRemoteEngine(InferenceEngine):
         )
         self._deadlines = Deadlines(request_timeout_s)  # of requests
         self._client: GenerateClient | None = None
-        self._counts: Counter[str] = Counter()  # of requests, here and in copies
+        self._counts: Counter[str] = Counter()  # of requests, including those of copies
         self._collective = CollectiveSender(NativeGroupRoutes(), timeout_s=weight_group_timeout_s)
         self._delta = DeltaSender()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Training ranks and rollout workers have copies, with connections of their own."""
+        """Training ranks and rollout workers have copies with their own connections."""
         return {**self.__dict__, "_client": None, "_counts": Counter()}
 
     @property
@@ -118,7 +115,7 @@ class NativeRemoteEngine(InferenceEngine):
         self._members.open()
 
     def destroy(self) -> None:
-        """From any thread. Calls that still wait are cancelled."""
+        """From any thread. Cancels pending calls."""
         self._collective.close()
         client, self._client = self._client, None
         if client is not None:
@@ -131,10 +128,10 @@ class NativeRemoteEngine(InferenceEngine):
         return reply.response(req, latency=time.perf_counter() - start)
 
     def join(self, address: str, weights: WeightUpdateMeta | None = None) -> None:
-        """Let a server in: it gets the weights that serve, and requests once it has them.
+        """Add a server: it loads the live weights, then gets requests.
 
-        `weights` is the order that brought these, by default the last one noted here. RuntimeError
-        when it serves another model, or lacks the weights and nothing can bring them.
+        `weights` is the update that brings these, by default the last one noted here. RuntimeError
+        if it serves another model, or lacks the weights and no update can bring them.
         """
         self._members.join(address, None if weights is None else _weight_order(weights))
         client = self._client
@@ -142,7 +139,7 @@ class NativeRemoteEngine(InferenceEngine):
             client.events.call_soon_threadsafe(client.add_server, address)
 
     def leave(self, address: str) -> None:
-        """Take a server out: no more requests for it; returns when it has finished those it has."""
+        """Remove a server: it gets no more requests; returns when its in-flight ones are done."""
         client = self._client
         if client is not None and not client.events.is_running():
             client = None
@@ -204,7 +201,7 @@ class NativeRemoteEngine(InferenceEngine):
         return padded_scores(scores, data)
 
     def offload(self, tags: Sequence[str] | None = None) -> None:
-        """The time until `onload` does not count as that of the requests which wait for it."""
+        """The time until `onload` does not count towards the timeout of waiting requests."""
         self._deadlines.stop()
         self._members.offload(tags)
 
@@ -218,8 +215,8 @@ class NativeRemoteEngine(InferenceEngine):
         return min(self._members.on_all(served_version).values())
 
     def stats(self) -> dict[str, float]:
-        """Summed over the servers, except the version, which is the oldest; those of a server that
-        died are gone."""
+        """Summed over the servers, except the version, which is the oldest; counters of a dead
+        server are lost."""
         answers = list(self._members.on_all(lambda control: control.get("/stats")).values())
         total: dict[str, float] = {}
         for stats in answers:
@@ -250,7 +247,7 @@ class NativeRemoteEngine(InferenceEngine):
         }
 
     def _client_here(self) -> GenerateClient:
-        """The client of the running event loop; a loop that was closed is replaced by the next."""
+        """The client of the running event loop; a closed loop is replaced by the next."""
         client = self._client
         if client is None or client.events.is_closed():
             client = self._client = GenerateClient(
@@ -289,7 +286,7 @@ def launch_native_server(
     `gpus` are those it may use, by default the ones this process sees; `device` None is the best it
     has. `host` is the address to listen on.
 
-    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
     options = {
         "model": model_path,
@@ -309,14 +306,14 @@ def launch_native_server(
             argv += [f"--{name}", str(value)]
     if batch_invariant:
         argv.append("--batch-invariant")
-    # The token is not an argument: every user of the machine can read those.
+    # Not an argument, which every user of the machine can read.
     env = {"AREAL_SERVER_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     child = ChildProcess(argv, name="native server", env=env, log_path=log_path)
     try:
         line = child.wait_ready(timeout_s=setup_timeout_s, is_ready=lambda line: line[:1] == "{")
-    except BaseException:  # Ctrl-C too: a half-started server must not stay
+    except BaseException:  # also Ctrl-C: a half-started server must not stay
         child.terminate()
         raise
     ready = json.loads(line)
@@ -329,7 +326,7 @@ def _weight_order(meta: WeightUpdateMeta) -> dict[str, Any]:
 
 
 def _lasting_order(meta: WeightUpdateMeta) -> dict[str, Any] | None:
-    """Only a publication is there for a new server to load; what the other ways sent has passed."""
+    """The order to load a publication; None for transports that leave nothing to load later."""
     return _weight_order(meta) if meta.type in ("shm", "disk") else None
 
 
@@ -351,7 +348,7 @@ def _post_score(control: ControlClient, sequences: list[list[int]]) -> list[list
 
 
 class NativeGroupRoutes(GroupRoutes):
-    """One process of a server is in the group, and hands the weights to its others."""
+    """One process of a server is in the group, and passes the weights to its other ranks."""
 
     def devices(self, control: ControlClient) -> list[str]:
         return [control.get("/health")["device"]]
@@ -393,7 +390,7 @@ def _told_all(members: Members, meta: WeightUpdateMeta) -> bool:
     order["recompute_kv"] = meta.recompute_kv
 
     def tell(control: ControlClient) -> bool:
-        if control.get("/health")["version"] == meta.version:  # told before, by the delta
+        if control.get("/health")["version"] == meta.version:  # already loaded from the delta
             return True
         try:
             control.post("/update_weights", kind="delta", **order)

@@ -1,7 +1,7 @@
-"""What an adapter of a stock inference server must say: its routes, its words, its answers.
+"""What an adapter of a stock inference server implements: routes, requests, replies.
 
-An adapter knows one kind of server and keeps no state. `HttpEngine` does everything that is the
-same for all of them: which server, when to interrupt, what version a token has.
+An adapter knows one kind of server and keeps no state. `HttpEngine` does everything that is common
+to all: which server, when to interrupt, which version a token has.
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ if TYPE_CHECKING:
     from areal.engine.remote.server_control import ControlClient
 
 
-NO_TOP_K = GenerationHyperparameters().top_k  # the default: as good as none
+NO_TOP_K = GenerationHyperparameters().top_k  # the default, which means no limit
 
 
 class ServerProtocol(ABC):
-    kind: str  # what errors call such a server
+    kind: str  # the server's name in error messages
 
     @abstractmethod
     def generation(self, request: ModelRequest) -> HttpRequest:
-        """The call that generates. ValueError for what this server cannot honour, by its name."""
+        """The HTTP request that generates. ValueError names an option this server lacks."""
 
     @abstractmethod
     def read(self, answer: dict[str, Any]) -> HttpGenerationResult:
-        """What came back. Any of ValueError, KeyError, TypeError, IndexError: it is no answer."""
+        """The parsed reply. ValueError, KeyError, TypeError or IndexError: a malformed reply."""
 
     @abstractmethod
     def pause(self, control: ControlClient) -> None:
-        """Hold running requests where they are; hold new ones too."""
+        """Suspend in-flight requests; hold new ones too."""
 
     @abstractmethod
     def resume(self, control: ControlClient) -> None: ...
 
     @abstractmethod
     def interrupt(self, control: ControlClient) -> None:
-        """End what runs: it answers "abort" with the tokens it has. Hold what comes later."""
+        """Abort in-flight requests, which return "abort" and their tokens. Hold new ones."""
 
     @abstractmethod
     def load_weights(self, control: ControlClient, folder: Path, version: int) -> None:
-        """Replace the weights by those of a Hugging Face folder and forget what the old ones
-        computed. Called between `interrupt` and `resume`."""
+        """Replace the weights by those of a Hugging Face folder and clear caches. Called between
+        `interrupt` and `resume`."""
 
     def group_routes(self, model_path: Path) -> GroupRoutes | None:
-        """How its workers take part in a broadcast of weights; None when they cannot."""
+        """Routes for a broadcast of weights to its workers; None if unsupported."""
         return None
 
     def wants_lm_head(self, model_path: Path) -> bool:
-        """Whether folders of weights must hold a head, also where it is the embedding."""
+        """Whether weight folders must hold a head even if it is tied to the embedding."""
         return False
 
     def served_version(self, control: ControlClient) -> int | None:
-        """What the server itself remembers of `load_weights`; None when it keeps no such note."""
+        """The version that the server recorded in `load_weights`; None if it records none."""
         return None
 
     @abstractmethod
     def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
-        """Make the LoRA adapter of a PEFT folder known as `name`."""
+        """Register the LoRA adapter of a PEFT folder as `name`."""
 
     @abstractmethod
     def unload_adapter(self, control: ControlClient, name: str) -> None: ...
 
     @abstractmethod
     def stats(self, control: ControlClient) -> dict[str, float]:
-        """Counters and gauges, by the names the native server has for them."""
+        """Counters and gauges under the native server's names."""
 
 
 def refuse_images(request: ModelRequest, kind: str) -> None:

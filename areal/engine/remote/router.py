@@ -1,18 +1,16 @@
-"""Which of several servers gets a request: samples of one prompt together, the rest by load.
+"""Which server gets a request: samples of one prompt together, the rest by load.
 
     server = fleet.take(prompt, num_tokens)     # where to send it
-    ...                                         # its answer, or its loss: fleet.avoid(server)
+    ...                                         # its reply, or its loss: fleet.avoid(server)
     fleet.give_back(server, prompt, num_tokens)
 
-A server computes and caches a prompt once, so a request whose prompt is in flight follows it; any
-other goes where the fewest tokens are in flight. A server that lost a connection gets new prompts
-only when all have, for a while. Servers may come and go; what one that went still has is given back
-like the rest. Used on one event loop: there is no lock.
+A server computes and caches a prompt once, so a request whose prompt is in flight goes to the same
+server; any other goes to the one with the fewest tokens in flight. A server that lost a connection
+gets new prompts only if all have, for a while. Servers may be added and removed; requests of a
+removed server are given back like the rest.
 
-Work that is done once for all who need it: the first starts it, the others wait for the same.
-
-In: a key and what to do. Out: its result, to everyone. It goes on when one who waits is cancelled.
-Used on one event loop: there is no lock.
+`SharedWork` is single-flight: concurrent callers with one key share one task, which continues if
+one of them is cancelled. Both are used on one event loop, hence without locks.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_AVOID_S = 5.0  # how long others are preferred to a server that lost a connection
+_AVOID_S = 5.0  # how long a server that lost a connection is avoided
 _BACKOFF_S = 0.1  # before the first retry; doubles with each
 _MAX_BACKOFF_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    address: str  # changes when another process takes its place
+    address: str  # changes when it is replaced
     tokens_in_flight: int = 0
     avoided_until: float = 0.0  # time.monotonic()
 
@@ -42,7 +40,7 @@ class Server:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Requests in flight that have one prompt."""
+    """In-flight requests with the same prompt."""
 
     server: Server
     size: int = 0
@@ -54,7 +52,7 @@ class Fleet:
         self._groups: dict[tuple[int, ...], _Group] = {}  # by prompt
 
     def take(self, prompt: Sequence[int], num_tokens: int) -> Server:
-        """`num_tokens` is what the request may cost at most, prompt and output."""
+        """`num_tokens` is the maximum of prompt and output tokens."""
         key = tuple(prompt)
         group = self._groups.get(key)
         if group is None or group.server.is_avoided:
@@ -68,7 +66,7 @@ class Fleet:
     def give_back(self, server: Server, prompt: Sequence[int], num_tokens: int) -> None:
         server.tokens_in_flight -= num_tokens
         group = self._groups.get(tuple(prompt))
-        if group is not None and group.server is server:  # else it has moved on
+        if group is not None and group.server is server:  # else the prompt has moved to another server
             group.size -= 1
             if group.size == 0:
                 del self._groups[tuple(prompt)]
@@ -80,7 +78,7 @@ class Fleet:
         self.servers.append(Server(address))
 
     def remove(self, server: Server) -> None:
-        server.avoided_until = math.inf  # prompts that follow others no longer go there
+        server.avoided_until = math.inf  # in-flight prompts no longer attract requests there
         self.servers = [other for other in self.servers if other is not server]
 
     def _least_loaded(self) -> Server:
@@ -88,7 +86,7 @@ class Fleet:
 
 
 def retry_delay_s(attempts: int) -> float:
-    """How long to wait after the `attempts`-th failure."""
+    """Delay after the `attempts`-th failure."""
     return min(_BACKOFF_S * 2 ** (attempts - 1), _MAX_BACKOFF_S)
 
 
@@ -99,11 +97,11 @@ class SharedWork:
     def start(
         self, key: Hashable, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any
     ) -> asyncio.Task[Any]:
-        """Begins `work(*args)`, unless the one of this key still runs."""
+        """Starts `work(*args)`, unless a task with this key is running."""
         if key not in self._tasks:
             task = self._tasks[key] = asyncio.create_task(work(*args), name=str(key))
             task.add_done_callback(lambda _: self._tasks.pop(key))
-            # Whoever waits gets the exception; when nobody does, asyncio shall not complain.
+            # Awaiting callers get the exception; without any, asyncio must not log it.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._tasks[key]
 

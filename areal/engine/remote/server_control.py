@@ -1,8 +1,7 @@
 """Blocking calls to one inference server: health, pause, weights, statistics.
 
-For the trainer's thread, which has no event loop. Each call opens its own connection, so calls from
-several threads do not meet. Generation does not go through here (batching_client.py,
-client.py).
+For the trainer's thread, which has no event loop. Each call opens its own connection, so calls may
+come from several threads. Generation uses batching_client.py and client.py instead.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from typing import Any, TypeVar
 from areal.api.json_text import loads_object
 from areal.utils.waits import waiting
 
-S = TypeVar("S")  # a client, or whatever stands for a server
+S = TypeVar("S")  # a client, or another handle of a server
 T = TypeVar("T")
 
 
 class ServerError(RuntimeError):
-    """An inference server cannot be reached, or answered with an error; the message says which."""
+    """An inference server is unreachable or returned an error; the message names it."""
 
 
 class ServerLostError(ServerError):
-    """There is no connection to the server, or it broke."""
+    """No connection to the server, or it broke."""
 
 
 class ServerRefusedError(ServerError):
-    """The server is there and said no, with this HTTP status."""
+    """The server is reachable and refused, with this HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message, status)
@@ -42,15 +41,15 @@ class ServerRefusedError(ServerError):
 
 
 class BadReplyError(ServerError):
-    """A server answered with what cannot be trained on (api/io_struct.py), or is no answer."""
+    """A malformed reply, or one that cannot be trained on (api/io_struct.py)."""
 
 
 class ServerEndedError(ServerRefusedError):
-    """The server is there, but what computes in it has ended (503)."""
+    """The server is reachable, but its engine has ended (503)."""
 
 
 class ControlClient:
-    """`address` is "host:port"; `kind` is what errors call the server."""
+    """`address` is "host:port"; `kind` is the server's name in error messages."""
 
     def __init__(
         self, address: str, token: str, *, timeout_s: float, kind: str = "native server"
@@ -67,28 +66,28 @@ class ControlClient:
         return self._exchange("GET", route, None).decode("utf-8", "replace")
 
     def post(self, route: str, /, **order: Any) -> dict[str, Any]:
-        """`route` may bring a query; `order` is the body."""
+        """`route` may include a query; `order` is the body."""
         return self._exchange_json("POST", route, json.dumps(order).encode())
 
     def post_text(self, route: str, /, **order: Any) -> str:
-        """For routes that answer in words."""
+        """For routes that return plain text."""
         return self._exchange("POST", route, json.dumps(order).encode()).decode("utf-8", "replace")
 
     def wait_until_healthy(self, timeout_s: float) -> None:
-        """Asks until the server answers; RuntimeError with the last cause when it does not."""
+        """Polls until the server answers; RuntimeError with the last cause on timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 self.get("/health")
                 return
             except ServerError as err:
-                # An answer with an error will not get better; silence may.
+                # An error reply is final; no reply may be temporary.
                 if isinstance(err, ServerRefusedError) or time.monotonic() > deadline:
                     raise
             time.sleep(0.05)
 
     def is_healthy(self) -> bool:
-        """Whether it answers that it is. A server that loads may refuse or stay silent."""
+        """Whether it reports healthy. A loading server may refuse or not answer."""
         try:
             self.get("/health")
         except ServerError:
@@ -108,7 +107,7 @@ class ControlClient:
     def _exchange_json(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         content = self._exchange(method, path, body)
         try:
-            return loads_object(content or b"{}")  # some servers say "yes" with an empty body
+            return loads_object(content or b"{}")  # some servers reply with an empty body
         except ValueError as err:
             what = f"{self.kind} {self.address}, {method} {path.split('?')[0]}"
             raise ServerError(f"{what}: malformed reply: {err}: {content[:200]!r}") from err
@@ -138,7 +137,7 @@ class ControlClient:
 
 
 def on_all(servers: Sequence[S], call: Callable[[S], T]) -> list[T]:
-    """The call on every server at once; the first error is raised after all have answered."""
+    """The call on all servers concurrently; the first error is raised after all have finished."""
     if len(servers) == 1:
         return [call(servers[0])]
     with ThreadPoolExecutor(len(servers), thread_name_prefix="server-control") as pool:
@@ -151,9 +150,9 @@ def on_living(
     call: Callable[[ControlClient], T],
     replace: Callable[[str], str],
 ) -> T:
-    """The call on one server, and again on its replacement when it turns out to be dead.
+    """The call on one server, repeated on its replacement if it is dead.
 
-    `replace(address)` says which address has the seat now, and has put its client into `controls`.
+    `replace(address)` returns the slot's current address, whose client it has put into `controls`.
     """
     control = controls[seat]
     try:
@@ -167,10 +166,10 @@ def on_living(
 
 
 def error_text(content: bytes | str) -> str:
-    """What a server says went wrong: our `{"error": text}`, others' `{"error": {"message"}}`."""
+    """The error message of a reply: our `{"error": text}`, others' `{"error": {"message"}}`."""
     try:
         answer = json.loads(content)
-    except (ValueError, RecursionError):  # a proxy, or another program
+    except (ValueError, RecursionError):  # a reply of a proxy or another program
         answer = None
     if not isinstance(answer, dict):
         return (content.decode("utf-8", "replace") if isinstance(content, bytes) else content)[:200]

@@ -1,25 +1,25 @@
-"""Members: the servers of an engine, and what becomes of one that is lost.
+"""Pool of inference servers: health, replacement, join and leave.
 
     lost (no connection, or its engine has ended)
-      |-- its process was started here and has ended --> another is started, with the same weights
-      |-- it answers again within a moment           --> it goes on
-      |-- otherwise                                  --> left out, with a warning: the others go on
+      |-- its process was started here and has ended --> restarted, with the same weights
+      |-- it answers again within a moment           --> kept
+      |-- otherwise                                  --> dropped with a warning; the others serve on
 
-Whoever notices a loss first sees to it; who notices later learns what was done. The last server is
-never left out: its loss is raised. A new one, started or joined, gets the weights that serve and
-the pause that holds before anybody else learns its address. Calls come from any thread; only
-`_changing` is held for long. Copies in other processes start nobody: they find the new address in a
-file (address_file.py).
+The first caller that notices a loss handles it; later ones get the outcome. The last server is
+never dropped: its loss is raised. A new server, restarted or joined, gets the live weights and the
+pause state before its address is known to others. Calls come from any thread; only `_changing` is
+held for long.
 
     watcher of a process   waits for: its end        unblocked by: it, or the process's `close`
     a lost call            waits for: a replacement  unblocked by: it, or EngineLostError
 
-Where the servers of a run answer now, for copies of its client in other processes.
+Copies of the client in other processes start no server; they find the new address in a file
+(`AddressFile`):
 
-owner (the controller)      writes: who sits in each seat, again after one died; or why there is
-                            nobody any more
-copy (a training rank,      reads: when it has lost a connection, until somebody else sits there
-a rollout worker)           or the old one answers
+    owner (the controller)               writes: address by slot, again after a restart; or why
+                                         there is no server any more
+    copy (training rank, rollout worker) reads: after a lost connection, until the slot has another
+                                         address or the old one answers (`FollowedSeats`)
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ logger = logging.getLogger("NativeRemoteEngine")
 
 T = TypeVar("T")
 
-_COME_BACK_S = 2.0  # for a server whose connection broke though it is alive
+_COME_BACK_S = 2.0  # grace for a live server whose connection broke
 
 
 class Members:
     """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
-    bounds how often they are started again between two updates of the weights. `address_file` is
-    where copies look for a server that was started; without it they only try again."""
+    bounds restarts between two weight updates. `address_file` is where copies find the address of a
+    restarted server; without it they only retry."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class Members:
         self._file = None if address_file is None else AddressFile(address_file)
         self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
         self._left_out: set[str] = set()  # addresses
-        self._version: int | None = None  # of the weights that serve, once they were noted
-        self._weights: dict[str, Any] | None = None  # the order that brings them, if any can
-        self.newest_version: int | None = None  # that any server can have; None: not known here
-        self._is_copy = False  # it does not hear of updates
+        self._version: int | None = None  # of the live weights, once noted
+        self._weights: dict[str, Any] | None = None  # the order that loads them, if any
+        self.newest_version: int | None = None  # that any server can have; None: unknown
+        self._is_copy = False  # a copy is not told of updates
         self._paused = False
         self.offloaded: frozenset[str] = frozenset()
-        self._follows = False  # a copy: whoever owns the processes decides, the file tells
+        self._follows = False  # a copy: the owner of the processes decides and writes the file
         self._changing = threading.Lock()  # guards all above but reading `controls`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class Members:
         return [control.address for control in self.controls]
 
     def open(self) -> None:
-        """Waits until all answer, and from here on sees when one of ours ends."""
-        if self._follows:  # one it cannot reach is just being replaced
+        """Waits until all answer, and starts to watch the processes."""
+        if self._follows:  # an unreachable server is being replaced
             return
-        # One of our own has said that it is ready; if it is gone by now it will not come back.
+        # Our own servers have reported ready; one that is gone by now will not come back.
         timeout_s = 0.0 if self._processes else self._setup_timeout_s
         self.on_all(lambda control: control.wait_until_healthy(timeout_s))
         self.expect_weights(max(self.on_all(served_version).values()))
@@ -121,15 +121,15 @@ class Members:
             threading.Thread(target=self._watch, args=(process,), name=name, daemon=True).start()
 
     def on_all(self, call: Callable[[ControlClient], T]) -> dict[ControlClient, T]:
-        """The answers of all servers that are left; an error when none is.
+        """Results of `call` on all remaining servers; an error if none remains.
 
-        `call` may happen twice on a server whose connection broke.
+        `call` may run twice on a server whose connection broke.
         """
         answers = on_all(self.controls, lambda control: self._attempt(control, call))
         return dict(answer for answer in answers if answer is not None)
 
     def on_one(self, index: int, call: Callable[[ControlClient], T]) -> T:
-        """The answer of one server, chosen by `index`; that of another when it is lost."""
+        """The result from the server chosen by `index`, or from another if it is lost."""
         while True:
             controls = self.controls
             answer = self._attempt(controls[index % len(controls)], call)
@@ -137,7 +137,7 @@ class Members:
                 return answer[1]
 
     def set_paused(self, paused: bool) -> None:
-        with self._changing:  # who joins now either sees it, or is asked
+        with self._changing:  # a joining server either sees the flag or is among those called
             self._paused = paused
         self.on_all(lambda control: control.post("/pause" if paused else "/continue"))
 
@@ -152,10 +152,10 @@ class Members:
         self.on_all(lambda control: control.post("/onload", **_tags(tags)))
 
     def note_weights(self, version: int, order: dict[str, Any] | None) -> None:
-        """`version` serves; `order` brings it to a server that lacks it, if anything can."""
+        """`version` is live; `order` loads it into a server that lacks it, if anything can."""
         self.remember_weights(version, order)
         for control, served in self.on_all(served_version).items():
-            # Who sent them may not have known a server that was started or joined meanwhile.
+            # The sender may have missed a server that was started or joined meanwhile.
             if served != version:
                 if order is None:
                     raise RuntimeError(
@@ -165,28 +165,28 @@ class Members:
                 self._attempt(control, lambda server: server.post("/update_weights", **order))
 
     def expect_weights(self, version: int) -> None:
-        """A server may have `version` from now on."""
+        """Servers may have `version` from now on."""
         if not self._is_copy:
             with self._changing:
                 self.newest_version = max(version, self.newest_version or 0)
 
     def remember_weights(self, version: int, order: dict[str, Any] | None) -> None:
-        """The same, for who has just sent them to all."""
+        """As `note_weights`, for a caller that has just sent them to all servers."""
         self.expect_weights(version)
         with self._changing:
             self._version, self._weights = version, order
         self._seats.renew_restarts()
 
     def is_gone(self, address: str) -> bool:
-        """Whether a server whose connection was lost has ended, or was left out; the others may go
-        on while `successor` sees to it."""
+        """Whether a server whose connection was lost has ended or was dropped; `successor` may be
+        replacing it."""
         return self._seats.has_ended(address) or address in self._left_out
 
     def successor(self, address: str) -> str | None:
-        """Who takes the place of a server whose connection was lost: another that was started for
-        it, nobody (None) when it was left out, itself while its process runs or is not ours.
+        """Address to use after a lost connection: that of the restarted server, None if it was
+        dropped, the same while its process runs or is not ours.
 
-        EngineLostError when it was the last one, and has ended for good.
+        EngineLostError if it was the last server and cannot be restarted.
         """
         with self._changing:
             if address in self._left_out:
@@ -198,15 +198,15 @@ class Members:
                     raise
                 self._leave_out(address, str(lost))
                 return None
-            if successor is None:  # so the owner of the processes has decided
+            if successor is None:  # decided by the owner of the processes
                 self._drop(address)
             elif successor != address and address in self.addresses:
                 self._take_place(address, successor)
             return None if successor in self._left_out else successor
 
     def join(self, address: str, order: dict[str, Any] | None) -> None:
-        """Let a server in that serves the same model, once it has the weights; `order` brings them,
-        by default the last one that was noted."""
+        """Add a server of the same model once it has the weights; `order` loads them, by default
+        the last one noted."""
         control = self._connect(address)
         control.wait_until_healthy(self._setup_timeout_s)
         others = self.on_one(0, lambda other: other.get("/health"))
@@ -215,7 +215,7 @@ class Members:
                 raise ValueError(f"native server {address} is one of this engine's already")
             _require_model(control, others.get("model"))
             self._prepare(control, order or self._weights)
-            # During an update the others may be ahead of what was noted: it follows with the note.
+            # During an update the others may be ahead of the noted version until the next note.
             _require_version(control, _version_in(others, control), self._version)
             self._left_out.discard(address)
             self.controls = (*self.controls, control)
@@ -234,7 +234,7 @@ class Members:
     def _attempt(
         self, control: ControlClient, call: Callable[[ControlClient], T]
     ) -> tuple[ControlClient, T] | None:
-        """The answer and who gave it; None when the server was left out."""
+        """The result and the server it came from; None if the server was dropped."""
         try:
             return control, call(control)
         except ServerError as error:
@@ -244,7 +244,7 @@ class Members:
             return None if successor is None else (successor, call(successor))
 
     def _after(self, control: ControlClient, error: ServerError) -> ControlClient | None:
-        """Who to call instead of a server that failed; None when it is left out."""
+        """The server to call instead of a failed one; None if it was dropped."""
         address = self.successor(control.address)
         if address is None:
             return None
@@ -262,7 +262,7 @@ class Members:
         return None
 
     def _watch(self, process: ServerProcess) -> None:
-        """Calls of copies do not pass here, so nobody else may see the end of the process."""
+        """Needed because calls of copies bypass this object, so the end might go unnoticed."""
         while process.wait_end():
             try:
                 if self.successor(process.address) is None:
@@ -274,13 +274,13 @@ class Members:
                 return
 
     def _prepare_new(self, seat: int, address: str) -> None:
-        """A server was started in the place of one that has ended; it has said that it is ready."""
+        """A replacement was started in slot `seat` and has reported ready."""
         control = self._connect(address)
         control.get("/health")
         self._prepare(control, self._weights)
 
     def _take_place(self, former: str, address: str) -> None:
-        self._left_out.discard(address)  # a port may come again
+        self._left_out.discard(address)  # a port may be reused
         control = self._connect(address)
         self.controls = tuple(control if c.address == former else c for c in self.controls)
         self._tell_copies()
@@ -291,8 +291,8 @@ class Members:
             self._file.write([None if a in gone else a for a in self._seats.addresses])
 
     def _prepare(self, control: ControlClient, order: dict[str, Any] | None) -> None:
-        """Make a new server what the others are, before anybody else knows its address."""
-        if self.offloaded:  # first: the device is needed for something else
+        """Bring a new server to the state of the others before its address is known."""
+        if self.offloaded:  # first, because the device is in use by the trainer
             control.post("/offload", tags=sorted(self.offloaded))
         if order is not None:
             control.post("/update_weights", **order)
@@ -350,39 +350,39 @@ def _require_version(control: ControlClient, expected: int, noted: int | None) -
         )
 
 
-_LOOK_S = 0.1  # between two looks of a copy for the replacement
-_ANSWER_S = 5.0  # for a server that is there to say so
+_LOOK_S = 0.1  # poll interval of a copy
+_ANSWER_S = 5.0  # timeout of a health probe
 
 
 class AddressFile:
-    """`path` lies where every process of the run can read it."""
+    """`path` must be readable by every process of the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, addresses: Sequence[str | None]) -> None:
-        """By seat; None where a server was left out and nobody took its place."""
+        """By slot; None where a server was dropped without a replacement."""
         self._write({"addresses": list(addresses)})
 
     def write_loss(self, cause: str) -> None:
-        """There is no server any more; whoever asks from now on is told why."""
+        """No server is left; later readers get EngineLostError with `cause`."""
         self._write({"lost": cause})
 
     def read(self) -> list[str | None]:
-        """EngineLostError when the owner has given up."""
+        """EngineLostError if the owner has written a loss."""
         found = json.loads(self._path.read_text(encoding="utf-8"))
         if "lost" in found:
             raise EngineLostError(found["lost"])
         return found["addresses"]
 
     def _write(self, content: dict[str, object]) -> None:
-        # It means nothing to another run, so it need not survive a power failure.
+        # No other run reads it, so it need not survive a power failure.
         atomic_write_text(self._path, json.dumps(content), durable=False)
 
 
 class FollowedSeats:
-    """The seats (../server_process.py) as a copy of the client has them: it starts nobody, and
-    waits up to `timeout_s` for the owner, which sees the end of a process too."""
+    """The server slots (server_process.py) of a copy of the client: it starts no server, and waits
+    up to `timeout_s` for the owner, which also notices the end of a process."""
 
     num_restarts = 0  # the owner counts them
 
@@ -404,7 +404,7 @@ class FollowedSeats:
         self._lock = threading.Lock()
 
     def renew_restarts(self) -> None:
-        """The owner's matter."""
+        """No-op: the owner counts restarts."""
 
     def has_ended(self, address: str) -> bool:
         return address in self._replaced or (
@@ -412,7 +412,7 @@ class FollowedSeats:
         )
 
     def replace(self, address: str, prepare: Callable[[int, str], None]) -> str | None:
-        """Who sits where `address` sat; None when the owner has left that server out."""
+        """The current address of the slot of `address`; None if the owner has dropped it."""
         with self._lock:
             if address in self._replaced:
                 return self._replaced[address]
@@ -423,7 +423,7 @@ class FollowedSeats:
                 found = self._wait_for_owner(seat, address)
             if found != address:
                 if found is not None:
-                    self._replaced.pop(found, None)  # a port may come again
+                    self._replaced.pop(found, None)  # a port may be reused
                 self._replaced[address] = self.addresses[seat] = found
             return found
 

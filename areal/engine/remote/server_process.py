@@ -1,21 +1,18 @@
-"""Inference servers that this process had started, and starts again when they die.
+"""Processes of inference servers: launch, restart on death, and hosting in scheduler workers.
 
     process = ServerProcess(lambda: launch_native_server(path, token=token))
     seats = ServerSeats([process.address], [process], max_restarts=3)
     ...                                                # a connection to `address` was lost
-    address = seats.replace(address, prepare)          # the same one, unless the process is gone
+    address = seats.replace(address, prepare)          # unchanged while the process runs
     process.close()
 
-Only the ways to end and to start are known here; the child may be one of this process, or of a
-worker on another machine (server_host.py). `prepare` makes a new server what the dead one was
-(its weights, whether it is paused); what becomes of the requests it had is up to its client.
+`ServerSeats` are a client's server slots. `prepare` brings a new server to the state of the dead
+one (weights, pause); its in-flight requests are up to the client.
 
-Starts a stock inference server in an environment of its own and waits until it answers.
+`launch_server` starts a stock server with the interpreter of its own environment, isolated from the
+packages of this process, on a port chosen here on this machine, and waits until it answers.
 
-Its packages are not ours: the interpreter is the one of its environment, and no path of this
-process's leads it to other packages. It listens on this machine only, on a port chosen here.
-
-Inference servers in the workers of a scheduler, on whatever machines those are.
+`HostedServer` runs a server in a scheduler worker, possibly on another machine:
 
     here                                     worker of role `rollout`, on its machine
     HostedServer  -- Scheduler.call_engine ->  ServerHost  -- launch ->  the server, its child
@@ -23,7 +20,7 @@ Inference servers in the workers of a scheduler, on whatever machines those are.
     hosted = HostedServer(scheduler, worker, launch_native_server, {"token": ...}, ...)
     process = ServerProcess(hosted.launch)   # as if the server were a child of this process
 
-A worker takes its server with it when it ends; `launch` then asks for another worker first.
+A server ends with its worker; `launch` then requests another worker first.
 """
 
 from __future__ import annotations
@@ -51,12 +48,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ServerProcess")
 
-_DYING_S = 2.0  # a killed process closes its connections a little before it has ended
-_LOOK_S = 0.5  # between two looks whether it still runs
+_DYING_S = 2.0  # a killed process closes its connections shortly before it ends
+_LOOK_S = 0.5  # poll interval
 
 
 class Child(Protocol):
-    """The process of a server: `ChildProcess`, or one that a worker holds."""
+    """The process of a server: `ChildProcess`, or `HostedServer`."""
 
     def poll(self) -> int | None: ...
 
@@ -79,21 +76,21 @@ class ServerProcess:
         self._closed = threading.Event()
 
     def wait_end(self) -> bool:
-        """Blocks while it runs: True when it has ended by itself, False when `close` ended it."""
+        """Blocks until it ends: True if by itself, False if by `close`."""
         while not self._closed.wait(_LOOK_S):
             if self._child.poll() is not None:
                 return True
         return False
 
     def describe_end(self) -> str | None:
-        """How it ended; None while it runs, or when `close` ended it. To be asked when a connection
-        to it was lost: waits a moment for a process that is just ending."""
+        """How it ended; None while it runs, or if `close` ended it. Call after a lost connection:
+        waits a moment for a process that is just ending."""
         if self._closed.is_set() or self._child.wait(_DYING_S) is None:
             return None
         return self._child.describe_end()
 
     def start_again(self) -> str:
-        """The address of the new one. RuntimeError with its last output when it does not start."""
+        """The new address. RuntimeError with its last output if it does not start."""
         self._child.terminate()
         child, self.address = self._launch()
         self._child = child
@@ -107,11 +104,11 @@ class ServerProcess:
 
 
 class ServerSeats:
-    """The places of a client's servers, each taken by one process after another.
+    """A client's server slots; each holds one process at a time.
 
-    `processes` are in the order of `addresses`; without them nobody is replaced, nor is a server
-    that has no seat. `max_restarts` bounds the replacements between two calls of `renew_restarts`.
-    A copy in another process replaces nobody.
+    `processes` are in the order of `addresses`; without them, or without a slot, a server is not
+    replaced. `max_restarts` bounds the replacements between two calls of `renew_restarts`. A copy
+    in another process replaces no server.
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class ServerSeats:
         self._max_restarts = max_restarts
         self._num_recent = 0
         self._why_not: str | None = None
-        self._replaced: dict[str, str] = {}  # address of a dead server -> of the one in its seat
+        self._replaced: dict[str, str] = {}  # address of a dead server -> of its replacement
         self._lock = threading.Lock()  # guards all above
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,31 +131,31 @@ class ServerSeats:
         self._lock = threading.Lock()
 
     def renew_restarts(self) -> None:
-        """The servers have come so far: as many deaths as before are forgiven from here on."""
+        """Reset the restart budget."""
         with self._lock:
             self._num_recent = 0
 
     def forbid_restarts(self, reason: str | None) -> None:
-        """From here on a server that dies is lost, for this reason; None: it is replaced again."""
+        """From now on dead servers are not replaced, for this reason; None re-enables it."""
         with self._lock:
             self._why_not = reason
 
     def has_ended(self, address: str) -> bool:
-        """Whether the process behind `address` is gone; `replace` may be under way. False for a
-        server that is not ours. To be asked when a connection to it was lost."""
+        """Whether the process behind `address` has ended; `replace` may be running. False for a
+        server that is not ours. Call after a lost connection."""
         if not self._processes or address not in self.addresses:
             return address in self._replaced
         ended = self._processes[self.addresses.index(address)].describe_end() is not None
         return ended or address in self._replaced
 
     def replace(self, address: str, prepare: Callable[[int, str], None]) -> str:
-        """The address of the server in the seat of `address`; the same one while that runs.
+        """The current address of the slot of `address`; unchanged while its process runs.
 
-        `prepare(seat, address)` has a new server to itself; a RuntimeError of it means that the
-        server is no good. EngineLostError, with how the last one ended, when there were too many.
+        `prepare(seat, address)` runs before a new server is known to others; a RuntimeError means
+        that it is unusable. EngineLostError says how the last one ended if the budget is spent.
         """
         with self._lock:
-            if address in self._replaced:  # whoever lost a connection first has seen to it
+            if address in self._replaced:  # already replaced by an earlier caller
                 return self._replaced[address]
             if not self._processes or address not in self.addresses:
                 return address
@@ -168,7 +165,7 @@ class ServerSeats:
                 return address
             with waiting(f"the replacement of the server {address}"):
                 self.addresses[seat] = self._fill(seat, end, prepare)
-            self._replaced.pop(self.addresses[seat], None)  # a port may come again
+            self._replaced.pop(self.addresses[seat], None)  # a port may be reused
             self._replaced[address] = self.addresses[seat]
             return self.addresses[seat]
 
@@ -183,14 +180,14 @@ class ServerSeats:
                 address = self._processes[seat].start_again()
                 prepare(seat, address)
                 return address
-            except EngineLostError:  # there is no place left to start it
+            except EngineLostError:  # no worker left to start it in
                 raise
             except RuntimeError as error:  # it did not start, or died again
                 end = str(error)
         raise EngineLostError(end)
 
 
-_PROBE_S = 5.0  # for one question whether it is ready
+_PROBE_S = 5.0  # timeout of one readiness probe
 
 
 def launch_server(
@@ -208,7 +205,7 @@ def launch_server(
 ) -> tuple[ChildProcess, str]:
     """(the child, its "host:port"). Options that are None and flags that are False are left out.
 
-    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
     address = f"127.0.0.1:{_free_port()}"
     host, _, port = address.partition(":")
@@ -224,14 +221,14 @@ def launch_server(
     control = ControlClient(address, token, timeout_s=_PROBE_S, kind=kind)
     try:
         child.wait_until(control.is_healthy, timeout_s=setup_timeout_s)
-    except BaseException:  # Ctrl-C too: a half-started server must not stay
+    except BaseException:  # also Ctrl-C: a half-started server must not stay
         child.terminate()
         raise
     return child, address
 
 
 def _free_port() -> int:
-    """A port nobody listens on now; a server that loses it meanwhile ends and says so."""
+    """A currently unused port; a server that finds it taken exits with an error."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -243,8 +240,8 @@ _STOP_S = 15.0
 
 
 class ServerHost:
-    """Lives in a worker. `launch` is a function of a module, which starts a server there and
-    returns its process and "host:port" once it answers."""
+    """Runs in a worker. `launch` is a module-level function that starts a server there and returns
+    its process and "host:port" once it answers."""
 
     def __init__(self, launch: StartServer, *, token: str, **options: Any) -> None:
         remember_secret(token)
@@ -253,7 +250,7 @@ class ServerHost:
         self._child: ChildProcess | None = None
 
     def start(self) -> str:
-        """The address of a new server; one that is still there is ended first."""
+        """The address of a new server; a previous one is terminated first."""
         self.stop()
         self._child, address = self._launch()
         return address
@@ -276,10 +273,10 @@ class ServerHost:
 
 
 class HostedServer:
-    """The server of one worker, with the methods of a ChildProcess that `ServerProcess` needs.
+    """The server of one worker, with the interface of `Child`.
 
     `options` are arguments of `launch`, besides the `host` to listen on. `setup_timeout_s` bounds
-    how long `launch` takes there, and how long the scheduler may take to start a worker again.
+    `launch` in the worker, and the restart of a worker by the scheduler.
     """
 
     def __init__(
@@ -300,8 +297,8 @@ class HostedServer:
         )
 
     def launch(self) -> tuple[HostedServer, str]:
-        """This, and the address of a new server. RuntimeError with its last output when it does not
-        start, EngineLostError when there is no worker any more to start it in."""
+        """Self, and the address of a new server. RuntimeError with its last output if it does not
+        start, EngineLostError if no worker is left."""
         return self, self._host.start("start")
 
     def poll(self) -> int | None:
@@ -309,7 +306,7 @@ class HostedServer:
 
     def wait(self, timeout_s: float) -> int | None:
         code = self._host.ask("wait", timeout_s)
-        return code if self._host.loss is None else -signal.SIGKILL  # with its parent
+        return code if self._host.loss is None else -signal.SIGKILL  # killed with its worker
 
     def describe_end(self) -> str:
         end = self._host.ask("describe_end")

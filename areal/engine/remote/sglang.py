@@ -1,12 +1,11 @@
-"""SGLang's own server: how it is started, and its words for what an inference engine does.
+"""Stock SGLang server: how it is launched, and its protocol adapter.
 
-The server is stock SGLang in an environment of its own (`areal env create sglang`). Generation goes
-by /generate with token ids both ways. Its log-probabilities are those of softmax(logits /
-temperature) before top-k and top-p cut it, so samples to train on must be drawn without a cut: the
-config of a run refuses others.
+The server runs in its own environment (`areal env create sglang`). Generation uses /generate with
+token ids both ways. Its log-probabilities are those of softmax(logits / temperature) before top-k
+and top-p, so training samples must be drawn without either: the config of a run refuses others.
 
-Its token is given in a file that only this user can read and that is gone once the server answers:
-every user of the machine can read the arguments of a process.
+The token is passed in a file that only this user can read and that is removed once the server
+answers, because every user of the machine can read a process's arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class SGLangProtocol(ServerProtocol):
             "top_p": gconfig.top_p,
             "top_k": -1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
             "frequency_penalty": gconfig.frequency_penalty,
-            # What a model's generation_config.json would set behind our back.
+            # Explicit, because generation_config.json of the model would set them otherwise.
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
             "min_p": 0.0,
@@ -73,7 +72,7 @@ class SGLangProtocol(ServerProtocol):
         finish = info["finish_reason"]
         if finish["type"] not in ("stop", "length", "abort"):
             raise ValueError(f"finish_reason: expected stop, length or abort, got {finish!r}")
-        if finish.get("status_code") is not None:  # its way to say that it could not
+        if finish.get("status_code") is not None:  # how SGLang reports a failure
             raise ValueError(f"finish_reason: {finish.get('message')}")
         pairs = info.get("output_token_logprobs") or []
         if not pairs and answer.get("output_ids"):
@@ -132,10 +131,10 @@ def launch_sglang_server(
     log_path: str | Path | None = None,
     setup_timeout_s: float = 300.0,
 ) -> tuple[ChildProcess, str]:
-    """Starts SGLang by the interpreter `python` of its environment; (the child, its "host:port").
+    """Starts SGLang with the interpreter `python` of its environment; (the child, its "host:port").
 
     `gpus` are those it may use, by default the ones this process sees.
-    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
     options = {
         "model-path": model_path,

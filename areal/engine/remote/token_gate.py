@@ -1,7 +1,7 @@
-"""A server's token on every route: ASGI middleware, before any body is read.
+"""ASGI middleware that checks a server's token on every route, before any body is read.
 
-The native server adds it to its app. A stock vLLM server asks for its key under /v1 only, and not
-on the routes by which it is paused and given weights; it is told to load this one by its option
+The native server adds it to its app. A stock vLLM server checks its key under /v1 only, not on the
+routes for pausing and weights, so it is started with
 `--middleware areal.engine.remote.token_gate.VLLMTokenGate`. There it runs in the server's
 environment, so it needs nothing but the standard library.
 """
@@ -17,7 +17,7 @@ WRONG_TOKEN = "Authorization: expected 'Bearer TOKEN' with this server's token"
 
 
 class TokenGate:
-    """Lets nothing past without `Authorization: Bearer TOKEN`, compared in constant time."""
+    """Requires `Authorization: Bearer TOKEN`, compared in constant time."""
 
     def __init__(self, app: Any, token: str) -> None:
         self.app = app
@@ -47,7 +47,7 @@ class TokenGate:
 
 
 class VLLMTokenGate(TokenGate):
-    """With the key that vLLM itself reads. Without one the server does not start."""
+    """Uses the key that vLLM itself reads. Without one the server does not start."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(app, os.environ["VLLM_API_KEY"])

@@ -1,16 +1,15 @@
-"""vLLM's own server: how it is started, and its words for what an inference engine does.
+"""Stock vLLM server: how it is launched, and its protocol adapter.
 
-The server is stock vLLM in an environment of its own (`areal env create vllm`). Generation goes by
-/v1/completions with token ids both ways; pausing, weights and adapters go by routes that vLLM opens
-in its development mode. vLLM asks for a key under /v1 only; token_gate.py wants it everywhere.
-Log-probabilities are those of the distribution a token was drawn from (`--logprobs-mode
-processed_logprobs`).
+The server runs in its own environment (`areal env create vllm`). Generation uses /v1/completions
+with token ids both ways; pausing, weights and adapters use routes of vLLM's development mode. vLLM
+checks the key under /v1 only; token_gate.py checks it on every route. Log-probabilities are those
+of the distribution a token was drawn from (`--logprobs-mode processed_logprobs`).
 
-Weights come from a folder, or through a process group that the workers join by methods of ours
-(vllm_worker.py), which vLLM gives them at its start (`--worker-extension-cls`).
+Weights come from a folder, or through a process group that the workers join with vllm_worker.py
+(`--worker-extension-cls`).
 
-A head that is tied to the embedding is given to vLLM as a weight of its own: its `reload_weights`
-leaves a tied one as it was on the CPU, and the model would go on with old weights in one place.
+A head tied to the embedding is sent to vLLM as a separate weight: its `reload_weights` does not
+update a tied head on the CPU, which would keep stale weights.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from areal.utils.fs import atomic_folder
 from areal.weight_sync.collective import GroupPlace
 from areal.weight_sync.hf_folder import folder_with_lm_head
 
-MODEL_NAME = "areal"  # what the server calls the model, whatever its folder
+MODEL_NAME = "areal"  # the served model name, whatever the folder
 _PACKAGE = Path(__file__).absolute().parents[1]  # areal
 _EXTENSION = "areal.engine.remote.vllm_worker.WeightReceiver"
 _GATE = "areal.engine.remote.token_gate.VLLMTokenGate"
-_FIRST_VERSION = "default"  # its note before any update
+_FIRST_VERSION = "default"  # vLLM's value before any update
 _MAX_STOPS = 4
 _STATS = {
     "vllm:num_requests_running": "running",
@@ -73,7 +72,7 @@ class VLLMProtocol(ServerProtocol):
             "top_p": gconfig.top_p,
             "top_k": 0 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
             "frequency_penalty": gconfig.frequency_penalty,
-            # What a model's generation_config.json would set behind our back.
+            # Explicit, because generation_config.json of the model would set them otherwise.
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
             "min_p": 0.0,
@@ -137,7 +136,7 @@ class VLLMProtocol(ServerProtocol):
 
 
 class VLLMGroupRoutes(GroupRoutes):
-    """Every worker of a server is in the group, and loads its part of what comes."""
+    """Every worker of a server is in the group, and loads its shard of the weights."""
 
     def __init__(self, *, with_lm_head: bool) -> None:
         self._with_lm_head = with_lm_head
@@ -175,11 +174,11 @@ def launch_vllm_server(
     log_path: str | Path | None = None,
     setup_timeout_s: float = 300.0,
 ) -> tuple[ChildProcess, str]:
-    """Starts vLLM by the interpreter `python` of its environment; (the child, its "host:port").
+    """Starts vLLM with the interpreter `python` of its environment; (the child, its "host:port").
 
     `gpus` are those it may use, by default the ones this process sees.
-    `scratch` is a folder that this call may write, and that must stay as long as the server.
-    RuntimeError with its last output when it ends, or is not ready in time; it is then gone.
+    `scratch` is a writable folder that must exist as long as the server.
+    RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
     folder, overrides, scratch = Path(model_path), None, Path(scratch).absolute()
     if _has_head(model_path):
@@ -209,11 +208,11 @@ def launch_vllm_server(
         "VLLM_API_KEY": token,
         "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if enable_lora else "0",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where its last lines are kept for errors
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # whose last lines are kept for error messages
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than our client keeps idle connections
         "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gb),
-        # Bound to cores of its own choice it would fight with the trainer for them.
+        # Pinned to cores, it would compete with the trainer for them.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
     }
@@ -232,12 +231,12 @@ def launch_vllm_server(
 
 
 def _has_head(model_path: str | Path) -> bool:
-    """Whether vLLM's model has a head apart from the embedding. Gemma's have none."""
+    """Whether vLLM's model has a separate head. Gemma models have none."""
     return not read_hf_config(model_path)["model_type"].startswith("gemma")
 
 
 def _on_workers(control: ControlClient, method: str, **kwargs: Any) -> list[Any]:
-    """What the method returned on each worker, in the order of their ranks."""
+    """Results of the method on each worker, in rank order."""
     answer = control.post("/collective_rpc", method=method, kwargs=kwargs)
     if "results" not in answer:
         raise ServerError(f"{control.kind} {control.address}: {method} answered {answer}")
@@ -249,7 +248,7 @@ def _note_version(control: ControlClient, version: int) -> None:
 
 
 def _folder_of_areal(target: Path) -> Path:
-    """A folder from which `areal` can be imported, and no other package of this environment."""
+    """A folder for PYTHONPATH with `areal` alone, without other packages of this environment."""
     with atomic_folder(target, durable=False) as folder:
         (folder / "areal").symlink_to(_PACKAGE)
     return target

@@ -1,12 +1,12 @@
-"""The part of a stock vLLM server in a broadcast of weights: methods that its workers get.
+"""Worker extension of a stock vLLM server for broadcasts of weights.
 
     python -m vllm.entrypoints.openai.api_server \\
         --worker-extension-cls areal.engine.remote.vllm_worker.WeightReceiver
 
-vLLM adds the class to the bases of its worker, in every process the model is cut over; POST
-/collective_rpc calls its methods on all of them. It runs in the environment of the server and must
-import nothing that is not there: torch, and what of areal needs no more than torch. Its names begin
-with `areal` because a worker has many of its own.
+vLLM adds the class to the bases of its worker, in every rank's process; POST /collective_rpc calls
+its methods on all of them. It runs in the server's environment, so it may import only torch and
+modules of areal that need no more than torch. Names start with `areal` to avoid collisions with
+those of the worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class WeightReceiver:
     _areal_group: WeightGroup | None = None
 
-    if TYPE_CHECKING:  # what a worker of vLLM has
+    if TYPE_CHECKING:  # attributes of vLLM's worker
         rank: int  # among the processes of its server
         device: torch.device
 
@@ -34,11 +34,11 @@ class WeightReceiver:
         ) -> None: ...
 
     def areal_device(self) -> str:
-        """Where its weights are."""
+        """Identity of the device that holds its weights."""
         return device_identity(self.device)
 
     def areal_join(self, **place: Any) -> None:
-        """Enter a group in place of the one before; returns when all members are there.
+        """Join a group, leaving the previous one; returns when all members have joined.
 
         `place` is the `GroupPlace` of the server's first worker.
         """
@@ -47,9 +47,9 @@ class WeightReceiver:
         self._areal_group = WeightGroup.open(own, self.device)
 
     def areal_take(self, *, group: str, version: int, with_lm_head: bool) -> None:
-        """Receive and verify all of a version, then load it. Until then the old weights are there.
+        """Receive and verify all of a version, then load it. Until then the old weights stay.
 
-        with_lm_head: the model has a head of its own, also where the weights that come have none.
+        with_lm_head: the model has a separate head even if the received weights have none.
         """
         weights = self._areal_receive(group, version)
         if with_lm_head and LM_HEAD not in weights:
@@ -65,7 +65,7 @@ class WeightReceiver:
             )
         try:
             return dict(joined.receive(version))
-        except BaseException:  # what was under way would meet the next version
+        except BaseException:  # leftover transfers would mix with the next version
             self._areal_leave()
             raise
 

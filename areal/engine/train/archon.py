@@ -1,23 +1,21 @@
-"""Archon: our own models trained on one rank or on many, on CPUs or GPUs.
+"""Archon: areal's own models trained on one rank or many, on CPUs or GPUs.
 
-The model is the module the native engine decodes with, so log-probabilities of both agree to
-float rounding. Given one torch thread on a CPU, training is a function of (weights, batches): two
-equal runs, or a run resumed from `save(dcp)`, end with the same bits.
+The model is the module the native engine decodes with, so their log-probabilities agree to float
+rounding. With one torch thread on a CPU, training is a function of (weights, batches): two equal
+runs, or a run resumed from `save(dcp)`, end with the same bits.
 
     engine = ArchonEngine(config)
     engine.create_process_group(parallel_strategy)     # only for several ranks, each in a process
     engine.initialize(ft_spec)
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
 
-On several ranks each call is made by all of them. The ranks of one data-parallel place (those of
-tensor, context and pipeline parallelism) give it the same rows; other places have other rows,
-perhaps more or fewer, or none. What is returned is the same everywhere, but the rows of
-`forward_batch`. Loss functions are called on the last stage of a pipeline alone.
+All ranks make every call. Ranks with the same data-parallel index (tensor, context and pipeline
+ranks) pass the same rows; other indices pass other rows, possibly none. Results are equal on all
+ranks, except the rows of `forward_batch`. Loss functions run on the last pipeline stage only.
 
-With `config.is_critic` the model has a score head in place of the LM head, and values take the
-place of log-probabilities; one that starts from a language model says 0 of every token at first.
-With `config.use_lora` only adapters are trained and saved, and what leaves for inference has them
-merged in.
+With `config.is_critic` the model has a score head in place of the LM head, and values replace
+log-probabilities; a critic that starts from a language model has value 0 everywhere at first. With
+`config.use_lora` only adapters are trained and saved; weights sent to inference have them merged.
 """
 
 from __future__ import annotations
@@ -95,7 +93,7 @@ class ArchonEngine(base.Backend):
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
 
     def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
-        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody."""
+        """Join the ranks of the layout; call it before `initialize`. No-op for world size 1."""
         num_replicas = self.config.archon.num_replicas
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
@@ -107,7 +105,7 @@ class ArchonEngine(base.Backend):
 
     @property
     def min_micro_batches(self) -> int:
-        """One for each stage of a pipeline to work on."""
+        """One per pipeline stage, so that no stage idles."""
         return self._dims.pp
 
     @property
@@ -196,12 +194,12 @@ class ArchonEngine(base.Backend):
 
     @property
     def _parts(self) -> list[Decoder]:
-        """The model, or the stages of it that this rank holds."""
+        """The model, or this rank's pipeline stages."""
         return [self.model] if self._pipeline is None else self._pipeline.parts
 
     @property
     def _ranks(self) -> dist.ProcessGroup | None:
-        """All of this engine's; None when there is one."""
+        """All ranks of this engine; None for world size 1."""
         return None if self._mesh is None else dist.group.WORLD
 
     @property
@@ -255,7 +253,7 @@ class ArchonEngine(base.Backend):
                 outputs.append(output.detach())
         model = self.model
         if isinstance(model, FSDPModule):
-            model.reshard()  # a pass without backward leaves the head whole, soon out of date
+            model.reshard()  # a pass without backward leaves the head unsharded, hence stale later
         return outputs
 
     def _token_outputs(self, mb: base.MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -275,8 +273,8 @@ class ArchonEngine(base.Backend):
         self.optimizer.set_lr_step(self.optimizer.lr_step + 1)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
-        `hf` give a scratch folder. With LoRA `hf` is the adapter alone, as peft saves it."""
+        """Write the folder `meta.path`: atomically as `dcp`; as `hf` pass a scratch folder for
+        that. With LoRA `hf` is the adapter alone, as peft saves it."""
         if meta.weight_format == "dcp":
             optimizer = self.optimizer if meta.with_optim else None
             checkpoint.save(meta.path, self.model, optimizer, self._version, self._writers)
@@ -318,8 +316,7 @@ class ArchonEngine(base.Backend):
             self._optimizer.read_model()
 
     def hf_weights(self) -> Weights:
-        """Adapters are merged in. On several ranks all iterate, to the end: rank 0 is given the
-        tensors, others none."""
+        """Adapters are merged in. All ranks must iterate to the end; only rank 0 gets tensors."""
         if self._mesh is None and self._adapters is None:
             return self.model.named_hf_tensors()
         merge = None if self._adapters is None else self._adapters.merge

@@ -1,16 +1,17 @@
-"""What every training back end shares: micro-batches, the exact global mean, the three entries.
+"""What training back ends share: micro-batches, the exact global mean, the three entry points.
 
-A back end gives one primitive, `forward_backward_batch`, and an optimizer step. `train_batch`,
-`eval_batch` and `forward_batch` are written here once over it:
+A back end implements one primitive, `forward_backward_batch`, and an optimizer step. `train_batch`,
+`eval_batch` and `forward_batch` are built on it here:
 
     padded batch [B, S] -> pack_sequences -> packed micro-batches [T] -> forward (and backward)
 
 A loss function returns the mean over its micro-batch. Each is scaled by its share of the total
-weight, so the sum is the mean over the whole batch and does not depend on how it was cut.
+weight, so the sum is the mean over the whole batch, however it was split.
 
-With data parallelism each rank has some rows of the batch, perhaps none. The total weight is that
-of all ranks, and all compute the same number of micro-batches, since each of them is a collective
-of the back end: who has fewer adds fillers, one token of weight 0 that no loss function sees.
+With data parallelism each rank has some rows of the batch, possibly none. The total weight is
+summed over all ranks. All ranks run the same number of micro-batches, since each one is a
+collective of the back end: ranks with fewer add fillers, one token of weight 0 that no loss
+function sees.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ Part = TypeVar("Part")
 LossFn = Callable[..., torch.Tensor]
 LossWeightFn = Callable[[dict[str, Any]], torch.Tensor]
 
-# (micro-batch number, *what the model says of each token) -> a tensor; a scalar when it is
-# differentiated. A language model says logprobs_T and entropy_T, a critic values_T.
+# (micro-batch number, *per-token model outputs) -> a tensor; a scalar when it is differentiated.
+# The outputs are logprobs_T and entropy_T of a language model, values_T of a critic.
 OutputFn = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows of a batch, packed. A filler has no rows and no keys but the tokens'."""
+    """Some rows of a batch, packed. A filler has no rows and only the keys of its tokens."""
 
     rows: list[int]
     data: dict[str, Any]
@@ -51,22 +52,22 @@ class MicroBatch:
 
 
 class Backend(TrainEngine):
-    """A training engine, less its primitive."""
+    """A training engine without its primitive."""
 
     device: torch.device
     mb_spec: MicroBatchSpec
     dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
-    shares_prefixes: bool  # computes once what sequences of a micro-batch begin with alike
+    shares_prefixes: bool  # computes common prefixes of a micro-batch once
 
     @property
     def min_micro_batches(self) -> int:
-        """With fewer, some of its ranks would have nothing to do."""
+        """With fewer, some pipeline stages would idle."""
         return 1
 
     @property
     @abstractmethod
     def optimizer(self) -> Any:
-        """RuntimeError when it was not made to train (`require_optimizer`)."""
+        """RuntimeError if the engine was initialized without one (`require_optimizer`)."""
 
     @abstractmethod
     def forward_backward_batch(
@@ -90,7 +91,7 @@ class Backend(TrainEngine):
         rows_per_unit: int = 1,
     ) -> dict[str, float]:
         """One optimizer step on the weighted mean of the loss over the rows of all ranks."""
-        _ = self.optimizer  # refuse before the work, not after it
+        _ = self.optimizer  # raises before the forward pass, not after it
         mbs = _micro_batches(self, input_, rows_per_unit)
         loss = _weighted_loss(self, mbs, loss_fn, loss_weight_fn, forward_only=False)
         stats = {**self.optimizer_step(), "loss": loss.item()}
@@ -200,7 +201,7 @@ def _rows_of_units(bins: Bins, rows_per_unit: int) -> Bins:
 def _micro_batches(
     backend: Backend, input_: Mapping[str, Any], rows_per_unit: int
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, as many as the rank with the most has."""
+    """This rank's micro-batches, with fillers up to the largest count of any rank."""
     device, group = backend.device, backend.dp_group
     num_mbs = max(backend.mb_spec.n_mbs, backend.min_micro_batches)
     spec = replace(backend.mb_spec, n_mbs=num_mbs)
@@ -216,7 +217,7 @@ def _micro_batches(
 
     if group is None:
         return split()
-    # A batch that is refused here must not leave the others waiting for this rank.
+    # Raised only after the collective below, which the other ranks are waiting in.
     refused: ValueError | None = None
     mbs: list[MicroBatch] = []
     try:
@@ -270,7 +271,7 @@ def _weighted_loss(
     def output_fn(index: int, *outputs: torch.Tensor) -> torch.Tensor:
         progress()
         if not mbs[index].rows:
-            return outputs[0].sum() * 0.0  # part of the graph, so that its collectives happen
+            return outputs[0].sum() * 0.0  # stays in the graph, so that backward collectives run
         return loss_fn(*outputs, mbs[index].data) * shares[index]
 
     losses = torch.stack(backend.forward_backward_batch(mbs, output_fn, forward_only))
@@ -278,7 +279,7 @@ def _weighted_loss(
 
 
 def _tree_token_ratio(backend: Backend, mbs: list[MicroBatch]) -> float:
-    """Tokens computed, of all tokens of the sequences, on all ranks."""
+    """Computed tokens divided by the tokens of all sequences, over all ranks."""
     trees = [mb.tree for mb in mbs if mb.tree is not None and mb.rows]
     counts = [sum(map(len, trees)), sum(len(tree.place_T) for tree in trees)]
     totals = _summed(

@@ -1,19 +1,19 @@
 """Resumable state of a training engine, sharded over its ranks.
 
-Holds the float32 master weights, the optimizer's moments, the buffers, the place in the
-learning-rate schedule and the policy version: everything that training on depends on, without
-frozen weights. Each rank writes what it holds, and any layout of ranks can load it. The folder
-appears whole or not at all, with a manifest of checksums that is verified before anything of it is
-loaded. torch.distributed.checkpoint plans who writes and reads what, shard_storage.py does it.
+Holds everything that further training depends on: float32 master weights, optimizer moments,
+buffers, the learning-rate step and the policy version; frozen weights are left out. Each rank
+writes its shards, and any layout of ranks can load them. The folder appears atomically, with a
+manifest of checksums that is verified before anything is loaded. torch.distributed.checkpoint plans
+which rank reads and writes what; shard_storage.py stores it.
 
-    save(path, model, optimizer, version, ranks)                 # training waits
-    snapshot = capture(model, optimizer, version, ranks)         # training waits for a copy in
-    snapshot.write(path)                                         # memory; this may be in a thread
-    digests(path)                                                # to compare it with another
+    save(path, model, optimizer, version, ranks)             # blocks training
+    snapshot = capture(model, optimizer, version, ranks)     # blocks only for a copy in host memory
+    snapshot.write(path)                                     # may run in a thread
+    digests(path)                                            # to compare two checkpoints
 
-`ranks` is None for one process that knows no others; else every one of them calls, on a file system
-all of them see. A group that writes in a thread is used for nothing else, and for one write at a
-time: see `process_group.side_group`.
+`ranks` is None for a single process; otherwise every rank calls, on a shared file system. A group
+used for writing in a thread serves nothing else, and one write at a time: see
+`process_group.side_group`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from areal.models.parallelize import local_part
 from areal.utils.fs import atomic_folder
 from areal.utils.manifest import check_files, describe, list_files, read_manifest, write_manifest
 
-# torch warns where no process group exists; with one rank that is meant. For the whole process,
-# since filters are not the business of a thread.
+# torch warns without a process group, which is intended for one rank. Set at import because
+# warning filters are global and changing them in a thread is not safe.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 State = dict[str, torch.Tensor]
@@ -50,14 +50,14 @@ _DIGEST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state at one moment; later training does not change it."""
+    """A copy of the state; later training does not change it."""
 
     state: State
     ranks: dist.ProcessGroup | None
-    copied: torch.cuda.Event | None  # when the copies in `state` are whole; None: they are
+    copied: torch.cuda.Event | None  # when the copies in `state` are complete; None: already
 
     def write(self, path: str | Path) -> None:
-        """Write the folder `path`, in place of what it was; any thread."""
+        """Write or replace the folder `path`; from any thread."""
         if self.copied is not None:
             self.copied.synchronize()
         _write_folder(path, self.state, self.ranks)
@@ -71,8 +71,8 @@ def capture(
 ) -> Snapshot:
     """Copy what `save` would write to host memory; without `optimizer` weights and version alone.
 
-    From a GPU the copies are made in the order of its stream: what is launched after this call
-    changes them no more, and the caller need not wait for them.
+    Copies from a GPU are ordered on its stream: later launches do not change them, and the caller
+    need not wait for them.
     """
     state = _state(model, optimizer, version)
     copies = {name: _host_copy(tensor) for name, tensor in state.items()}
@@ -84,7 +84,7 @@ def capture(
 
 
 class Resumable(Protocol):
-    """An optimizer, as far as its state goes; the tensors are those in use."""
+    """The state of an optimizer; the tensors are those in use, not copies."""
 
     lr_step: int
     num_skipped_steps: int
@@ -94,7 +94,7 @@ class Resumable(Protocol):
     def moments(self) -> dict[str, dict[str, torch.Tensor]]: ...
 
     def write_back(self) -> None:
-        """The masters have been loaded."""
+        """Called after the masters were loaded."""
         ...
 
     def set_lr_step(self, step: int) -> None: ...
@@ -107,8 +107,7 @@ def save(
     version: int,
     ranks: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the folder `path`, in place of what it was; without `optimizer` weights and version
-    alone."""
+    """Write or replace the folder `path`; without `optimizer` weights and version alone."""
     _write_folder(path, _state(model, optimizer, version), ranks)
 
 
@@ -120,8 +119,8 @@ def load(
 ) -> int:
     """Fill model and optimizer in place; returns the saved version.
 
-    DamagedError names a file that is not what was written, ValueError a tensor that does not fit;
-    then nothing was changed.
+    DamagedError names a file that was changed, ValueError a tensor that does not fit; either way
+    model and optimizer are unchanged.
     """
     path = Path(path)
     _verify(path, ranks)
@@ -142,7 +141,7 @@ def load(
 
 
 def digests(path: str | Path) -> dict[str, str]:
-    """By name, in order, a checksum of each tensor: of its type, shape and bits.
+    """A checksum of dtype, shape and bits of each tensor, sorted by name.
 
     Needs no model and no other ranks, whatever layout wrote it.
     """
@@ -152,7 +151,7 @@ def digests(path: str | Path) -> dict[str, str]:
     found, part = {}, {}
     for place, (name, entry) in enumerate(sorted(stored.items()), start=1):
         part[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        # One call for many tensors, since each reads the list of all; not more than fit in memory.
+        # Batched because each call reads the whole index; bounded by memory.
         is_full = sum(tensor.nbytes for tensor in part.values()) >= _DIGEST_BYTES
         if is_full or place == len(stored):
             state_dict_loader.load(part, storage_reader=ShardReader(path), no_dist=True)
@@ -175,19 +174,19 @@ def _write_folder(path: str | Path, state: State, ranks: dist.ProcessGroup | Non
         own_part = on_all_ranks(ranks, lambda: describe(folder, _share(list_files(folder), ranks)))
         files = {name: facts for part in own_part for name, facts in part.items()}
         on_first_rank(ranks, lambda: write_manifest(folder, files, {}))
-        on_first_rank(ranks, stack.close)  # gives the folder its name
+        on_first_rank(ranks, stack.close)  # renames the folder into place
 
 
 def _write_shards(
     state: State, scratch: str, path: str | Path, ranks: dist.ProcessGroup | None
 ) -> None:
-    """What one rank cannot write fails on all of them."""
+    """A write error of one rank is raised on all."""
     try:
         writer = ShardWriter(scratch)
         state_dict_saver.save(
             state, storage_writer=writer, process_group=ranks, no_dist=ranks is None
         )
-    except CheckpointException as error:  # no Exception in torch: nobody else would catch it
+    except CheckpointException as error:  # a BaseException, which no other handler would catch
         cause = _cause(error)
         if isinstance(cause, OSError):
             raise cause from error
@@ -195,7 +194,7 @@ def _write_shards(
 
 
 def _verify(path: Path, ranks: dist.ProcessGroup | None) -> None:
-    """Each file is read by one of the ranks; damage one of them finds ends the call on all."""
+    """Each file is read by one rank; damage found by one is raised on all."""
 
     def verify_share() -> None:
         if not path.is_dir():
@@ -214,8 +213,8 @@ def _share(names: list[str], ranks: dist.ProcessGroup | None) -> list[str]:
 def _check_fit(
     path: Path, state: Mapping[str, torch.Tensor], ranks: dist.ProcessGroup | None
 ) -> None:
-    """torch would leave out what the model does not ask for: a larger model's layers."""
-    # Pipeline stages ask for their own tensors, and for all of them together.
+    """torch ignores stored tensors that the model lacks, such as layers of a larger model."""
+    # Each pipeline stage requests its own tensors; together they must cover the checkpoint.
     shapes = on_all_ranks(ranks, lambda: {name: list(x.shape) for name, x in state.items()})
     own = {name: shape for part in shapes for name, shape in part.items()}
     stored = stored_tensors(ShardReader(path).read_metadata())
@@ -233,13 +232,13 @@ def _check_fit(
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong on the first of the failed ranks."""
+    """The error of the first failed rank."""
     return next(iter(error.failures.values()))[0]
 
 
 def _state(model: nn.Module, optimizer: Resumable | None, version: int) -> State:
     """The tensors of the checkpoint by name: those in use, not copies; and three counters."""
-    # What another pipeline stage holds is on the meta device here.
+    # Weights of other pipeline stages are on the meta device.
     own = {name: w for name, w in model.named_parameters() if not w.is_meta}
     weights = {name: weight.detach() for name, weight in own.items() if weight.requires_grad}
     saved = model.state_dict().keys()
@@ -266,7 +265,7 @@ def _state(model: nn.Module, optimizer: Resumable | None, version: int) -> State
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned when it comes from a GPU, so that the copy needs no one to wait for it."""
+    """Pinned when it comes from a GPU, so that the copy is asynchronous."""
     pinned = local_part(tensor).is_cuda
     copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
     local_part(copy).copy_(local_part(tensor), non_blocking=pinned)

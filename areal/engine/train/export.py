@@ -1,12 +1,13 @@
-"""Whole weights under their Hugging Face names, from ranks that hold shards to who wants them.
+"""Unsharded weights under their Hugging Face names, gathered from all ranks for one receiver.
 
     for name, tensor in stream_weights(model, dtype, is_receiver=rank == 0): ...
 
-Every rank iterates, because the gathers are collectives; only the receiver is given tensors. At
-most one bucket of whole weights exists at a time; its gathers are queued on the device together.
-Pipeline stages gather what they hold, and the ranks behind the receiver send it on.
+Every rank iterates, because the gathers are collectives; only the receiver gets tensors. At most
+one bucket of unsharded weights exists at a time; its gathers are queued on the device together.
+Pipeline stages gather their own weights and send them to the receiver (`StageLink`).
 
-A folder of Hugging Face weights an engine writes: what lies beside them, what it cannot hold.
+`sender` and `hand_over` pass the stream to a consumer: an inference engine or a folder.
+`save_beside` adds the files that belong into a Hugging Face folder besides weights.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Weights = Iterator[tuple[str, torch.Tensor]]  # Hugging Face names
 
 @dataclass(frozen=True, slots=True)
 class StageLink:
-    """How the weights of pipeline stages get to the receiver, which is on the first rank."""
+    """Path of a pipeline stage's weights to the receiver, which is the first rank."""
 
     layout: StageLayout
-    group: dist.ProcessGroup  # of this rank and those with the other stages
+    group: dist.ProcessGroup  # this rank and those with the other stages
     reaches_receiver: bool  # whether the receiver is in the group
     device: torch.device
 
@@ -55,7 +56,7 @@ def stream_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor), rounded to `dtype`. A larger weight is a bucket of its own.
 
-    merge: makes the whole tensor of our name that leaves, where it is not the weight itself.
+    merge: (our name, unsharded weight) -> the tensor to export, such as one with LoRA merged.
     """
     gather = merge or _gather
     rounded = {name for name, _ in model.named_parameters()}  # buffers keep their dtype
@@ -74,12 +75,12 @@ def stream_weights(
 
 def _gather(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tensor = tensor.detach().to(dtype)
-    # A buffer is the same on every rank; what another stage holds is on the meta device.
+    # A buffer is equal on every rank; weights of other stages are on the meta device.
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _pass_on(name: str, tensor: torch.Tensor, link: StageLink) -> torch.Tensor:
-    """On the first rank the tensor its owner sent; every rank of the pipeline calls."""
+    """On the first rank, the tensor sent by its owner; every rank of the pipeline calls."""
     owner, rank = link.layout.owner_of(name), link.group.rank()
     if owner == 0:
         return tensor
@@ -95,7 +96,7 @@ def _buckets(state: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[st
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in state.items():
-        num_bytes = tensor.numel() * tensor.element_size()  # of the whole, not of the shard
+        num_bytes = tensor.numel() * tensor.element_size()  # unsharded size
         if bucket and size + num_bytes > max_bytes:
             yield bucket
             bucket, size = {}, 0
@@ -111,9 +112,9 @@ def sender(
     *,
     are_copies: bool,
 ) -> Callable[[Weights], None]:
-    """What sends weights to the connected engine as `version`; RuntimeError when there is none.
+    """A function that sends weights to the connected engine as `version`; RuntimeError without one.
 
-    `are_copies`: they are not the model's own, but were gathered or merged on the way.
+    `are_copies`: the tensors were gathered or merged, so they are not the model's own.
     """
     if receiver is None:
         raise RuntimeError("no inference engine is connected: call connect_engine() first")
@@ -121,7 +122,7 @@ def sender(
 
     def send(weights: Weights) -> None:
         if meta.type == "ipc" and are_copies:
-            # The receiver reads them where they lie: they must still be there.
+            # The receiver maps this memory, so the copies must stay alive.
             held = list(weights)
             weights = iter(held)
         send_weights(engine, meta.with_version(version), weights)
@@ -135,7 +136,7 @@ def hand_over(
     ranks: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """The first rank gives the weights to `consume`; what it raises there ends the call on all."""
+    """The first rank passes the weights to `consume`; an error of it is raised on all ranks."""
     if ranks is None:
         return consume(weights)
     failure: Exception | None = None
@@ -143,7 +144,7 @@ def hand_over(
         try:
             consume(weights)
         except Exception as error:
-            failure = error  # raised below: the others still wait for this rank's gathers
+            failure = error  # raised below: the other ranks still need this one's gathers
     for _ in weights:
         pass
     if any_rank(failure is not None, ranks, device):
@@ -151,7 +152,7 @@ def hand_over(
 
 
 def save_beside(meta: SaveLoadMeta, folder: Path) -> None:
-    """What a reader wants beside the weights; `folder` is the one the model came from."""
+    """Copy tokenizer and other files; `folder` is the one the model was loaded from."""
     if meta.base_model_path is not None:
         folder = model_folder(meta.base_model_path, weights=False)
     generation_config = folder / "generation_config.json"

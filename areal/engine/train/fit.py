@@ -1,18 +1,17 @@
-"""Whether a model fits an engine: told from its config.json and the config alone, without torch.
+"""Does a model fit an engine? Answered from config.json and the config alone, without torch.
 
     check_models(config, {"actor": hf_config, ...})       # all of a run; ValueError names the key
     check_training(config.actor, hf_config)
     check_generation(config.rollout, config.native, hf_config)
 
-`areal check` asks before a run, the run before it fetches weights, and an engine before it builds
-anything, here and nowhere else: so they give the same answer. What only a device or the weights can
-tell (memory, a kernel, a layer that mixes sequences) shows when the engine has built the model.
+`areal check` calls it before a run, the run before it fetches weights, and an engine before it
+builds anything, so all give the same answer. What only the device or the weights can tell (memory,
+a kernel, a layer that mixes sequences) shows when the engine has built the model.
 
-Which models of transformers can be trained packed: read from its source, not imported.
-
-Importing transformers' models takes seconds and torch; its tables of model types are literals, and
-what a family's attention asks for is in the text of its file. What this cannot tell (a default that
-config.json leaves out, logits that are no product) `check_model` finds out on the built model.
+Models of transformers: which of them can be trained packed is read from its source, because
+importing its models takes seconds and torch. Its tables of model types are literals, and what a
+family's attention needs is in the text of its file. What the source cannot tell (a default missing
+from config.json, logits that are no plain product) `check_model` finds on the built model.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
 
 
 def check_training(config: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:
-    """The model of `hf_config` can be trained (or asked) as `config` says."""
+    """The model of `hf_config` can be trained (or run forward) as `config` says."""
     allocation = ModelAllocation.from_str(config.backend)
     layout = allocation.parallel
     if allocation.backend == "archon":
@@ -87,7 +86,7 @@ def check_training(config: TrainEngineConfig, hf_config: Mapping[str, Any]) -> N
 def check_generation(
     rollout: InferenceEngineConfig, native: NativeServerConfig, hf_config: Mapping[str, Any]
 ) -> None:
-    """The native server can generate with the model; stock servers know best what they can."""
+    """The native server can generate with the model; stock servers check their own models."""
     if rollout.engine != "native":
         return
     args = decoder_args(hf_config)
@@ -126,7 +125,7 @@ def check_fsdp(config: TrainEngineConfig, hf_config: Mapping[str, Any], dims: Pa
     check_transformers_family(hf_config, is_critic=config.is_critic)
     text = language_config(hf_config)
     heads = text.get("num_attention_heads")
-    if heads is not None:  # others have another name for it, and a default
+    if heads is not None:  # some families use another key, with a default
         check_heads(heads, text.get("num_key_value_heads") or heads, dims)
     if config.use_lora and importlib.util.find_spec("peft") is None:
         raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
@@ -154,7 +153,7 @@ def check_megatron(config: TrainEngineConfig, args: DecoderArgs, layout: Paralle
             f"the layout megatron:{layout} spreads experts, and this model has none: remove e"
         )
     if args.moe is not None and ep == 1 and tp != expert_tp:
-        # megatron-core reduces the gradients of experts apart from the others' with e > 1 alone.
+        # Only with e > 1 does megatron-core reduce expert gradients in a group of their own.
         raise ValueError(
             f"the layout megatron:{layout} copies the experts over t{tp}, which megatron-core "
             f"does not train: spread them with e{tp}, or cut them like the rest with "
@@ -163,7 +162,7 @@ def check_megatron(config: TrainEngineConfig, args: DecoderArgs, layout: Paralle
 
 
 def _check_megatron_family(args: DecoderArgs) -> None:
-    """ValueError for what its stages would not compute as the checkpoint means it."""
+    """ValueError for features of the checkpoint that its stages do not compute."""
     if args.model_type not in MEGATRON_FAMILIES:
         raise ValueError(
             f"backend megatron trains models of type {', '.join(MEGATRON_FAMILIES)}, got "
@@ -200,10 +199,10 @@ _LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 
 
 def check_transformers_family(hf_config: Mapping[str, Any], *, is_critic: bool) -> None:
-    """ValueError for a model that packed attention cannot compute, as far as can be told."""
+    """ValueError for a model that packed attention cannot compute, as far as the source tells."""
     model_type = hf_config["model_type"]
     classes = _classes(is_critic)
-    if classes is None:  # not laid out as we know it
+    if classes is None:  # a release of transformers with another layout
         return
     if model_type not in classes:
         own_code = " (it brings code of its own, which areal does not run)"

@@ -77,7 +77,7 @@ def _statistics_kernel(
     row = tl.program_id(0)
     row_ptr = raw_ptr + row.to(tl.int64) * stride
     column = tl.arange(0, BLOCK)
-    # One running maximum, sum and weighted sum per lane: lanes meet only at the end.
+    # Running maximum, sum and weighted sum per lane, reduced across lanes only at the end.
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)

@@ -2,14 +2,14 @@
 
 The LM head turns `[T, D]` into `[T, V]`, which for a large vocabulary is far more memory than the
 model. Here at most `chunk_size` rows of float32 logits exist at a time, in the forward pass and
-again in the backward pass, which computes them anew. On a GPU each of them is read once
-(logprob_kernels.py). A head that is not trained has no gradient computed for it.
+again in the backward pass, which recomputes them. On a GPU each logit is read once
+(logprob_kernels.py). No gradient is computed for a frozen head.
 
-With tensor parallelism each rank has some rows of the head, so W columns of the logits, and these
-are never brought together: the ranks exchange a maximum and three sums per token.
+With tensor parallelism each rank has some rows of the head, so W columns of the logits. They are
+never gathered: the ranks exchange a maximum and three sums per token.
 
-Shape legend: T packed tokens, C tokens of one chunk, D model dim, V vocabulary, W the columns of it
-that this rank has (all without tensor parallelism).
+Shape legend: T packed tokens, C tokens of one chunk, D model dim, V vocabulary, W this rank's
+columns of it (all without tensor parallelism).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from areal.models.common.invariant import invariant_logits, row_logprobs
 class VocabPart:
     """Which part of the vocabulary a rank's head covers; the group's parts make the whole."""
 
-    first: int  # the number of its first token
+    first: int  # its first token id
     group: dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What turns hidden states into logits, but for the weight."""
+    """Options of the LM head, without its weight."""
 
     temperature: float
     softcap: float | None
@@ -102,13 +102,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(grad_CW, weight_WD, out=grad_hidden_TD[chunk])
             if grad_weight_WD is not None:
                 _add_product(grad_weight_WD, grad_CW.T, hidden_TD[chunk])
-            del grad_CW  # before the next chunk makes its own
+            del grad_CW  # freed before the next chunk allocates its own
         if grad_weight_WD is not None:
             grad_weight_WD = grad_weight_WD.to(weight_WD.dtype)
         return grad_hidden_TD, grad_weight_WD, None, None
 
 
-# The logits of a chunk live as long as the call of one of these two functions.
+# The logits of a chunk live only within a call of one of these two functions.
 
 
 def _chunk_forward(
@@ -168,7 +168,7 @@ def _has_kernels(hidden_CD: torch.Tensor, head: _Head) -> bool:
 
 
 def _add_product(sum_WD: torch.Tensor, grad_WC: torch.Tensor, hidden_CD: torch.Tensor) -> None:
-    """Add the product of two matrices to a float32 one, without rounding it before."""
+    """sum += grad @ hidden, accumulated in float32 without rounding the product."""
     if not hidden_CD.is_cuda or hidden_CD.dtype == torch.float32:
         sum_WD += grad_WC @ hidden_CD
     elif _can_add_in_place(hidden_CD.device, hidden_CD.dtype):
@@ -204,7 +204,7 @@ def _whole_rows(
 def _rows_in_parts(
     logits_CW: torch.Tensor, labels_C: torch.Tensor, part: VocabPart
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_whole_rows` of rows whose other columns are on the other ranks."""
+    """`_whole_rows` for logits whose columns are sharded over ranks."""
     largest_C = logits_CW.amax(dim=1)
     dist.all_reduce(largest_C, dist.ReduceOp.MAX, group=part.group)
     label_C, is_here_C = _own_labels(labels_C, logits_CW.shape[1], part)
@@ -236,7 +236,7 @@ def _logits(
 
 
 def _softcap_slope(logits_CW: torch.Tensor, scale: float) -> torch.Tensor:
-    """d softcap(x) / dx, from the capped logits over the temperature; `scale` makes them a tanh."""
+    """d softcap(x) / dx from capped logits / temperature; times `scale` they are the tanh."""
     tanh_CW = logits_CW * scale
     return 1.0 - tanh_CW * tanh_CW
 

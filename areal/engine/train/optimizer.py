@@ -4,9 +4,9 @@
 
 A model in bfloat16 is a rounded copy of its float32 masters, so that small updates are not lost
 and training computes with exactly the numbers inference gets. A float32 model is its own master,
-and so is a model in shards (DTensors): there each rank updates what it holds as plain tensors, and
-the ranks talk only about the norm. A gradient that is not finite on any of them is thrown away by
-all: the weights and the optimizer stay as they were.
+and so is a sharded model (DTensors): each rank updates its local shards, and only the norm is
+reduced over ranks. If the gradient of any rank is not finite, all ranks skip the step: weights and
+optimizer stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("Optimizer")
 def lr_factor(
     step: int, *, kind: str, total_steps: int, warmup_steps: int, min_lr_ratio: float
 ) -> float:
-    """What the learning rate is multiplied with at `step` (from 0). No step has a rate of 0."""
+    """Factor on the learning rate at `step` (from 0); never 0."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if kind == "constant":
@@ -45,7 +45,7 @@ def lr_factor(
 
 
 def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The learning rate at place `step` of the schedule."""
+    """The learning rate at step `step` of the schedule."""
     warmup_steps = config.warmup_steps
     if warmup_steps is None:
         warmup_steps = int(config.warmup_steps_proportion * total_steps)
@@ -59,11 +59,9 @@ def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 
 class MasterOptimizer:
-    """Updates what of `model` is not frozen, in place. With `ranks`, the holders of its shards, all
-    of them call.
+    """Updates the trainable weights of `model` in place. All of `ranks`, which hold shards, call.
 
-    In a pipeline of `num_stages` (ranks one behind another) a rank has the weights of its own
-    stages; those of others are on the meta device.
+    In a pipeline of `num_stages` ranks, weights of other ranks' stages are on the meta device.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class MasterOptimizer:
         return self._optimizer.param_groups[0]["lr"]
 
     def set_lr_step(self, step: int) -> None:
-        """Go to place `step` of the schedule; it counts global steps, not minibatches."""
+        """Move the schedule to `step`, which counts global steps, not minibatches."""
         self.lr_step = step
         for group in self._optimizer.param_groups:
             group["lr"] = scheduled_lr(self._config, step, self._total_steps)
@@ -106,7 +104,7 @@ class MasterOptimizer:
         first: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, weight in self._weights.items():
             if not self._is_copy(name) or weight.grad is None:
-                continue  # FSDP itself sums the gradients of shards in float32
+                continue  # FSDP already sums gradients of shards in float32
             master = self._masters[name]
             if master.grad is None:
                 master.grad = torch.empty_like(master)
@@ -118,7 +116,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self) -> dict[str, float]:
-        """Clip, update, forget the gradients; reports update_successful, grad_norm and lr."""
+        """Clip, update, clear the gradients; reports update_successful, grad_norm and lr."""
         self._take_shards()
         norm = self._gradient_norm()
         grad_norm = norm.item()
@@ -139,16 +137,16 @@ class MasterOptimizer:
         return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
 
     def _take_shards(self) -> None:
-        """Point the masters at this rank's parts of the DTensors and of their gradients."""
+        """Point the masters at the local shards of the DTensors and of their gradients."""
         for name, weight in self._weights.items():
             if isinstance(weight, DTensor):
-                # Anew in each step: FSDP may move a shard to a padded place when it first runs.
+                # In each step: FSDP may move a shard to padded storage when it first runs.
                 self._masters[name].data = weight.to_local()
                 grad = weight.grad
                 self._masters[name].grad = None if grad is None else local_part(grad)
 
     def _gradient_norm(self) -> torch.Tensor:
-        """Over the whole model, each element once however many ranks hold it."""
+        """Norm over the whole model; replicated elements count once."""
         if self._ranks is None:
             return get_total_norm([m.grad for m in self._masters.values() if m.grad is not None])
         grads_by_copies: dict[int, list[torch.Tensor]] = {}
@@ -177,7 +175,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def read_model(self) -> None:
-        """Take the model's weights, just loaded, as the masters."""
+        """Copy the model's weights, just loaded, into the masters."""
         for name, weight in self._weights.items():
             if self._is_copy(name):
                 self._masters[name].copy_(weight)
@@ -213,9 +211,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def _create_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Make the optimizer's tensors now, so that a resumed run has a place to load them.
+        """Allocate the optimizer's state now, so that a resumed run can load into it.
 
-        Returns them by name, those of shards as the DTensors they are parts of.
+        Returns the tensors by name, sharded ones as DTensors.
         """
         for master in self._masters.values():
             master.grad = torch.zeros_like(master)
@@ -237,7 +235,7 @@ class MasterOptimizer:
 
 
 def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first, rounding it; few kernels for many tensors."""
+    """Copy each second tensor into the first with rounding, in few kernels."""
     if pairs:
         targets, sources = map(list, zip(*pairs, strict=True))
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]  # likewise
@@ -253,7 +251,7 @@ def _master_of(weight: nn.Parameter) -> nn.Parameter:
 
 
 def _num_shards(weight: torch.Tensor) -> int:
-    """Into how many different parts the weight is cut."""
+    """Number of distinct shards of the weight."""
     if not isinstance(weight, DTensor):
         return 1
     sizes = weight.device_mesh.shape

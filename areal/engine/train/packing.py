@@ -1,48 +1,27 @@
-"""Context parallelism after Ulysses: tokens are cut over ranks everywhere but inside attention.
-
-Each of cp ranks has T / cp consecutive tokens of a packed micro-batch. For attention the ranks
-exchange: each gets all T tokens of N / cp heads, attends by the `attend` it was given, and sends
-the outputs back. One layer costs two exchanges of its activations, forward and backward each.
-
-    tokens_t, positions_t = (own_tokens(x_T, group) for x_T in (tokens_T, attend.positions_T))
-    hidden_tD = model(tokens_t, positions_t, UlyssesAttention(attend, group))
-    logprobs_T = gather_over_ranks(logprobs_t, group)
-
-Shape legend: T tokens of the micro-batch, t = T / cp of this rank, N query heads, K key-value
-heads, n and k = what a rank has of them in attention, H head dim, C = cp ranks.
-
-A packed micro-batch as the tokens one rank computes: padded, labelled, cut over cp.
-
-    laid = pack_rows(mb, multiple=cp.size() * tp.size(), cp=cp)
-    outputs_t = model(laid.tokens_t, laid.positions_t, laid.attend, laid.labels_t)
-    logprobs_T, entropy_T = laid.whole(outputs_t)
-
-Ranks of cp that are given the same micro-batch have as many tokens each. Padding is the
-micro-batch's own sequences again, and no output tells of it.
-
-Shape legend: T tokens of the micro-batch, P padded, t a rank's part of them over cp.
-
-What a decoder says of each token of a packed micro-batch, on one rank or on a mesh.
+"""Packed micro-batches through a decoder: token layout, context parallelism, per-token outputs.
 
     logprobs_T, entropy_T = token_outputs(model, mb, config, mesh)     # or (values_T,) of a critic
+    logprobs_T, entropy_T = tree_outputs(model, mb, tree, config, mesh)
 
-On a mesh, the ranks of the axes cp and tp call with the same micro-batch and all get the outputs of
-all its tokens. A micro-batch is padded to a multiple of cp * tp and cut over cp (token_layout.py);
-inside the model also over tp (models/parallelize.py). Its two halves, `pack_micro_batch` and
-`outputs_of`, are what a pipeline needs.
+Context parallelism (`UlyssesAttention`): each of cp ranks holds T / cp consecutive tokens. For
+attention the ranks exchange them, so that each gets all T tokens of N / cp heads, and exchange the
+outputs back: two all-to-alls per layer, forward and backward each.
 
-Shape legend: T tokens of the micro-batch, t a rank's part of them over cp, D model dim.
+Layout (`pack_rows`): a micro-batch is padded to a multiple of cp * tp and sharded over cp; inside
+the model also over tp (models/parallelize.py). Padding repeats the micro-batch's own sequences and
+never reaches an output.
 
-What a decoder says of each token of a micro-batch whose common prefixes are computed once.
+Outputs (`token_outputs`): cp and tp ranks call with the same micro-batch and all get the outputs of
+all its tokens. A pipeline uses its two halves, `pack_micro_batch` and `outputs_of`.
 
-    logprobs_T, entropy_T = tree_outputs(model, mb, tree, config, mesh)    # or (values_T,)
+Prefix trees (`tree_outputs`): inputs and outputs are packed sequences as above; the model computes
+shared prefixes once. Where sequences branch, one hidden state predicts several tokens, so the LM
+head gets one row per (token, successor) pair. Sequences that share the pair share the row, and its
+gradient is the sum of theirs.
 
-In and out are packed sequences, as in token_outputs.py: a loss function notices nothing. Between,
-the model sees the tree. Where sequences part, one hidden state predicts several tokens, so the LM
-head takes a row for each pair of a token and its successor; sequences that share the pair share the
-row, and its gradient is the sum of theirs.
-
-Shape legend: T tokens of the micro-batch, U of its tree, R rows of the head, D model dim.
+Shape legend: T tokens of the micro-batch, P padded, t a rank's shard of them over cp, N query
+heads, K key-value heads, n and k a rank's shard of them in attention, H head dim, C = cp ranks,
+U tokens of a tree, R rows of the head, D model dim.
 """
 
 from __future__ import annotations
@@ -68,7 +47,7 @@ from areal.utils.prefix_tree import PrefixTree
 
 
 class UlyssesAttention:
-    """`attend` for T / cp tokens, by way of an `attend` for all T with a part of the heads."""
+    """`attend` for T / cp tokens, built on an `attend` for all T with a shard of the heads."""
 
     def __init__(self, attend: Attend, group: dist.ProcessGroup) -> None:
         self._attend = attend
@@ -108,12 +87,12 @@ def own_tokens(x_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_over_ranks(x_t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[T] on every rank. All must compute the same of it: a rank's gradient is its own slice's."""
+    """[T] on every rank. Backward keeps only the own slice, so all ranks must use it alike."""
     return _Gather.apply(x_t, group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Slice i of dimension 0 goes to rank i; slice i of the result came from rank i."""
+    """All-to-all: slice i of dimension 0 goes to rank i; slice i of the result is from rank i."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -151,7 +130,7 @@ class LaidOut:
     cp: dist.ProcessGroup | None  # None: t is P
 
     def whole(self, outputs_t: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What was computed of each token, `[T]`, on every rank."""
+        """Per-token outputs `[T]` of all tokens, on every rank."""
         outputs_P = outputs_t
         if self.cp is not None:
             outputs_P = (gather_over_ranks(x_t, self.cp) for x_t in outputs_t)
@@ -182,7 +161,7 @@ def pack_rows(
 
 def _next_tokens(tokens_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     labels_T = tokens_T.roll(-1)
-    # Junk that does not depend on which sequence happens to come next.
+    # A fixed value, so that it does not depend on which sequence comes next.
     labels_T[cu_seqlens[1:].long() - 1] = 0
     return labels_T
 
@@ -193,8 +172,8 @@ def _pad(
     num_tokens = -(-max(min_tokens, len(tokens_T)) // multiple) * multiple
     if num_tokens == len(tokens_T):
         return tokens_T, cu_seqlens
-    # With equal sequences, much padding does not change which experts are in demand, nor does it
-    # make one sequence so long that attention takes more time than for the others.
+    # Copies of the real sequences keep the expert load unchanged, and no padded sequence is longer
+    # than the real ones, which would dominate the cost of attention.
     num_copies = -(-num_tokens // len(tokens_T))
     offsets = torch.arange(num_copies, device=cu_seqlens.device) * len(tokens_T)
     starts = (offsets[:, None] + cu_seqlens[:-1]).flatten()
@@ -221,7 +200,7 @@ def pack_micro_batch(
     *,
     min_tokens: int = 0,
 ) -> LaidOut:
-    """`mb` as this rank's tokens; on a mesh padded, also to `min_tokens`."""
+    """This rank's tokens of `mb`; on a mesh padded, to at least `min_tokens`."""
     packed = InvariantPackedAttention if config.batch_invariant else PackedAttention
     if mesh is None:
         return pack_rows(mb, packed=packed)
@@ -295,7 +274,7 @@ def tree_outputs(
     predictions = tree.predictions()
     hidden_RD = hidden_UD.index_select(0, index(predictions.place_R))
     source_R = index(predictions.label_source_R)
-    # At a sequence's end the same junk as of packed sequences.
+    # At a sequence's end the same placeholder as for packed sequences.
     labels_R = torch.where(source_R < 0, 0, tokens_T.index_select(0, source_R.clamp(min=0)))
     row_T = index(predictions.row_T)
     outputs_R = head_outputs(model, hidden_RD, labels_R, config, mesh)

@@ -3,15 +3,15 @@
     pipeline = Pipeline(model, mesh, config, dtype, device)      # `model` is on the meta device
     outputs = pipeline.train(mbs, output_fn); outputs = pipeline.forward(mbs, output_fn)
 
-Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients
-travel: tokens, positions and labels are at hand on every stage. The last stage computes the heads
-and `output_fn`; what it returns is sent to the others.
+All ranks of a pipeline get the same micro-batches, so only hidden states and their gradients are
+sent: every stage has tokens, positions and labels. The last stage computes the heads and
+`output_fn`, and broadcasts the results.
 
 Training runs a schedule of torch.distributed.pipelining, whose shapes are fixed within a step:
-micro-batches are padded to the longest, and repeated for nothing until the schedule can take their
-number. FSDP gathers a stage's weights once per step and reduces its gradients once, after the last
-micro-batch; in between both are whole. A forward pass alone needs no equal lengths
-(`forward_waves`).
+micro-batches are padded to the longest, and filled up with repeated ones (results unused) to a
+number that the schedule accepts. FSDP gathers a stage's weights once per step and reduces its
+gradients once, after the last micro-batch; in between both are unsharded. A pass without backward
+needs no equal lengths (`forward_waves`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Unit = tuple[int, int]  # (stage, micro-batch)
 
 
 class Stage(nn.Module):
-    """One stage in the form schedules call.
+    """One stage as schedules call it.
 
-    While a step runs it has `compute` and the numbers of the micro-batches, which reach a stage in
-    order. (As an argument the number would come to the GPU, and reading it would wait for that.)
+    During a step it holds `compute` and a count of micro-batches, which reach a stage in order. (As
+    an argument the number would be a GPU tensor, and reading it would synchronise.)
     """
 
     def __init__(self, part: Decoder) -> None:
@@ -64,7 +64,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """This rank's stages of `model`, given memory; the rest of it stays on the meta device."""
+    """This rank's stages of `model`, materialised; the rest stays on the meta device."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Pipeline:
         part = cut_stage(model, layers, is_first=index == 0, is_last=index == last)
         parallelize(part, self._mesh, self._dtype, keep_gathered=True)
         part.to_empty(device=self._device)
-        # Without weights of its own: the root of FSDP, which holds on until the heads are done.
+        # An FSDP root without own weights, so that the part stays unsharded until the heads ran.
         stage = Stage(part)
         fully_shard(stage, mesh=self._mesh.in_replicas("fsdp"))
         return stage
@@ -108,7 +108,7 @@ class Pipeline:
         return [stage.part for stage in self._stages.values()]
 
     def refresh(self) -> None:
-        """Call it when weights were loaded or updated."""
+        """Call after weights were loaded or updated."""
         if self._tied is not None:
             self._tied.refresh()
 
@@ -125,7 +125,7 @@ class Pipeline:
             return output_fn(index, *outputs) if index < len(mbs) else outputs[0].sum() * 0.0
 
         schedule = self._schedule(num_mbs, self._hidden_shape(laid[0]))
-        # Schedules want an input and a target to cut; the stages look up their own.
+        # Schedules need an input and a target to split; the stages look up their own.
         unused = torch.zeros(num_mbs, device=self._device)
         with self._computing(laid, filled_output_fn) as outputs:
             schedule.step(unused, target=unused)
@@ -157,7 +157,7 @@ class Pipeline:
         return schedule_class(
             stages[0] if is_single else stages,
             num_mbs,
-            loss_fn=lambda loss, unused: loss,  # the last stage has computed it
+            loss_fn=lambda loss, unused: loss,  # already computed by the last stage
             scale_grads=False,
         )
 
@@ -177,7 +177,7 @@ class Pipeline:
     def _advance(
         self, unit: Unit, inbox: dict[Unit, torch.Tensor], laid: list[LaidOut]
     ) -> Iterator[dist.P2POp]:
-        """Compute `unit` if it is this rank's, and pass the result on or await it."""
+        """Compute `unit` if it is this rank's, and send the result on or receive it."""
         (index, mb), rank = unit, self._group.rank()
         after = (index + 1, mb)
         is_last = index == self.layout.num_stages - 1
@@ -200,7 +200,7 @@ class Pipeline:
     def _computing(
         self, laid: list[LaidOut], output_fn: base.OutputFn
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """Tell the stages what to do. The rank with the last one fills the dict with outputs."""
+        """Set `compute` of the stages. The rank with the last stage fills the dict with outputs."""
         outputs: dict[int, torch.Tensor] = {}
 
         def compute(part: Decoder, x: torch.Tensor | None, mb: int) -> torch.Tensor:
@@ -218,10 +218,10 @@ class Pipeline:
             stage.compute, stage.numbers = compute, iter(range(len(laid)))
         yield outputs
         for stage in self._stages.values():
-            stage.compute = None  # it holds the batch
+            stage.compute = None  # frees the batch
 
     def _hidden_shape(self, laid: LaidOut) -> tuple[int, int]:
-        """Of what stages exchange: tokens are cut over tp between blocks."""
+        """Shape of exchanged hidden states: tokens are sharded over tp between blocks."""
         return len(laid.tokens_t) // self._mesh["tp"].size(), self._dim
 
     def _to_all(self, computed: dict[int, torch.Tensor], num_mbs: int) -> list[torch.Tensor]:
@@ -245,18 +245,18 @@ class Pipeline:
 
 
 def num_micro_batches(given: int, schedule: str, layout: StageLayout) -> int:
-    """The least number, `given` or more, that the schedule takes: for interleaved ones whole rounds
-    of the ranks."""
+    """The smallest number >= `given` that the schedule accepts; for interleaved schedules a
+    multiple of the ranks."""
     if schedule.startswith("Interleaved"):
         return -(-given // layout.num_ranks) * layout.num_ranks
     return max(given, layout.num_ranks)
 
 
 def forward_waves(layout: StageLayout, num_mbs: int) -> list[list[Unit]]:
-    """Which unit each rank computes at the same time as the others, until all are done.
+    """Waves of units, at most one per rank, that run concurrently.
 
-    Results move on between two waves, all at once, so that no two ranks wait for each other. The
-    deepest unit that is ready goes first: few hidden states wait.
+    Results are sent between two waves, all at once, so that no two ranks deadlock. The deepest
+    ready unit goes first, which keeps few hidden states waiting.
     """
     waves: list[list[Unit]] = []
     next_mb = [0] * layout.num_stages  # of each stage, which takes them in order

@@ -1,4 +1,4 @@
-"""Joining the other ranks, and agreeing with them."""
+"""Joining the other ranks, and collective decisions among them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_ranks() -> torch.device:
-    """The device of this rank. torch.distributed is initialised, unless the caller has done so,
-    from the environment: our schedulers say in AREAL_RENDEZVOUS where ranks meet, launchers like
-    torchrun by address and port."""
+    """The device of this rank. Initialises torch.distributed from the environment, unless already
+    done: areal's schedulers set AREAL_RENDEZVOUS, launchers like torchrun address and port."""
     device = torch.device(best_device())
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -43,9 +42,9 @@ def join_ranks() -> torch.device:
 
 
 def join_alone(device: torch.device) -> None:
-    """A group of this process alone, for libraries that want one also there, unless it has one.
+    """Create a world of size 1 unless a group exists, for libraries that need one.
 
-    It stays as long as the process: other engines in it use it too.
+    It stays until the process ends, since other engines in it use it too.
     """
     if not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there
@@ -53,21 +52,21 @@ def join_alone(device: torch.device) -> None:
 
 
 def _backend(device: torch.device) -> str:
-    # Both kinds beside a GPU: tensors that were offloaded are reduced where they lie.
+    # gloo also with a GPU: offloaded tensors are reduced on the CPU.
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def any_rank(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether it is so on at least one rank; all of the group call."""
+    """Whether `here` is true on at least one rank; all of the group call."""
     flag = torch.tensor(int(here), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag)
 
 
 def on_first_rank(ranks: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
-    """What `act` returns on the first rank, on all of them; what it raises there ends all calls.
+    """Run `act` on the first rank; its result is returned, or its error raised, on all ranks.
 
-    None is one process that knows no others.
+    `ranks` is None for a single process.
     """
     if ranks is None:
         return act()
@@ -87,7 +86,7 @@ def on_first_rank(ranks: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
 
 
 def on_all_ranks(ranks: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
-    """What `act` returns on each rank, in order; what it raises on any of them is raised on all."""
+    """Results of `act` on each rank, in rank order; an error of any rank is raised on all."""
     if ranks is None:
         return [act()]
     outcome: tuple[Any, Exception | None]
@@ -104,9 +103,9 @@ def on_all_ranks(ranks: dist.ProcessGroup | None, act: Callable[[], T]) -> list[
 
 
 def side_group(ranks: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The same ranks once more, on the CPU: for threads that talk while the others train.
+    """A second group of the same ranks, on the CPU: for threads that run beside training.
 
-    All of them call.
+    All ranks call.
     """
     if ranks is None:
         return None

@@ -3,10 +3,10 @@
     {folder}/index.json      by tensor: dtype, size, and its chunks (offsets, sizes, file, position)
     {folder}/rank{R}.bin     the chunks that rank R wrote, one after another, as they lie in memory
 
-torch's planners decide which rank writes and reads what (`torch.distributed.checkpoint`). Its own
-storage would unpickle the index and each tensor, which runs whatever code their author put there.
-Here nothing is unpickled: the index is checked entry by entry, and since it can name only tensors,
-no planner is ever asked to unpickle an object either.
+torch's planners decide which rank writes and reads what (`torch.distributed.checkpoint`). torch's
+own storage unpickles the index and each tensor, which can run arbitrary code. Here nothing is
+unpickled: the index is checked entry by entry and can name only tensors, so no planner unpickles an
+object either.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _SHARD_NAME = re.compile(r"rank\d{1,9}\.bin")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the bytes of one chunk lie."""
+    """Location of the bytes of one chunk."""
 
     file: str
-    at: int  # bytes from the beginning
+    at: int  # byte offset
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
 
 class ShardWriter(StorageWriter):
-    """One rank's part of writing `folder`, which exists."""
+    """Writes one rank's part of `folder`, which exists."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -76,7 +76,7 @@ class ShardWriter(StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, with what all of them wrote."""
+        """On the first rank, with the results of all ranks."""
         tensors = {
             name: {"dtype": _name(entry.properties.dtype), "size": list(entry.size), "chunks": []}
             for name, entry in stored_tensors(metadata).items()
@@ -106,7 +106,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """One rank's part of reading `folder`. DamagedError when its index does not describe it."""
+    """Reads one rank's part of `folder`. DamagedError if the index does not match the files."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -161,7 +161,7 @@ class ShardReader(StorageReader):
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """By name; there is nothing else."""
+    """By name; the index holds only tensors."""
     entries = metadata.state_dict_metadata.items()
     tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
     assert len(tensors) == len(entries), "a checkpoint holds tensors alone"
@@ -169,14 +169,14 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _part(chunk: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    """What of a stored chunk this rank wants: its layout may be another than the writer's."""
+    """The part of a stored chunk that this rank needs; its layout may differ from the writer's."""
     for axis, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         chunk = chunk.narrow(axis, offset, length)
     return chunk
 
 
 def _parse(text: bytes, folder: Path) -> Metadata:
-    """The index as torch's planners want it, if each chunk lies in its tensor and in its file."""
+    """The index in the form of torch's planners; each chunk must lie in its tensor and file."""
     index = json.loads(text)
     if index["format"] != _FORMAT:
         raise ValueError(f"format {index['format']!r}, expected {_FORMAT}")

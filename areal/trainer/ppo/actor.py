@@ -1,32 +1,29 @@
-"""What trains on one batch: the actor, and those of critic, reference model and teacher there are.
+"""One PPO training step: the models it needs, the actor's update, and the actor's loss.
 
-    learner = Learner(config, open_engine)      # opens the models
-    data = learner.train(trajectories)          # one step of all that is trained
+    learner = Learner(config, open_engine)      # opens actor, and critic, reference, teacher if any
+    data = learner.train(trajectories)          # one step of all trained models
 
-The training loop and `areal replay` both call it: there is one way to train a step. What comes out
-is a function of the weights, the optimizers, `states()` and the trajectories in their order.
-
-The policy's half of PPO, on any training engine: a batch in, updated weights out.
+`Learner` is used by the training loop and by `areal replay`. Its result is a function of the
+weights, the optimizers, `states()` and the trajectories in order.
 
     data = collect(trajectories)                   # trainer/ppo/batch.py
-    data |= actor.compute_policies(data)           # and what the other models say of its tokens
+    data |= actor.compute_policies(data)           # then log-probs and values of the other models
     data |= actor.compute_advantages(data)
     actor.ppo_update(data)                         # ppo_n_minibatches optimizer steps
 
-Three policies meet in the loss. behave: the weights that sampled a token, perhaps several versions
-old, perhaps another for each token. prox: what the ratio is clipped around. theta: being trained.
-Plain PPO takes prox = behave (or recomputes both); the decoupled loss keeps them apart and weights
-each token by prox / behave.
+`PPOActor` runs on any training engine. Its loss involves three policies. behave: the weights that
+sampled a token, possibly several versions old and different per token. prox: the center of the
+ratio clip. theta: being trained. Plain PPO uses prox = behave (or recomputes both); the decoupled
+loss separates them and weights each token by prox / behave.
 
-What the actor minimises on one packed micro-batch, put together as its config says.
+`PolicyObjective` is the loss on one packed micro-batch:
 
-    policy loss (ppo, gspo, sapo, cispo or a user's own) over w = pi_prox / pi_behave, M2PO's choice
-    of tokens
-    -> with a teacher its share of the distillation loss -> + KL from the reference model
+    policy loss (ppo, gspo, sapo, cispo or a user's own) with w = pi_prox / pi_behave, M2PO's tokens
+    -> combined with the distillation loss of a teacher -> + KL from the reference model
 
 Every part is a mean over the loss mask, so micro-batches add up to the whole batch. Statistics go
-to `stats_tracker` in the scope of the caller. The object knows no engine: it travels to the ranks,
-as its config, and finds functions there by their import paths.
+to `stats_tracker` in the caller's scope. The objective holds no engine: it is pickled to the ranks
+as its config, and loads functions there by import path.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ if TYPE_CHECKING:
 
 
 class OpenEngine(Protocol):
-    """Opens the model of one role; one that is not `trained` is only asked."""
+    """Opens the model of one role; without `trained` it is frozen."""
 
     def __call__(
         self, role: str, config: TrainEngineConfig, *, trained: bool = True
@@ -81,7 +78,7 @@ class Learner:
         self.critic: PPOCritic | None = None
         if config.critic is not None:
             self.critic = PPOCritic(config.critic, open_engine("critic", config.critic))
-        # What a model that is only asked says of each token, by the name it has in the batch.
+        # Frozen models (ref, teacher): batch key -> engine.
         self._advisers: dict[str, TrainEngine] = {}
         for role, section in (("ref", config.ref), ("teacher", config.teacher)):
             if section is not None:
@@ -89,12 +86,12 @@ class Learner:
                 self._advisers[f"{role}_logp"] = open_engine(role, frozen, trained=False)
 
     def states(self) -> dict[str, AdaptiveKlController]:
-        """What training on depends on besides the engines, by the name it is remembered under."""
+        """State of training besides the engines, by its name in recover points."""
         control = self.actor.kl_control
         return {} if control is None else {"kl_control": control}
 
     def train(self, trajectories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Train on these, one trajectory per prompt; all samples with all that was found of them.
+        """Train on one trajectory per prompt; returns all samples with the computed tensors.
 
         Statistics go to `stats_tracker` under `actor/` and `critic/`.
         """
@@ -109,7 +106,7 @@ class Learner:
         return data
 
     def _ask_models(self, trajectories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All samples as one batch, with what each model says of their tokens."""
+        """All samples as one batch, with the per-token outputs of every model."""
         data = collect(trajectories)
         data |= self.actor.compute_policies(data)
         for key, engine in self._advisers.items():
@@ -123,7 +120,7 @@ class PPOActor:
     def __init__(
         self, config: PPOActorConfig, engine: TrainEngine, teacher: TeacherConfig | None = None
     ) -> None:
-        """`teacher` says how much the log-probabilities of a teacher count, when there is one."""
+        """`teacher` holds the loss weights of distillation, if there is a teacher."""
         self.config = config
         self.engine = engine
         self._estimator = AdvantageEstimator(config)
@@ -131,7 +128,7 @@ class PPOActor:
 
     @property
     def kl_control(self) -> AdaptiveKlController | None:
-        """The KL coefficient when it adapts: state that must survive a kill."""
+        """The adaptive KL coefficient, if any: state that must survive a kill."""
         return self._estimator.kl_control
 
     def compute_logp(self, data: Mapping[str, Any]) -> torch.Tensor:
@@ -139,7 +136,7 @@ class PPOActor:
         return token_outputs(self.engine, data)
 
     def compute_policies(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """`prox_logp`, unless it is found in the loss, and `logprobs` when recomputed too."""
+        """`prox_logp`, unless the loss computes it, and `logprobs` if recomputed too."""
         if not self.config.use_decoupled_loss:
             if not self.config.recompute_logprob:
                 return {"prox_logp": data["logprobs"]}
@@ -150,7 +147,7 @@ class PPOActor:
         return {"prox_logp": self.compute_logp(data)}
 
     def compute_advantages(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What `ppo_update` of actor and critic need besides: advantages, returns, rewards."""
+        """Inputs of `ppo_update` of actor and critic: advantages, returns, rewards."""
         with stats_tracker.scope("actor"):
             return self._estimator.estimate(data)
 
@@ -165,10 +162,10 @@ class PPOActor:
         self.engine.step_lr_scheduler()
 
     def _update(self, minibatch: dict[str, Any]) -> None:
-        """The step of the whole minibatch, at the cost of the rows that have something to teach.
+        """One optimizer step of the minibatch that skips rows without gradient.
 
-        Groups whose samples all earned the same have advantages of 0. When nothing but advantages
-        teaches, such rows count in the mean and are not computed.
+        Groups with equal rewards have advantages of 0. If the loss is 0 without an advantage, such
+        rows count in the mean and are not computed.
         """
         if self.config.m2_threshold is not None:
             minibatch["m2_keep"] = _m2_keep(minibatch, self.config.m2_threshold)
@@ -186,21 +183,21 @@ class PPOActor:
 
 
 def _m2_keep(minibatch: Mapping[str, Any], threshold: float) -> torch.Tensor:
-    """M2PO's tokens `[B, S]`, chosen over the minibatch: how it is cut must not matter."""
+    """M2PO's tokens `[B, S]`, chosen over the whole minibatch: micro-batches must not matter."""
     return m2po_keep(
         minibatch["prox_logp"], minibatch["logprobs"], minibatch["loss_mask"], threshold=threshold
     )
 
 
 def _rows_that_teach(minibatch: Mapping[str, Any]) -> list[int]:
-    """Rows with an advantage other than 0; when there are none, one row to take the step with."""
+    """Rows with a nonzero advantage; if there are none, one row to take the step with."""
     mask_BS = minibatch["loss_mask"]
     teaches_B = ((minibatch["advantages"] != 0) & mask_BS).any(dim=1)
     rows = teaches_B.nonzero().flatten().tolist()
     return rows or [int(mask_BS.any(dim=1).int().argmax())]
 
 
-# What the loss reads of a batch; the last three are there when the config asks for them.
+# Batch keys that the loss reads; the last three depend on the config.
 BATCH_KEYS = (
     "loss_mask",
     "logprobs",
@@ -212,7 +209,7 @@ BATCH_KEYS = (
 )
 
 
-# What is recorded of every micro-batch besides the metrics of the loss.
+# Statistics of every micro-batch besides the metrics of the loss.
 _RECORDED = {
     "entropy",
     "advantages",
@@ -229,7 +226,7 @@ class PolicyObjective:
         self.config = config
         self.teacher = teacher
         self._policy_loss = _policy_loss(config)
-        assert config.kl_estimator is not None  # by default the config chooses it
+        assert config.kl_estimator is not None  # set by the config
         self._kl_estimator = load_named(
             config.kl_estimator, KL_ESTIMATORS, key="actor.kl_estimator"
         )
@@ -252,8 +249,8 @@ class PolicyObjective:
         version: int,
         share: float = 1.0,
     ) -> torch.Tensor:
-        """`version` is that of the weights at the start of the step, `share` how much of the batch
-        the rows that are computed stand for."""
+        """`version` is that of the weights at the start of the step, `share` the fraction of the
+        minibatch's loss tokens that are in the computed rows."""
         mask_T = mb["loss_mask"]
         stats_tracker.denominator(n_tokens=mask_T)
         stats_tracker.stat("n_tokens", entropy=entropy_T, advantages=mb["advantages"])
@@ -276,7 +273,7 @@ class PolicyObjective:
     def _prox_logp(
         self, logprobs_T: torch.Tensor, mb: dict[str, Any], version: int
     ) -> torch.Tensor:
-        """log of the policy the ratio is taken to; see `prox_logp_method`."""
+        """log pi_prox, the denominator of the ratio; see `prox_logp_method`."""
         method = self.config.prox_logp_method
         behave = (mb["logprobs"], mb["versions"], version)
         if self.config.use_decoupled_loss and method == "loglinear":
@@ -292,7 +289,7 @@ class PolicyObjective:
         return mb["prox_logp"]
 
     def _weight(self, prox_logp_T: torch.Tensor, mb: dict[str, Any]) -> torch.Tensor | None:
-        """pi_prox / pi_behave of each token, 0 for those that teach nothing; None is 1."""
+        """pi_prox / pi_behave of each token, 0 for rejected ones; None is 1."""
         if not self.config.use_decoupled_loss:
             return None
         mask_T, rejection = mb["loss_mask"], self.config.rejection_sampling
@@ -313,7 +310,7 @@ class PolicyObjective:
             )
         if "m2_keep" in mb:
             weight_T = weight_T.masked_fill(~mb["m2_keep"], 0.0)
-        # Half the mean square of log w: the mean of w itself is 1 however far apart they are.
+        # k2, half the square of log w: the mean of w itself is 1 for any two policies.
         drift_T = k2(log_ratio(prox_logp_T, mb["logprobs"], mask_T))
         stats_tracker.stat("n_tokens", behave_weight=weight_T, behave_kl=drift_T)
         rejected_T = (weight_T == 0) & mask_T
@@ -350,9 +347,9 @@ class PolicyObjective:
 
 
 def _policy_loss(config: PPOActorConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Any]]:
-    """The loss the config names, with its options."""
+    """The loss named in the config, with its options."""
     key, name = "actor.policy_loss", config.policy_loss
-    assert name is not None  # by default the config chooses it
+    assert name is not None  # set by the config
     fn = load_named(name, POLICY_LOSSES, key=key)
     if name in POLICY_LOSSES:
         return partial(fn, **_loss_options(config)[name])
@@ -362,7 +359,7 @@ def _policy_loss(config: PPOActorConfig) -> Callable[[LossInputs], tuple[torch.T
 
 
 def _loss_options(config: PPOActorConfig) -> dict[str, dict[str, Any]]:
-    """The keys of the config that each shipped loss takes."""
+    """Options of each shipped loss, from the config."""
     clip = {"eps_clip": config.eps_clip, "eps_clip_higher": config.eps_clip_higher}
     clip_and_dual = {**clip, "c_clip": config.c_clip}
     return {
@@ -374,7 +371,7 @@ def _loss_options(config: PPOActorConfig) -> dict[str, dict[str, Any]]:
 
 
 def _record(metrics: dict[str, torch.Tensor]) -> None:
-    """Shares as means, everything else with its extremes; the loss itself the engine reports."""
+    """Ratios as means, everything else with min and max; the engine reports the loss itself."""
     for name, value_T in metrics.items():
         if name in _RECORDED:
             raise ValueError(

@@ -1,11 +1,11 @@
-"""From the rewards of a batch to one advantage per token, as the `actor` section says.
+"""Advantages: from the rewards of a batch to one advantage per token.
 
     outcome rewards [B] -> penalty, scaling, normalisation -> at the last token [B, S]
     + KL rewards of each token (needs `ref_logp`) -> GAE with `values` (0 without a critic)
     -> normalisation
 
-The coefficient of the KL rewards is a constant, or follows a target; then it is part of the state
-of the run (`kl_control`).
+The options are in the config section `actor`. The coefficient of the KL rewards is constant, or
+adapts to a target; then it is part of the run's state (`kl_control`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from areal.utils.import_path import load_named
 
 
 class AdvantageEstimator:
-    _lambda_fn: Callable[..., Any]  # when gae_lambda is the name of one
+    _lambda_fn: Callable[..., Any]  # if gae_lambda names a function
 
     def __init__(self, config: PPOActorConfig) -> None:
         self.config = config
@@ -48,7 +48,7 @@ class AdvantageEstimator:
             self.kl_control = AdaptiveKlController(
                 config.kl_ctl, target=config.kl_target, horizon=config.kl_horizon
             )
-        assert config.kl_estimator is not None  # by default the config chooses it
+        assert config.kl_estimator is not None  # set by the config
         self._kl_estimator = load_named(
             config.kl_estimator, KL_ESTIMATORS, key="actor.kl_estimator"
         )
@@ -56,7 +56,7 @@ class AdvantageEstimator:
             self._lambda_fn = load_named(
                 config.gae_lambda, LAMBDA_FUNCTIONS, key="actor.gae_lambda"
             )
-            # So that a function that cannot be called is found now, not after the first rollout.
+            # Probe it now: a function that cannot be called must not fail after the first rollout.
             lengths_B = torch.tensor([1.0, 2.0, 1000.0])
             probe = LambdaContext(lengths_B, torch.ones_like(lengths_B), lengths_B)
             evaluate_lambda(self._lambda_fn, probe, **config.gae_lambda_kwargs)
@@ -79,11 +79,11 @@ class AdvantageEstimator:
         }
 
     def _outcomes(self, data: Mapping[str, Any]) -> torch.Tensor:
-        """The rewards `[B]` as they are credited."""
+        """The shaped rewards `[B]`."""
         config = self.config
         rewards_B = data["rewards"].float()
         if config.overlong_reward_penalty:
-            # The config refuses the penalty without them, and fills in the last.
+            # The config requires the first two with the penalty, and sets the last.
             assert config.overlong_tokens is not None
             assert config.overlong_penalty_factor is not None
             assert config.max_new_tokens is not None
@@ -108,10 +108,10 @@ class AdvantageEstimator:
         return rewards_B
 
     def _kl_rewards(self, data: Mapping[str, Any]) -> torch.Tensor:
-        """What each token pays for its distance from the reference model, 0 without `kl_ctl`.
+        """KL penalty of each token relative to the reference model, 0 without `kl_ctl`.
 
-        The controller learns of the divergence after it was used, so a step's rewards have one
-        coefficient. Its unit is nats per answer.
+        The controller is updated after use, so all rewards of a step have one coefficient. The
+        divergence is in nats per answer.
         """
         if self.config.kl_ctl == 0:
             return torch.zeros_like(data["logprobs"])
@@ -136,9 +136,9 @@ class AdvantageEstimator:
         mask_BS, values_BS, bootstrap_B = data["loss_mask"], torch.zeros_like(outcome_BS), None
         if "values" in data:
             values_BS = data["values"]
-            # An answer that was cut off and graded has ended all the same. Only when its grade is
-            # not taken does the critic stand in for it: as a default, every answer that never ends
-            # would earn the value of an average one, and the policy would learn not to end.
+            # A truncated answer that was graded counts as ended. Bootstrap from the critic only if
+            # its reward is masked: as a default, every answer that never ends would get the value
+            # of an average one, and the policy would learn not to end.
             if self.config.mask_no_eos_with_zero:
                 lengths = sequence_lengths(data["attention_mask"])
                 bootstrap_B = cut_off_values(values_BS, lengths, _no_eos(data))
@@ -164,7 +164,7 @@ class AdvantageEstimator:
 
 
 def _no_eos(data: Mapping[str, Any]) -> torch.Tensor:
-    """Which answers were cut off by length, as the workflow says: their length does not tell."""
+    """Answers truncated by length, as reported by the workflow."""
     return required(data, "seq_no_eos", "actor.mask_no_eos_with_zero").bool()
 
 

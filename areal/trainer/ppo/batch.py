@@ -1,11 +1,11 @@
-"""The batch that the models of PPO pass around: a padded dict `[B, S]` of all samples of a step.
+"""The PPO batch: a padded dict `[B, S]` of all samples of a step.
 
     data = collect(trajectories)          # one trajectory = the samples of one prompt
     for minibatch in minibatches(data, keys, 4): ...
 
-Position t of every token tensor speaks of the token at t + 1, as an engine's log-probabilities and
-values do: loss_mask, logprobs, versions and turn_ids are shifted together. Nothing here depends on
-how many groups or samples there are: any number makes a batch.
+Position t of every token tensor refers to the token at t + 1, as in an engine's log-probabilities
+and values: loss_mask, logprobs, versions and turn_ids are shifted together. Any number of groups
+and samples makes a batch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from areal.utils.seqpack import pack_sequences
 
 
 def collect(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All samples as one batch; `group_ids` `[B]` says which belong to the same prompt, and
-    `episode_ids` `[B]` to the same episode. Rows without one are an episode each."""
+    """All samples as one batch; `group_ids` `[B]` are equal for the same prompt, `episode_ids`
+    `[B]` for the same episode. Rows without episode id are an episode each."""
     batch, meta = concat_batch([_with_episodes(trajectory) for trajectory in trajectories])
     sizes = torch.tensor(meta.traj_group_sizes)
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     pairs = torch.stack([group_ids, batch[EPISODE_KEY].to(group_ids)], dim=1)
-    episode_ids = pairs.unique(dim=0, return_inverse=True)[1]  # of the batch, no more of a group
+    episode_ids = pairs.unique(dim=0, return_inverse=True)[1]  # unique in the batch, not per group
     return {**batch, **_aligned(batch), "group_ids": group_ids, EPISODE_KEY: episode_ids}
 
 
@@ -44,7 +44,7 @@ def group_sizes(data: Mapping[str, Any]) -> list[int]:
 
 
 def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
-    """`data[key]`, which a workflow need not give unless `option` of the config is used."""
+    """`data[key]`, which a workflow must provide only if `option` of the config is used."""
     if key not in data:
         raise ValueError(
             f"{option} needs the key {key!r} in every trajectory (found {sorted(data)}): "
@@ -54,21 +54,21 @@ def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
 
 
 def token_outputs(engine: TrainEngine, data: Mapping[str, Any]) -> torch.Tensor:
-    """What a model says of every token `[B, S]`: log-probabilities, or values of a critic."""
+    """Per-token outputs `[B, S]`: log-probabilities, or values of a critic."""
     return engine.forward_batch({key: data[key] for key in ("input_ids", "attention_mask")})
 
 
 def num_loss_tokens(mb: Mapping[str, Any]) -> torch.Tensor:
-    """The weight of a micro-batch among those of its batch."""
+    """The weight of a micro-batch in the mean of its batch."""
     return mb["loss_mask"].sum()
 
 
 def minibatches(
     data: Mapping[str, Any], keys: Sequence[str], count: int
 ) -> Iterator[dict[str, Any]]:
-    """At most `count` parts of nearly equal length, of the `keys` that `data` has.
+    """At most `count` parts of nearly equal length, with those `keys` that `data` has.
 
-    Which sample goes where depends on the lengths alone.
+    The assignment depends on the lengths only.
     """
     part = {key: data[key] for key in ("input_ids", "attention_mask", *keys) if key in data}
     lengths = sequence_lengths(part["attention_mask"]).tolist()
@@ -77,7 +77,7 @@ def minibatches(
 
 
 def _aligned(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Everything known of a token, moved to where that token is predicted."""
+    """Token tensors shifted to the position that predicts the token."""
     shifted = {
         "loss_mask": shift_left(batch["loss_mask"]).bool(),
         "logprobs": shift_left(batch["logprobs"].float()),

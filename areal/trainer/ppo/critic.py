@@ -1,4 +1,4 @@
-"""The critic's half of PPO, on an engine whose model gives values: a batch in, better values out.
+"""The critic of PPO, on any engine whose model outputs values.
 
 data["values"] = critic.compute_values(data)   # before the advantages, which use them
 critic.ppo_update(data)                        # towards data["returns"]
@@ -31,7 +31,7 @@ class PPOCritic:
         self._loss = partial(_loss, eps_clip=config.eps_clip, error=error)
 
     def compute_values(self, data: Mapping[str, Any]) -> torch.Tensor:
-        """The value before each next token `[B, S]`."""
+        """Values `[B, S]`; position t is before token t + 1."""
         return token_outputs(self.engine, data)
 
     def ppo_update(self, data: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class PPOCritic:
             cut_B = required(minibatch, "seq_no_eos", "critic.mask_no_eos_with_zero").bool()
             minibatch["loss_mask"] = minibatch["loss_mask"] & ~cut_B[:, None]
         if not bool(minibatch["loss_mask"].any()):
-            return  # every answer in it was cut off
+            return  # every answer in it was truncated
         stats = self.engine.train_batch(minibatch, self._loss, num_loss_tokens)
         stats_tracker.scalar(**stats)
 
@@ -73,7 +73,7 @@ def _loss(
 
 
 def _explained_variance(data: Mapping[str, Any]) -> float:
-    """1: the values are the returns; 0: no better than their mean; below: worse."""
+    """1: values equal returns; 0: no better than their mean; negative: worse."""
     mask_BS = data["loss_mask"]
     returns_T = data["returns"][mask_BS].double()
     errors_T = returns_T - data["values"][mask_BS].double()

@@ -163,7 +163,7 @@ from pathlib import Path
 from areal.run.recover import RecoverPoint, RecoverStore
 from areal.run.database import LedgerView
 from fsdp_world import open_engine
-from engine.test_checkpoint import go_on, point
+from engine.train.test_checkpoint import go_on, point
 
 engine = open_engine(sys.argv[1], "archon:d1")
 reader = open_engine(sys.argv[1], "archon:d1")

@@ -1,1 +1,1 @@
-"""Parts of FSDPEngine: packed attention, the model around a Hugging Face one, weights, sharding."""
+"""FSDPEngine: training of transformers' models with FSDP2; engine, model and weights."""

@@ -6,11 +6,12 @@
     engine.train_batch(batch, loss_fn, loss_weight_fn); engine.step_lr_scheduler()
 
 On one rank the model is a plain module in the compute dtype with float32 masters beside it; on
-several FSDP2 shards the float32 weights over them and gathers block by block. With
-`config.is_critic` the model is transformers' sequence classifier with one label, whose score of
-every token is a value. With `config.use_lora` only adapters are trained and saved, and what leaves
-for inference has them merged in. On several ranks each call is made by all of them; the ranks of
-one data-parallel place (those of tensor and context parallelism) give it the same rows.
+several, FSDP2 shards the float32 weights and gathers them block by block. All ranks make every
+call; ranks with the same data-parallel index (tensor and context ranks) pass the same rows.
+
+With `config.is_critic` the model is transformers' sequence classifier with one label, whose score
+of each token is its value. With `config.use_lora` only adapters are trained and saved; weights sent
+to inference have them merged.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 class FSDPEngine(base.Backend):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
-        """`seed` draws what `config.path` does not hold: adapters, or every weight with
+        """`seed` initializes weights not in `config.path`: adapters, or every weight with
         `config.init_from_scratch`."""
         self.config = config
         self.mb_spec = config.mb_spec
@@ -79,7 +80,7 @@ class FSDPEngine(base.Backend):
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
 
     def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
-        """Join the ranks of the layout; call it before `initialize`. One rank joins nobody."""
+        """Join the ranks of the layout; call it before `initialize`. No-op for world size 1."""
         num_replicas = self.config.fsdp.num_replicas
         self._dims = ParallelDims.of(parallel_strategy, num_replicas=num_replicas)
         if self._dims.world_size == 1:
@@ -123,7 +124,7 @@ class FSDPEngine(base.Backend):
             )
 
     def _build_model(self, *, trains: bool) -> PackedModel:
-        """On the meta device, cut for the mesh."""
+        """On the meta device, sharded for the mesh."""
         # Shards that are trained are their own masters, hence float32.
         trained_dtype = self._dtype() if self._mesh is None else torch.float32
         all_trained = trains and not self.config.use_lora
@@ -161,7 +162,7 @@ class FSDPEngine(base.Backend):
         if self.config.init_from_scratch:
             draw_weights(hf, self._seed)
         elif self.config.is_critic and not has_score_head(path):
-            # As Archon's: a new critic says 0 of every token.
+            # As in Archon: a new critic has value 0 everywhere.
             model.score_head.weight.detach().zero_()
             load_weights(hf, path, without=[SCORE_HEAD])
         else:
@@ -199,7 +200,7 @@ class FSDPEngine(base.Backend):
     def _outputs(self, mb: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
 
-        At a sequence's last token, log p and entropy are junk.
+        At a sequence's last token, log p and entropy are undefined.
         """
         mesh = self._mesh if self._dims.cp > 1 else None
         cp = None if mesh is None else mesh.get_group("cp")
@@ -221,8 +222,8 @@ class FSDPEngine(base.Backend):
         self.optimizer.set_lr_step(self.optimizer.lr_step + 1)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write the folder `meta.path`. As `dcp` it appears whole or not at all; for the same with
-        `hf` give a scratch folder. With LoRA it holds the adapter alone."""
+        """Write the folder `meta.path`: atomically as `dcp`; as `hf` pass a scratch folder for
+        that. With LoRA it holds the adapter alone."""
         if meta.weight_format == "dcp":
             optimizer = self.optimizer if meta.with_optim else None
             checkpoint.save(meta.path, self.model.hf, optimizer, self._version, self._writers)
@@ -262,8 +263,7 @@ class FSDPEngine(base.Backend):
             self._optimizer.read_model()
 
     def hf_weights(self) -> Weights:
-        """Adapters are merged in. On several ranks all iterate, to the end: rank 0 is given the
-        tensors, others none."""
+        """Adapters are merged in. All ranks must iterate to the end; only rank 0 gets tensors."""
         merge = None if self._adapters is None else self._adapters.merge
         return whole_weights(self.model.hf, self._dtype(), merge, is_receiver=self._is_first_rank)
 
@@ -293,14 +293,14 @@ class FSDPEngine(base.Backend):
 
     def _move(self, device: torch.device | str) -> None:
         if self.config.fsdp.offload_params:
-            return  # it lies in the host's memory all the time
+            return  # always in host memory
         self.model.to(device)
         if self._optimizer is not None:
             self._optimizer.follow_model(device)
 
     @property
     def _ranks(self) -> dist.ProcessGroup | None:
-        """All of this engine's; None when there is one."""
+        """All ranks of this engine; None for world size 1."""
         return None if self._mesh is None else dist.group.WORLD
 
     @property
@@ -308,7 +308,7 @@ class FSDPEngine(base.Backend):
         return self._ranks is None or self._ranks.rank() == 0
 
     def _reshard(self) -> None:
-        """A pass without backward leaves the head whole, soon out of date."""
+        """A pass without backward leaves the head unsharded, hence stale after the next step."""
         model = self.model
         if isinstance(model, FSDPModule):
             model.reshard()

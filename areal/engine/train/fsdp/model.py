@@ -1,33 +1,25 @@
-"""A Hugging Face causal LM or scorer that takes packed tokens and says something of each.
+"""A Hugging Face causal LM or scorer over packed tokens: its wrapper, sharding and attention.
 
     model = build_model(folder, dtype=torch.float32, is_critic=False)     # on the meta device
     logprobs_T, entropy_T = model(tokens_T, positions_T, attend, labels_T)
     (values_T,) = critic(tokens_T, positions_T, attend)
 
-The LM head runs inside `forward`, in chunks, so that logits of the whole micro-batch never exist
-and the head's weight is whole there when it is sharded outside. `check_model` compares the result
-with the model's own forward pass, sequence by sequence: a model for which this is wrong (its layers
-mix tokens other than by attention, its logits are more than a product) is refused.
+Model: the LM head runs inside `forward`, in chunks, so that the logits of the whole micro-batch
+never exist and a sharded head is gathered there. `check_model` compares the result with the model's
+own forward pass, sequence by sequence, and refuses a model whose layers mix tokens other than by
+attention, or whose logits are more than a product.
 
-Shape legend: T packed tokens, D model dim, V vocabulary.
+Sharding (`shard_model`): FSDP keeps each rank's shard of the float32 weights. A block is gathered
+in the compute dtype when it runs, forward and backward, and its gradients are summed over ranks in
+float32. One rank without offload stays a plain module.
 
-How a model is spread over ranks: the mesh, FSDP2 by block, recomputation, empty memory.
+Attention: models are built with `attn_implementation=PACKED_ATTENTION`, so they request no mask and
+call `packed_attention` in every layer. The keyword `attend` is passed through transformers' keyword
+arguments and holds the sequence bounds, so that no sequence sees another. Options of a layer that
+`attend` does not compute are refused, not ignored.
 
-FSDP keeps each rank's part of the float32 weights; a block is gathered in the compute dtype when
-it runs, forward and backward, and its gradients are summed over ranks in float32. One rank without
-offload needs none of it and stays a plain module.
-
-Packed attention for Hugging Face models, registered with transformers under a name of its own.
-
-    hf = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
-    attend = PackedAttention(cu_seqlens, max_seqlen)
-    hf(input_ids=tokens_T[None], position_ids=attend.positions_T[None], attend=attend)
-
-A model made with this name asks for no mask and calls `packed_attention` in every layer; the
-keyword `attend` travels through transformers' keyword arguments and knows where sequences begin, so
-that none sees another. What a layer asks for and `attend` does not compute is refused, not ignored.
-
-Shape legend: T packed tokens, N query heads, K key-value heads, H head dim.
+Shape legend: T packed tokens, D model dim, V vocabulary, N query heads, K key-value heads, H head
+dim.
 """
 
 from __future__ import annotations
@@ -60,7 +52,7 @@ from areal.models.common.attention import Attend, PackedAttention
 from areal.models.hf_io import read_hf_config
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 
-_SOFTCAP = "final_logit_softcapping"  # of a config.json: logits become cap * tanh(logits / cap)
+_SOFTCAP = "final_logit_softcapping"  # in config.json: logits become cap * tanh(logits / cap)
 
 
 class PackedModel(nn.Module):
@@ -81,7 +73,7 @@ class PackedModel(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """log p(labels) and entropy `[T]`, or a critic's values `[T]`; float32.
 
-        A language model without labels gives the logits `[T, V]` that its own forward makes.
+        A language model without labels returns the logits `[T, V]` of its own forward.
         """
         inputs = {
             "input_ids": tokens_T[None],
@@ -112,7 +104,7 @@ class PackedModel(nn.Module):
     @property
     def score_head(self) -> nn.Linear:
         """Of a critic."""
-        return cast(nn.Linear, self.hf.score)  # `_refuse_unfit` has looked
+        return cast(nn.Linear, self.hf.score)  # checked by `_refuse_unfit`
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -121,7 +113,7 @@ class PackedModel(nn.Module):
         return head.weight
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks: what is sharded and recomputed as one."""
+        """The transformer blocks: the units of sharding and recomputation."""
         names = set(self.hf._no_split_modules or ())
         found = [m for m in self.hf.base_model.modules() if type(m).__name__ in names]
         if not found:
@@ -133,14 +125,14 @@ class PackedModel(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """An LM head whose weight is the embedding's and nobody else's.
+    """An LM head that reads the embedding's weight and has none itself.
 
-    The weight has one owner then, whatever shards, moves or saves the parameters of the model.
+    The weight has one owner then for sharding, moving and saving.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
-        self._embedding = [embedding]  # in a list: no submodule
+        self._embedding = [embedding]  # in a list, so that it is no submodule
 
     @property
     def weight(self) -> torch.Tensor:
@@ -155,8 +147,8 @@ class TiedHead(nn.Module):
 
 
 def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> PackedModel:
-    """The model of a folder on the meta device: weights are still to come."""
-    read_hf_config(path)  # says what is wrong with a folder that is none
+    """The model of a folder on the meta device, without weights."""
+    read_hf_config(path)  # a clear error if this is no model folder
     config = _read_config(path)
     family = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
     if is_critic:
@@ -170,7 +162,7 @@ def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> Pac
         hf.set_output_embeddings(TiedHead(embedding))
     for module in hf.modules():
         if isinstance(module, nn.Embedding):
-            # Packed rows hold no padding: a pad token in them (often the EOS) is learned like all.
+            # Packed rows have no padding, so the pad token (often the EOS) is learned like others.
             module.padding_idx = None
     # Dropout would make log-probabilities differ from those the tokens were sampled with.
     return PackedModel(hf.eval(), is_critic)
@@ -218,7 +210,7 @@ def check_model(model: PackedModel, device: torch.device) -> None:
             )
     packed = model(*_pack(sequences), labels)[0]
     alone = torch.cat([_alone(model, sequence) for sequence in sequences])
-    # Loose: it tells a wrong formula, not another order of sums.
+    # Loose, to detect a wrong formula and not another order of sums.
     tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.2
     if not torch.allclose(packed, alone, rtol=tolerance, atol=tolerance):
         raise ValueError(
@@ -230,7 +222,7 @@ def check_model(model: PackedModel, device: torch.device) -> None:
 
 @contextmanager
 def _poisoned(embedding: nn.Module, num_tokens: int) -> Iterator[None]:
-    """Meanwhile the first tokens are embedded as NaN, which spreads to whatever sees them."""
+    """Within the context the first tokens embed as NaN, which spreads to all that see them."""
 
     def poison(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         output = output.clone()
@@ -258,7 +250,7 @@ def _pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, Pa
 
 
 def one_rank_mesh(device: torch.device) -> ParallelMesh:
-    """A mesh of this process alone, for what FSDP does also there: offload."""
+    """A mesh of this process alone, for FSDP's CPU offload."""
     join_alone(device)
     return ParallelDims().build_mesh(device.type)
 
@@ -274,7 +266,7 @@ def recompute_blocks(model: PackedModel) -> None:
 def shard_model(
     model: PackedModel, mesh: ParallelMesh, *, compute_dtype: torch.dtype, offload: bool
 ) -> None:
-    """Make the weights sharded ones, still on the meta device."""
+    """Shard the weights, still on the meta device."""
     options = {
         "mesh": mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
@@ -284,7 +276,7 @@ def shard_model(
     for block in model.blocks():
         fully_shard(block, **options)
     fully_shard(model, **options)
-    # The loss of a rank is its share of the whole one: gradients are summed, not averaged.
+    # A rank's loss is its share of the global loss, so gradients are summed, not averaged.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -292,7 +284,7 @@ def shard_model(
 
 
 def materialise(model: PackedModel, device: torch.device, *, offload: bool) -> None:
-    """Give the model memory, undefined but for the buffers that are computed."""
+    """Allocate the weights, undefined, and compute the derived buffers."""
     model.to_empty(device="cpu" if offload else device)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
@@ -301,7 +293,7 @@ def materialise(model: PackedModel, device: torch.device, *, offload: bool) -> N
 
 PACKED_ATTENTION = "areal_packed"
 
-# Arguments of transformers' attention functions that change the result, beside those we compute.
+# Arguments of transformers' attention functions that change the result and are not computed here.
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 
 

@@ -1,28 +1,26 @@
-"""Weights of a Hugging Face model by their names in a checkpoint, in and out, also when sharded.
+"""Weights of a Hugging Face model: loading, gathering, LoRA adapters, tensor parallelism.
 
-In: tensors are streamed from safetensors, each rank keeping its own part of one at a time. Every
+Load: tensors are streamed from safetensors, one at a time, and each rank keeps its shard. Every
 name and shape is checked against the files' headers before the first byte is copied. A checkpoint
-whose names are not the module's (experts in one file each, older names) goes through transformers'
-own conversion, which holds the whole model in the memory of the CPU.
-Out: one whole tensor at a time, under the checkpoint's names; a collective when sharded, so that
-all ranks iterate, and the first is given them.
+whose names differ from the module's (one tensor per expert, older names) goes through transformers'
+own conversion, which holds the whole model in CPU memory.
+Gather: one unsharded tensor at a time, under the checkpoint's names. Gathers are collectives: all
+ranks iterate, and only the first gets tensors.
 
-LoRA by peft: small matrices beside frozen weights, merged when the model leaves the engine.
+LoRA by peft: low-rank matrices beside frozen weights, merged when weights are exported.
 
     adapters = Adapters(hf, rank=32, alpha=16, target_modules=[], is_critic=False)   # on meta
-    adapters.draw(seed)                  # after the model got its memory
-    adapters.merge(name, weight)         # the whole weight of that name, with its adapter in it
+    adapters.draw(seed)                  # after the model was materialised
+    adapters.merge(name, weight, dtype)  # unsharded weight with its adapter merged
     adapters.save(adapters.tensors(is_receiver=True), folder, base_model)
 
-A fresh adapter changes nothing: one of its two matrices is zero. A critic's score head is trained
-whole and saved beside the adapters.
+A fresh adapter is a no-op: one of its two matrices is zero. A critic's score head is trained in
+full and saved beside the adapters.
 
-Tensor parallelism of a Hugging Face model by DTensor, after the plan in its own config.
-
-`base_model_tp_plan` says which matrices are cut by columns and which by rows; each rank then has
-some heads and some feed-forward columns, and the residual stream is whole on all of them. Rows of
-the vocabulary are cut too, in the embedding and in the LM head, so that each rank has the logits of
-its own part (engine/train/logprobs.py). What the plan does not name is whole on every rank.
+Tensor parallelism by DTensor follows `base_model_tp_plan` of the model's config, which names the
+column-wise and row-wise matrices; the residual stream is replicated. Embedding and LM head are
+sharded by vocabulary rows, so each rank has the logits of its own part (engine/train/logprobs.py).
+Weights not in the plan are replicated.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ _WRAPPED_MARK = ".base_layer."
 
 
 def hf_tensors(hf: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by checkpoint name, as they lie; adapters are left out."""
+    """Parameters and saved buffers by checkpoint name, not copied; adapters are left out."""
     unsaved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in hf.named_modules()
@@ -81,11 +79,11 @@ def hf_tensors(hf: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def load_weights(hf: PreTrainedModel, path: str | Path, *, without: Sequence[str] = ()) -> None:
-    """Fill `hf` from a folder; every weight must be there but those `without`."""
+    """Fill `hf` from a folder; every weight must be present except those in `without`."""
     files = weight_files(Path(path))
     found = read_shapes(files)
     wanted = {name: t.shape for name, t in hf_tensors(hf).items() if name not in without}
-    # What a folder holds beyond the model (a tied head, the LM head below a critic) does no harm.
+    # Extra tensors (a tied head, the LM head below a critic) are ignored.
     missing = [name for name in wanted if name not in found]
     misfits = [
         f"{name} is {list(found[name])}, expected {list(shape)}"
@@ -107,8 +105,8 @@ def _converted(
         config=hf.config,
         dtype=hf.dtype,
         local_files_only=True,
-        use_safetensors=True,  # never a pickle beside them
-        output_loading_info=True,  # makes it a pair
+        use_safetensors=True,  # never a pickle
+        output_loading_info=True,  # returns a pair
     )
     model, info = loaded
     absent = set(info["missing_keys"]) - set(without)
@@ -132,7 +130,7 @@ def _stream(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def copy_weights(hf: PreTrainedModel, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy whole tensors in by name; names the model does not have are passed over."""
+    """Copy unsharded tensors in by name; unknown names are skipped."""
     own = hf_tensors(hf)
     for name, tensor in named:
         if name in own:
@@ -147,9 +145,9 @@ def whole_weights(
     *,
     is_receiver: bool,
 ) -> Weights:
-    """(checkpoint name, whole tensor); `merge` makes the tensor of a name that leaves.
+    """(checkpoint name, unsharded tensor), each passed through `merge`.
 
-    Who is not the receiver takes part in the gathers and is given nothing.
+    Ranks other than the receiver take part in the gathers and get nothing.
     """
     renamed = bool(get_model_conversion_mapping(hf, add_legacy=False))
     for name, tensor in hf_tensors(hf).items():
@@ -165,7 +163,7 @@ def whole_weights(
 @torch.no_grad()
 def draw_weights(hf: PreTrainedModel, seed: int) -> None:
     """Fresh weights by the model's own rule: a function of config and seed, equal on all ranks."""
-    # On the CPU whatever the layout: generators of devices and shards draw other numbers.
+    # Always on the CPU: device generators and shards would draw other numbers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fresh = type(hf)._from_config(hf.config, dtype=torch.float32)
@@ -173,7 +171,7 @@ def draw_weights(hf: PreTrainedModel, seed: int) -> None:
 
 
 def fill_buffers(hf: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint holds (rotary tables), lost on the meta device."""
+    """Recompute buffers that no checkpoint holds (rotary tables), lost on the meta device."""
     for module in hf.modules():
         if module._non_persistent_buffers_set:
             hf._init_weights(module)
@@ -195,7 +193,7 @@ class Adapters:
     ) -> None:
         """`target_modules` are endings of module names (`q_proj`); empty: every linear layer.
 
-        dtype: of what is trained; the frozen weights keep theirs.
+        dtype: of the trained weights; frozen ones keep theirs.
         """
         self.config = LoraConfig(
             r=rank,
@@ -205,7 +203,7 @@ class Adapters:
             task_type=TaskType.SEQ_CLS if is_critic else TaskType.CAUSAL_LM,
         )
         hf.requires_grad_(False)
-        # peft would wrap what is saved whole: here it is a parameter like the others.
+        # peft would wrap `modules_to_save`; here they stay plain parameters.
         injected = LoraConfig(**{**self.config.to_dict(), "modules_to_save": None})
         try:
             inject_adapter_in_model(injected, hf, _ADAPTER, low_cpu_mem_usage=True)
@@ -223,13 +221,13 @@ class Adapters:
         }
 
     def draw(self, seed: int) -> None:
-        """A start that changes nothing; equal on all ranks."""
+        """Initialize as a no-op; equal on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         for layer in self._layers.values():
             draw_adapter(*_matrices(layer), generator)
 
     def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The whole weight of checkpoint name `name`, computed in float32, as `dtype`."""
+        """The unsharded weight of checkpoint name `name` with its adapter, summed in float32."""
         layer = self._layers.get(name.removesuffix(".weight"))
         if layer is None:
             return whole(weight, dtype)
@@ -239,7 +237,7 @@ class Adapters:
 
     @torch.no_grad()
     def tensors(self, *, is_receiver: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the adapter's file, whole tensor) of what is trained, for the receiver."""
+        """(name in the adapter's file, unsharded tensor) of trained weights, for the receiver."""
         for name, parameter in self._trained():
             tensor = whole(parameter, parameter.dtype)
             if is_receiver:
@@ -255,7 +253,7 @@ class Adapters:
         self.config.save_pretrained(str(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Take the adapters of a folder that `save` or peft wrote."""
+        """Load a folder that `save` or peft wrote."""
         what = f"rank {self.config.r} on {self.config.target_modules}"
         load_adapter(folder, dict(self._trained()), what)
 
@@ -272,7 +270,7 @@ def _matrices(layer: LoraLayer) -> tuple[torch.nn.Parameter, torch.nn.Parameter]
 
 
 def check_layout(hf: PreTrainedModel, dims: ParallelDims) -> None:
-    """ValueError, before it has any memory, when this model cannot be cut like that."""
+    """ValueError, before memory is allocated, if the model does not fit these dims."""
     config = hf.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -280,7 +278,7 @@ def check_layout(hf: PreTrainedModel, dims: ParallelDims) -> None:
 
 
 def cut_over_tp(hf: PreTrainedModel, tp: DeviceMesh) -> None:
-    """Make the weights of the plan DTensors over `tp`, in place, on the meta device."""
+    """Make the plan's weights DTensors over `tp`, in place, on the meta device."""
     plan = hf.config.get_text_config().base_model_tp_plan or {}
     if not plan:
         raise ValueError(
@@ -297,7 +295,7 @@ def _style(hf: PreTrainedModel, name: str) -> ParallelStyle:
     if name == "rowwise":
         return RowwiseParallel()
     if name == "replicated_with_grad_allreduce":
-        # A norm over each head [1, T, heads, H]: ranks have other heads, so its gradient is a sum.
+        # A norm per head [1, T, heads, H]: heads are sharded, so its gradient is a sum over ranks.
         return SequenceParallel(sequence_dim=2, use_local_output=True)
     raise ValueError(
         f"the tensor parallel plan of {type(hf).__name__} asks for {name!r}, which is not known "
@@ -307,7 +305,7 @@ def _style(hf: PreTrainedModel, name: str) -> ParallelStyle:
 
 def _cut_vocabulary(hf: PreTrainedModel, tp: DeviceMesh) -> None:
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    # An embedding that does more than look up is left whole, and the head that shares its weight.
+    # An embedding that does more than look up stays replicated, and so does a head tied to it.
     if type(embedding) is not nn.Embedding or embedding.num_embeddings % tp.size():
         return
     parallelize_module(embedding, tp, RowwiseParallel(input_layouts=Replicate()))
@@ -316,6 +314,6 @@ def _cut_vocabulary(hf: PreTrainedModel, tp: DeviceMesh) -> None:
 
 
 def with_partial_gradient(hidden_TD: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
-    """The same tensor on every rank; its gradient is the sum of what the ranks send back."""
+    """The same tensor on every rank; its gradient is summed over the ranks."""
     whole = DTensor.from_local(hidden_TD, tp, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])

@@ -1,13 +1,13 @@
-"""What MegatronEngine is made of: layout, model, weights, schedule, optimizer.
+"""MegatronEngine: engine, layout, model, weights and optimizer on megatron-core.
 
-The only files that import megatron-core; this one says so when it is not there.
+The only files that import megatron-core; importing this one reports a missing installation.
 """
 
 import warnings
 
 try:
     with warnings.catch_warnings():
-        # Of packages that areal does without.
+        # About optional packages that areal does not need.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer  # noqa: F401

@@ -1,4 +1,4 @@
-"""MegatronEngine: models of the Qwen and Llama families on megatron-core, for those who have it.
+"""MegatronEngine: models of the Qwen and Llama families on megatron-core.
 
     engine = MegatronEngine(config)
     engine.create_process_group(parallel_strategy)     # only for several ranks, each in a process
@@ -8,12 +8,12 @@
 Tensor (with sequence), pipeline, virtual pipeline, context and expert parallelism and the
 distributed optimizer are megatron-core's; norm, rotation, attention and log-probabilities are
 areal's own, so that sequences stay packed and TransformerEngine is not needed. It computes on CUDA
-devices alone: on a CPU the model can be built, filled and read, no more.
+devices only: on a CPU the model can be built, filled and read, no more.
 
-On several ranks each call is made by all of them. The ranks of one data-parallel place (tensor,
-context and pipeline ranks) give it the same rows; what is returned is the same on all of them.
-With `config.is_critic` the last stage has a score head, and values take the place of
-log-probabilities; one that starts from a language model says 0 of every token at first.
+All ranks make every call. Ranks with the same data-parallel index (tensor, context and pipeline
+ranks) pass the same rows; results are equal on all of them. With `config.is_critic` the last stage
+has a score head, and values replace log-probabilities; a critic that starts from a language model
+has value 0 everywhere at first.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MegatronEngine(base.Backend):
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
 
     def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
-        """Join the ranks of the layout; call it before `initialize`. One rank need not."""
+        """Join the ranks of the layout before `initialize`. Optional for world size 1."""
         self._strategy = parallel_strategy
         if parallel_strategy.world_size > 1:
             self.device = join_ranks()
@@ -80,7 +80,7 @@ class MegatronEngine(base.Backend):
 
     @property
     def min_micro_batches(self) -> int:
-        """One for each rank of a pipeline to work on."""
+        """One per pipeline rank, so that none idles."""
         return self._strategy.pipeline_parallel_size
 
     @property
@@ -142,7 +142,7 @@ class MegatronEngine(base.Backend):
 
     @property
     def stages(self) -> list[Stage]:
-        """This rank's, one or with a virtual pipeline several."""
+        """This rank's stages: one, or several with a virtual pipeline."""
         return base.require_model(self._stages)
 
     @property
@@ -163,8 +163,8 @@ class MegatronEngine(base.Backend):
         self.optimizer.set_lr_step(self.optimizer.lr_step + 1)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write the folder `meta.path`. As `dcp` it appears whole or not at all, for the layout
-        that wrote it; for the same with `hf` give a scratch folder."""
+        """Write the folder `meta.path`: as `dcp` atomically, for the layout that wrote it; as `hf`
+        pass a scratch folder for that."""
         if meta.weight_format == "dcp":
             optimizer = self.optimizer if meta.with_optim else None
             checkpoint.save(meta.path, _Parts(self.stages), optimizer, self._version, self._writers)
@@ -193,7 +193,7 @@ class MegatronEngine(base.Backend):
             self._optimizer.read_model()
 
     def hf_weights(self) -> Weights:
-        """On several ranks all iterate, to the end: rank 0 is given the tensors, others none."""
+        """All ranks must iterate to the end; only rank 0 gets tensors."""
         return stream(self.stages)
 
     def _hand_over(self, consume: Callable[[Weights], None]) -> None:
@@ -213,7 +213,7 @@ class MegatronEngine(base.Backend):
 
     @property
     def _ranks(self) -> dist.ProcessGroup | None:
-        """All of this engine's; None when there is one."""
+        """All ranks of this engine; None for world size 1."""
         return dist.group.WORLD if self._strategy.world_size > 1 else None
 
     def _dtype(self) -> torch.dtype:
@@ -228,7 +228,7 @@ class MegatronEngine(base.Backend):
 
 
 class _Parts(nn.Module):
-    """Stages as the checkpoint wants them: tensors by names that tell what a rank holds."""
+    """Stages as one module for the checkpoint: parameter names that identify a rank's shards."""
 
     def __init__(self, stages: list[Stage]) -> None:
         super().__init__()

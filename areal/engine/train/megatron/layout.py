@@ -1,17 +1,15 @@
-"""Where a rank stands in megatron-core's layout, which is one per process.
+"""Parallel layout of megatron-core, and micro-batches through its schedules.
 
     layout = enter_layout(ModelAllocation.from_str("megatron:d2t2").parallel, device)
 
-megatron-core keeps its process groups in globals (`megatron.core.parallel_state`). The first engine
-of a process makes them; further ones (a reference model beside the actor) must have the same
-layout. From the fastest to the slowest: tensor, context, data, pipeline ranks.
+Layout: megatron-core keeps its process groups in globals (`megatron.core.parallel_state`), so there
+is one layout per process. The first engine creates it; further ones (a reference model beside the
+actor) must have the same. Axes from the fastest to the slowest: tensor, context, data, pipeline.
 
-Micro-batches through megatron-core's schedules: one stage, or a pipeline of them.
-
-Every rank of a pipeline is given the same micro-batches; the last stage alone sees what the model
-says of the tokens, and the others are told the outputs afterwards. Ranks with several stages each
-interleave them. That schedule takes whole rounds of the ranks and one length: micro-batches are
-repeated for nothing to fill the last round, and padded to the longest.
+Schedules (`run_micro_batches`): all ranks of a pipeline get the same micro-batches; only the last
+stage sees the model's outputs and broadcasts the results. Ranks with several stages interleave
+them. That schedule needs a multiple of the pipeline ranks and one length: micro-batches are
+repeated to fill the last round (results unused), and padded to the longest.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from areal.engine.train.process_group import join_alone
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes are of the whole layout, groups are this rank's."""
+    """Sizes of the whole layout, and this rank's groups."""
 
     strategy: ParallelStrategy
     tp: dist.ProcessGroup
@@ -54,17 +52,17 @@ class Layout:
 
     @property
     def token_multiple(self) -> int:
-        """Ranks among which the tokens of a micro-batch are cut."""
+        """Ranks that the tokens of a micro-batch are sharded over."""
         return self.cp.size() * self.tp.size()
 
     @property
     def is_head(self) -> bool:
-        """Whether this is the first of those ranks of the last stage that have the same rows."""
+        """Whether this is the first rank of the last stage among those with the same rows."""
         return self.has_last_stage and self.tp.rank() == self.cp.rank() == 0
 
 
 def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
-    """Every rank of torch.distributed calls this; a process that knows no others is one rank."""
+    """Every rank of torch.distributed calls this; without torch.distributed, world size is 1."""
     join_alone(device)
     if dist.get_world_size() != strategy.world_size:
         raise ValueError(
@@ -84,9 +82,9 @@ def enter_layout(strategy: ParallelStrategy, device: torch.device) -> Layout:
     else:
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         if device.type == "cuda":
-            # Its modules ask for these generators even where nothing is drawn.
+            # Its modules require these generators even if nothing is drawn.
             model_parallel_cuda_manual_seed(1)
-    groups: dict[str, Any] = {  # all are there: this rank is in one of each kind
+    groups: dict[str, Any] = {  # never None: this rank is in one of each kind
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(),
@@ -121,8 +119,8 @@ def run_micro_batches(
     *,
     forward_only: bool,
 ) -> list[torch.Tensor]:
-    """`output_fn` of each micro-batch, detached; unless `forward_only`, the gradients of `models`,
-    this rank's stages, are those of their sum over micro-batches and ranks."""
+    """`output_fn` of each micro-batch, detached; unless `forward_only`, `models` (this rank's
+    stages) get the gradients of the sum over micro-batches and ranks."""
     device = next(models[0].parameters()).device
     is_interleaved = len(models) > 1
     longest = _rounded_up(max(len(mb.data["input_ids"]) for mb in mbs), layout.token_multiple)
@@ -137,7 +135,7 @@ def run_micro_batches(
         def take_outputs(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             is_filler = index >= len(mbs)
             output = outputs[0].sum() * 0.0 if is_filler else output_fn(index, *outputs)
-            # The number of tokens divides nothing: the shares of the weight are in the loss.
+            # A token count of 0: no division by tokens, since the loss is already weighted.
             return output, torch.zeros((), dtype=torch.int, device=device), output.detach()
 
         return stage(mb.data, longest if is_interleaved else 0), take_outputs
@@ -149,11 +147,11 @@ def run_micro_batches(
             data_iterator=[iter(enumerate(filled)) for _ in models],
             model=list(models),
             num_microbatches=num_mbs,
-            seq_length=longest,  # unless interleaved, stages tell the real one
+            seq_length=longest,  # unless interleaved, stages exchange the real lengths
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    # A copy: the schedule may write into the loss that an output shares its memory with.
+    # Copied because the schedule may write into the loss, which shares memory with an output.
     outputs = [output.clone() for output in outputs[: len(mbs)]]
     return outputs if layout.pp.size() == 1 else _tell_stages(outputs, layout, device)
 

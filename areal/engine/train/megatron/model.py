@@ -1,9 +1,9 @@
-"""A decoder of megatron-core over packed sequences: what it is built of, and its forward pass.
+"""A megatron-core decoder over packed sequences: its modules and forward pass.
 
-megatron-core gives the parallel matrices, the experts and the pipeline; areal's own modules sit in
-the places its layer spec leaves open: norm, rotation, attention, the router's product. So neither
-TransformerEngine nor apex is needed, sequences stay packed (megatron-core's own attention without
-TransformerEngine takes none), and the numbers are those of Archon and of the native engine.
+megatron-core supplies the parallel linear layers, the experts and the pipeline; areal's own modules
+fill the open slots of its layer spec: norm, rotation, attention, the router's product. So neither
+TransformerEngine nor apex is needed, sequences stay packed (megatron-core's own attention needs
+TransformerEngine for that), and numerics are those of Archon and of the native engine.
 
     stages = build_stages(args, layout, config, dtype=..., device=...)   # this rank's, not filled
     outputs = stages[-1](mb)   # hidden states for the next one, or log-probabilities and entropy
@@ -11,8 +11,8 @@ TransformerEngine takes none), and the numbers are those of Archon and of the na
 A rank of a pipeline has one stage, or with a virtual pipeline several: of four layers on two ranks
 with two stages each, the first rank computes layers 0 and 2, the second 1 and 3.
 
-Shape legend: T tokens of a micro-batch, t a rank's part of them (padded) over cp, s over cp and tp,
-D model dim, N query heads, K key-value heads, H head dim.
+Shape legend: T tokens of a micro-batch, t a rank's shard of them (padded) over cp, s over cp and
+tp, D model dim, N query heads, K key-value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build_stages(
         transformer.recompute_granularity = "full"
         transformer.recompute_method = "uniform"
         transformer.recompute_num_layers = 1
-    # The router's weight starts on the CPU.
+    # `.to`, because megatron-core creates the router's weight on the CPU.
     return [Stage(args, layout, config, transformer, n).to(device) for n in range(num_stages)]
 
 
@@ -96,10 +96,10 @@ def _transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Micro-batches differ in length, so stages tell each other the shapes. A CPU can only
-        # build the model and hold its weights; the exchange for such batches asks for a GPU.
-        # Of two interleaved ranks each is before and after the other, and in a batch of messages
-        # takes hidden states for gradients: there shapes are fixed and messages go one by one.
+        # Micro-batches differ in length, so stages exchange shapes, which needs a GPU; a CPU only
+        # builds the model and holds its weights. With two interleaved ranks, each precedes and
+        # follows the other, and batched messages would mix up hidden states and gradients: there
+        # shapes are fixed and messages are sent one by one.
         variable_seq_lengths=device.type == "cuda" and not is_interleaved,
         batch_p2p_comm=not is_interleaved,
         overlap_p2p_comm=is_interleaved,
@@ -108,7 +108,7 @@ def _transformer_config(
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
-        # Kernels of packages that need not be there.
+        # Kernels of optional packages.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -127,7 +127,7 @@ def _expert_options(args: DecoderArgs) -> dict[str, Any]:
         "moe_router_topk": args.moe.top_k,
         "moe_ffn_hidden_size": args.moe.hidden_dim,
         "moe_layer_freq": [int(args.is_sparse(layer)) for layer in range(args.n_layers)],
-        # A softmax over the chosen experts alone makes their weights add up to 1.
+        # A softmax over the chosen experts only makes their weights sum to 1.
         "moe_router_pre_softmax": not args.moe.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -141,12 +141,12 @@ class Norm(nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps, device=device, dtype=config.params_dtype)
-        # Each tensor rank sees some of the tokens: megatron-core sums such gradients over them.
+        # Tokens are sharded over tensor ranks; megatron-core sums gradients of marked weights.
         _mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 class Router(TopKRouter):
-    """megatron-core's, but for the matrix product, which there needs TransformerEngine."""
+    """megatron-core's router without its matrix product, which needs TransformerEngine."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input.float(), self.weight.float())
@@ -154,7 +154,7 @@ class Router(TopKRouter):
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """What attention must know of a micro-batch; travels through megatron-core's layers."""
+    """Attention's inputs for a micro-batch, passed through megatron-core's layers."""
 
     attend: Attend = field(kw_only=True)
     rotation: tuple[torch.Tensor, torch.Tensor] = field(kw_only=True)  # cos and sin, [t, H / 2]
@@ -182,8 +182,8 @@ class CoreAttention(nn.Module):
 
 
 class Stage(GPTModel):
-    """Some of the layers, those of place `number` among the stages of this rank; the first of the
-    model has the embedding, the last the head."""
+    """Stage `number` of this rank's stages; the model's first stage has the embedding, its last
+    one the head."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Stage(GPTModel):
     ) -> None:
         last = (transformer.virtual_pipeline_model_parallel_size or 1) - 1
         is_last = layout.has_last_stage and number == last
-        # For megatron-core a stage has a number where there are several.
+        # megatron-core expects None for a rank with a single stage.
         vp_stage = number if last else None
         super().__init__(
             config=transformer,
@@ -232,14 +232,14 @@ class Stage(GPTModel):
         if shared and embedding is not None:
             _mark(embedding, shared_embedding=True)
         elif shared and head is not None:
-            # Counted once in the norm of the gradient.
+            # Marked as shared, so that the gradient norm counts it once.
             _mark(head, shared=True, shared_embedding=True)
 
     def forward(
         self, mb: dict[str, Any], min_tokens: int = 0
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Of a packed micro-batch: hidden states `[s, 1, D]`, padded to `min_tokens` on all ranks
-        together; on the last stage log p of the next token and entropy, `[T]`, or a critic's values
+        """Hidden states `[s, 1, D]` of a packed micro-batch, padded to `min_tokens` over all ranks
+        together; on the last stage log p of the next token and entropy `[T]`, or a critic's values
         `[T]`."""
         layout = self.layout
         laid = pack_rows(mb, multiple=layout.token_multiple, cp=layout.cp, min_tokens=min_tokens)
@@ -270,7 +270,7 @@ class Stage(GPTModel):
         rows = min(len(weight), self.args.vocab_size - len(weight) * tp.rank())
         return next_token_logprobs(
             self._gather_tokens(hidden_s1D.squeeze(1), partial_grad=True),
-            weight[:rows],  # without those that fill up the vocabulary
+            weight[:rows],  # without the padding of the vocabulary
             labels_t,
             temperature=self.options.temperature,
             chunk_size=self.options.logprobs_chunk_size,
@@ -278,7 +278,7 @@ class Stage(GPTModel):
         )
 
     def _gather_tokens(self, x_s: torch.Tensor, *, partial_grad: bool) -> torch.Tensor:
-        """All tokens of the tensor ranks. `partial_grad`: each computes a share of the gradient."""
+        """Gather tokens over tensor ranks. `partial_grad`: gradients are summed over them."""
         if not self.config.sequence_parallel:
             return x_s
         return gather_from_sequence_parallel_region(
@@ -287,14 +287,14 @@ class Stage(GPTModel):
 
 
 def _mark(parameter: torch.Tensor, **marks: bool) -> None:
-    """What megatron-core reads off a parameter."""
+    """Set attributes that megatron-core reads from a parameter."""
     for name, value in marks.items():
         setattr(parameter, name, value)
 
 
 def _block_spec(transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """megatron-core's layers with areal's modules in the open places. It takes more kinds of specs
-    than it declares."""
+    """megatron-core's layer spec with areal's modules. It accepts more kinds of specs than its
+    types declare."""
     block: Any = get_gpt_decoder_block_spec(
         transformer, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )

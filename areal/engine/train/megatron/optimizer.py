@@ -1,9 +1,9 @@
 """megatron-core's distributed optimizer: gradient buffers, sharded float32 masters, the update.
 
-Data-parallel ranks hold a part each of the masters and of the optimizer's moments; gradients are
-summed over ranks in float32. A gradient that is not finite is thrown away on all ranks, and the
-weights stay as they were. Reads like `engine/train/optimizer.py`, so that the checkpoint is the
-same code; a checkpoint of it is read by the layout that wrote it.
+Masters and moments are sharded over data-parallel ranks; gradients are summed over ranks in
+float32. If a gradient is not finite, all ranks skip the step and the weights stay unchanged. The
+interface is that of `engine/train/optimizer.py`, so that both use one checkpoint code; a checkpoint
+can only be loaded by the layout that wrote it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger("Optimizer")
 
 
 class ShardedOptimizer:
-    """Trains `models`, the stages in their wrappers: pass those to the schedule. All ranks call."""
+    """Trains `models`, the wrapped stages to pass to the schedule. All ranks call."""
 
     def __init__(self, stages: list[Stage], config: OptimizerConfig, total_steps: int) -> None:
         self.num_skipped_steps = 0
@@ -46,7 +46,7 @@ class ShardedOptimizer:
         self._stages = stages
         self._config = config
         self._total_steps = total_steps
-        transformer = stages[0].config  # of all of them
+        transformer = stages[0].config  # shared by all stages
         transformer.finalize_model_grads_func = _sum_gradients
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
@@ -61,9 +61,7 @@ class ShardedOptimizer:
         )
         assert isinstance(optimizer, ChainedOptimizer), "one for each kind of weights"
         self._optimizer = optimizer
-        self._parts: list[Any] = (
-            optimizer.chained_optimizers
-        )  # which declare no more than the whole
+        self._parts: list[Any] = optimizer.chained_optimizers  # typed as the base class only
         self._create_state()
         self.set_lr_step(0)
 
@@ -72,7 +70,7 @@ class ShardedOptimizer:
         return scheduled_lr(self._config, self.lr_step, self._total_steps)
 
     def set_lr_step(self, step: int) -> None:
-        """Go to place `step` of the schedule; it counts global steps, not minibatches."""
+        """Move the schedule to `step`, which counts global steps, not minibatches."""
         self.lr_step = step
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
@@ -81,7 +79,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self) -> dict[str, float]:
-        """Clip, update, forget the gradients; reports update_successful, grad_norm and lr."""
+        """Clip, update, clear the gradients; reports update_successful, grad_norm and lr."""
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         successful = math.isfinite(grad_norm)
@@ -105,11 +103,11 @@ class ShardedOptimizer:
         self._optimizer.zero_grad()
 
     def read_model(self) -> None:
-        """Take the model's weights, just loaded, as the masters."""
+        """Copy the model's weights, just loaded, into the masters."""
         self._optimizer.reload_model_params()
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """The model's weights and this rank's part of the float32 ones, by name."""
+        """The model's weights and this rank's shards of the float32 masters, by name."""
         tensors = part_names(self._stages) | self._named_masters()
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -122,7 +120,7 @@ class ShardedOptimizer:
         }
 
     def write_back(self) -> None:
-        """Nothing: `masters` holds the rounded weights too, so both have been loaded."""
+        """No-op: `masters` includes the rounded weights, so both have been loaded."""
 
     def _named_masters(self) -> dict[str, torch.Tensor]:
         return {
@@ -132,12 +130,12 @@ class ShardedOptimizer:
         }
 
     def _masters_by_optimizer(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """torch's optimizers inside, and what they update: named by rank, as all hold others, and
-        by the stages of a rank, since as many tensors of the same shapes may be other layers'."""
+        """torch's inner optimizers and their masters, named by rank and stages: equal shapes on
+        another rank or stage are other weights."""
         found = []
         for number, part in enumerate(self._parts):
             if part.is_stub_optimizer:
-                continue  # no weight of its kind on this rank
+                continue  # this rank has no weights of this group
             inner = part.optimizer
             if not isinstance(inner, torch.optim.AdamW):
                 raise ValueError(
@@ -153,7 +151,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _create_state(self) -> None:
-        """Make the optimizer's tensors now, so that a resumed run has a place to load them."""
+        """Allocate the optimizer's state now, so that a resumed run can load into it."""
         for inner, masters in self._masters_by_optimizer():
             for group in inner.param_groups:
                 group["lr"] = 0.0
@@ -167,7 +165,7 @@ class ShardedOptimizer:
 
 
 def _sum_gradients(models: list, num_tokens: torch.Tensor, **options: Any) -> None:
-    """Over data, context and tensor ranks and shared embeddings; divided by nothing."""
+    """Sum over data, context and tensor ranks and shared embeddings, without a division."""
     finalize_model_grads(models, None, **options)
 
 

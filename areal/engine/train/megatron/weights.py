@@ -1,22 +1,21 @@
 """Weights of a megatron-core model from and to a Hugging Face checkpoint, tensor by tensor.
 
-megatron-core fuses what a checkpoint keeps apart, and each rank holds a part of the result:
+megatron-core fuses tensors of a checkpoint, and each rank holds a shard of the result:
 
-| its parameter | made of                      | whole                                  | cut over |
+| its parameter | made of                      | unsharded                              | cut over |
 |---------------|------------------------------|----------------------------------------|----------|
 | linear_qkv    | q_proj, k_proj, v_proj       | per key-value head: its queries, k, v  | heads    |
 | linear_fc1    | gate_proj, up_proj           | gate over up                           | width    |
-| embedding     | embed_tokens (a tied lm_head)| rows up to a multiple of the ranks     | rows     |
+| embedding     | embed_tokens (a tied lm_head)| rows padded to a multiple of the ranks | rows     |
 | the others    | one tensor of the checkpoint | the same                               |          |
 
-`named_pieces` says of every parameter of this rank what it is made of, under a name that is the
-same on all ranks. Nothing is rounded on the way but to the model's dtype, so that a checkpoint of
-that dtype comes out as it went in, bit by bit.
+`named_pieces` maps each parameter of this rank to its sources, under a name that is the same on all
+ranks. `fill` loads and `stream` exports. The only rounding is to the model's dtype, so a checkpoint
+of that dtype round-trips bit by bit.
 
-Where the weights of a stage come from: a folder of safetensors, or a seed.
-
-Both give `read(hf_name) -> whole tensor`. Names and shapes of a folder are checked against the
-whole model before the first byte is read, on every rank alike.
+Sources of `fill` are `read(hf_name) -> unsharded tensor`: `folder_weights` reads safetensors whose
+names and shapes are checked, on every rank alike, before the first byte is read; `drawn_weights`
+draws from a seed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from areal.models.hf_io import (
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
-# Tensors of a layer that a checkpoint has under another name and else as they are: (name, cut dim).
+# Tensors of a layer that differ from the checkpoint's only in their names: (name, cut dim).
 _PLAIN = {
     "input_layernorm.weight": ("input_layernorm.weight", None),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
@@ -64,18 +63,18 @@ _PLAIN = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a parameter is made of. `whole_shape` may have one dimension more than the parameter,
-    which is flattened into the next once the tensor is cut."""
+    """Sources of a parameter. `whole_shape` may have one dimension more than the parameter, which
+    is flattened into the next after sharding."""
 
     hf_names: tuple[str, ...]
     whole_shape: tuple[int, ...]
-    cut_dim: int | None  # of the whole; None: every rank has all of it
+    cut_dim: int | None  # of the unsharded tensor; None: replicated
     fuse: Callable[[list[torch.Tensor]], torch.Tensor]
     split: Callable[[torch.Tensor], list[torch.Tensor]]
     is_expert: bool = False
 
     def group(self, layout: Layout) -> dist.ProcessGroup:
-        """The ranks that hold the parts."""
+        """The ranks that hold the shards."""
         return layout.expert_tp if self.is_expert else layout.tp
 
     def part_shape(self, layout: Layout) -> tuple[int, ...]:
@@ -86,7 +85,7 @@ class Piece:
 
 
 def named_pieces(stages: list[Stage]) -> dict[str, tuple[Piece, nn.Parameter]]:
-    """This rank's parameters, with numbers of layers and experts that hold on all ranks."""
+    """This rank's parameters by name, with global layer and expert indices."""
     pieces = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -96,9 +95,9 @@ def named_pieces(stages: list[Stage]) -> dict[str, tuple[Piece, nn.Parameter]]:
 
 
 def mark_parts(stages: list[Stage]) -> None:
-    """Tell megatron-core which parameters are other ones on each tensor rank.
+    """Mark parameters that are sharded over tensor ranks.
 
-    It marks them where it draws weights; unmarked they would count once in the gradient's norm.
+    megatron-core marks them when it draws weights; unmarked, the gradient norm counts them once.
     """
     for piece, parameter in named_pieces(stages).values():
         if piece.cut_dim is None or hasattr(parameter, "tensor_model_parallel"):
@@ -109,7 +108,7 @@ def mark_parts(stages: list[Stage]) -> None:
 
 
 def part_names(stages: list[Stage]) -> dict[str, nn.Parameter]:
-    """This rank's tensors by names that differ where, and only where, ranks hold other parts."""
+    """This rank's tensors by name; two ranks share a name exactly if they hold the same shard."""
     tensors = {}
     for name, (piece, parameter) in named_pieces(stages).items():
         group = piece.group(stages[0].layout)
@@ -121,7 +120,7 @@ def part_names(stages: list[Stage]) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def fill(stages: list[Stage], read: Callable[[str], torch.Tensor]) -> None:
-    """Load every parameter; `read` gives the whole tensor of a Hugging Face name."""
+    """Load every parameter; `read` returns the unsharded tensor of a Hugging Face name."""
     for piece, parameter in named_pieces(stages).values():
         whole = piece.fuse([read(name) for name in piece.hf_names])
         if piece.cut_dim is not None:
@@ -135,10 +134,10 @@ def stream(
     stages: list[Stage],
     value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole tensor) of each weight, or of what `value` takes from it.
+    """(Hugging Face name, unsharded tensor) of each weight, or of what `value` takes from it.
 
-    All ranks iterate to the end, because parts are gathered; rank 0 is given the tensors, others
-    none. One parameter is whole at a time.
+    All ranks must iterate to the end, because shards are gathered; only rank 0 gets tensors. One
+    parameter is unsharded at a time.
     """
     args, layout, own = stages[0].args, stages[0].layout, named_pieces(stages)
     is_receiver = dist.get_rank() == 0
@@ -158,8 +157,8 @@ def stream(
 def _all_pieces(
     own: dict[str, tuple[Piece, nn.Parameter]],
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[str, ...]], int]]:
-    """Every parameter of the model once, in the order of the ranks that have them: its name, shape
-    and names in a checkpoint, and the first of its owners."""
+    """Every parameter of the model once, in rank order: its name, shape, checkpoint names and
+    first owner."""
     mine = {name: (piece.whole_shape, piece.hf_names) for name, (piece, _) in own.items()}
     theirs: list = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, mine)
@@ -303,7 +302,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def drawn_weights(hf_config: Mapping[str, Any], seed: int, is_critic: bool) -> Read:
-    """A function of (config, seed) alone, whatever the layout: those Archon draws."""
+    """A function of (config, seed) alone, whatever the layout; equal to Archon's."""
     model = build_model(hf_config, device="cpu", dtype=torch.float32, is_critic=is_critic)
     model.init_weights(seed)
     return dict(model.named_hf_tensors()).__getitem__
@@ -313,7 +312,7 @@ def drawn_weights(hf_config: Mapping[str, Any], seed: int, is_critic: bool) -> R
 def folder_weights(
     hf_config: Mapping[str, Any], path: str | Path, *, is_critic: bool, new_critic: bool
 ) -> Iterator[Read]:
-    """`new_critic`: a score head that the folder does not have is 0."""
+    """`new_critic`: a score head missing in the folder is 0."""
     files = weight_files(Path(path))
     model = build_model(hf_config, device="meta", dtype=torch.float32, is_critic=is_critic)
     shapes = read_shapes(files)
