@@ -1,1 +1,1 @@
-"""The command `areal`: `main.py` finds the subcommand, each subcommand is a file of its own."""
+"""The command `areal`: `main.py` dispatches to the subcommands, one file each."""

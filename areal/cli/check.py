@@ -1,10 +1,10 @@
-"""`areal check config.yaml key=value...`: everything that can be found wrong before a run starts.
+"""`areal check config.yaml key=value...`: all checks that are possible before a run starts.
 
-The keys, types and cross-checks are those of `load_expr_config`; added here is the world around
-the file: models and data on disk, names and import paths, trackers, the run's folder. Nothing is
-imported that loads torch, no user code runs, and nothing is written. A hub is asked, for a few
-seconds, for models that are not in its cache: `cached`, `reachable` and `unknown` (it did not
-answer) are ok, what it refuses is not. `--trial` goes further: see trainer/preflight.py.
+`load_expr_config` checks keys, types and combinations; added here is the environment: models and
+data on disk, names and import paths, trackers, the run's folder. No user code runs, and nothing is
+written. Models that are not in the cache are looked up on the hub, for a few seconds: `cached`,
+`reachable` and `unknown` (no answer) are ok, a refusal is not. `--trial` goes further: see
+trainer/preflight.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from areal.api.cli_args import load_experiment
 
-    # With --config the first positional is an override already; the loader tells them apart.
+    # With --config the first positional is an override; the loader distinguishes them.
     argv = [*(["--config", args.config] if args.config else []), args.file, *args.overrides]
     argv = [arg for arg in argv if arg is not None]
     config, path = load_experiment(argv)
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 def check_world(
     config: BaseExperimentConfig, *, deadline_s: float | None = None
 ) -> dict[str, Found]:
-    """ValueError that names the key of the first thing this machine lacks.
+    """ValueError with the key of the first thing missing on this machine.
 
-    Returns what is known of each role's model; hubs are asked only with a deadline.
+    Returns the lookup of each role's model; hubs are queried only with a deadline.
     """
     from areal.api.config.inference import NativeServerConfig
     from areal.cli.model_folders import check_chat_template, check_models
@@ -90,7 +90,7 @@ def check_world(
 
 
 def check_names(config: BaseExperimentConfig) -> None:
-    """The part of `check_world` that needs no model: data sets, import paths, trackers."""
+    """The checks of `check_world` without models: data sets, import paths, trackers."""
     _check_dataset("train_dataset", config.train_dataset)
     _check_rows(config.train_dataset)
     if config.valid_dataset is not None:
@@ -110,7 +110,7 @@ def _is_ppo(config: BaseExperimentConfig) -> TypeGuard[PPOConfig]:
 
 
 def _check_dataset(section: str, dataset: DatasetConfig) -> None:
-    """The rule of `areal.dataset`: a loader by name, by the last part of the path, or by import."""
+    """As in `areal.dataset`: a loader by name, by the last part of the path, or by import path."""
     from areal.dataset import LOADERS, loader_name
 
     path, loader = dataset.path, dataset.dataset_kwargs.get("loader")
@@ -129,7 +129,7 @@ def _check_dataset(section: str, dataset: DatasetConfig) -> None:
 
 
 def _check_columns(section: str, dataset: DatasetConfig) -> None:
-    """The first row of a text file has the columns that the section names."""
+    """The first row of a text file has the columns of the section."""
     from areal.dataset.source_files import first_row
 
     row = first_row(Path(dataset.path), dataset.split)
@@ -173,7 +173,7 @@ def _check_import_paths(config: PPOConfig) -> None:
                 "**kwargs)`, which awaits its calls of the model; what blocks goes into "
                 "asyncio.to_thread"
             )
-    call = None  # a workflow of somebody else may call it as it likes
+    call = None  # a user's workflow may call it in any way
     if config.workflow in WORKFLOWS:
         finds_messages = "data_extract_prompt_fn" not in config.workflow_kwargs
         call = replace(REWARD_CALL, certain=["messages"] if finds_messages else [])
@@ -195,7 +195,7 @@ def _check_import_paths(config: PPOConfig) -> None:
 
 
 def _check_images(config: PPOConfig) -> None:
-    """The shipped workflows read text. What other loaders give shows when the rows are loaded."""
+    """The shipped workflows are text-only. Rows of other loaders are checked when loaded."""
     from areal.dataset import IMAGE_DATASETS, loader_name
     from areal.workflow import WORKFLOWS, image_refusal
 
@@ -216,8 +216,8 @@ def _check_images(config: PPOConfig) -> None:
 
 
 def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = None) -> None:
-    """`name` is in a package's table, or an import path whose module and name exist and which, if
-    it is a function, can be called like `call`."""
+    """`name` is in `known`, or an import path whose module and name exist and which, if it is a
+    function, accepts `call`."""
     import difflib
 
     from areal.cli.static_import import check_import_path, static_signature
@@ -243,7 +243,7 @@ def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = N
 
 
 def _check_port(port: int) -> None:
-    """Nobody else listens on the port that agents are to find."""
+    """The port of the agent server is free."""
     import socket
 
     with socket.socket() as listener:
@@ -273,7 +273,7 @@ def _check_trackers(config: BaseExperimentConfig) -> None:
 
 
 def check_fileroot(key: str, fileroot: str) -> None:
-    """The run's folder can be made: the nearest folder that exists may be written to."""
+    """The run's folder can be created: its nearest existing parent is writable."""
     folder = Path(fileroot).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -309,14 +309,14 @@ def _summary(config: BaseExperimentConfig, found: Mapping[str, Found]) -> str:
 
 
 def _state(found: Found) -> str:
-    """Of a hub name: whether it is on this machine, on the hub, or nobody can tell."""
+    """For a hub name: cached, reachable or unknown."""
     if found.state == "local":
         return ""
     return f" ({found.state}{': ' if found.why else ''}{found.why})"
 
 
 def _processes(config: BaseExperimentConfig) -> str:
-    """Who starts how many processes."""
+    """Number of processes by role, and the scheduler that starts them."""
     workers = {role: count for role, count in config.num_processes().items() if count}
     if _is_ppo(config) and config.actor.weight_update_mode != "direct":
         workers["inference"] = config.rollout.num_servers * config.rollout.tensor_parallel

@@ -2,14 +2,10 @@
 
     tiny model + tokenizer  ->  warm start (SFTTrainer)  ->  asynchronous GRPO (PPOTrainer)
 
-Each stage is an ordinary run of a file under `examples/math/` inside the folder `--out`, so a demo
-that was interrupted or killed goes on where it stood when the command is given again.
-
-A progress bar over a training run: the observer the command line puts on a trainer.
-
-Draws a training curve twice: in the terminal as braille dots, and as a PNG file.
-
-In: the reward of every step and, where measured, the greedy accuracy. Out: text, or a file.
+Each stage is an ordinary run of a file under `examples/math/` inside the folder `--out`, so the
+same command resumes a demo that was interrupted or killed. A progress bar shows each run
+(`run_with_progress`). The reward of every step is drawn as a braille plot in the terminal, and with
+the greedy accuracy as a PNG file (`draw_terminal`, `save_png`).
 """
 
 from __future__ import annotations
@@ -95,7 +91,7 @@ def _run_stages(out: Path, overrides: list[str], console: Any) -> DemoResult:
 
     fileroot = f"cluster.fileroot={out}"
     grpo = _load(GRPO_RECIPE, [fileroot, *overrides])
-    _check(grpo, out)  # a mistake is answered before the minutes of a warm start
+    _check(grpo, out)  # before the warm start, which takes minutes
     console.print(f"[bold]areal demo[/bold]  folder: {out}")
     if not (out / "tiny_model").is_dir():
         make_model(out / "tiny_model")
@@ -109,7 +105,7 @@ def _run_stages(out: Path, overrides: list[str], console: Any) -> DemoResult:
 
 
 def _check(grpo: Any, out: Path) -> None:
-    """Everything of `areal check` but the model, which the first stages make."""
+    """The checks of `areal check` without the model, which the first stages create."""
     from areal.cli.check import check_fileroot, check_names
 
     check_fileroot("--out", str(out))
@@ -162,7 +158,7 @@ def _load(recipe: str, overrides: list[str]) -> Any:
 
 
 def recipe_path(name: str) -> str:
-    """The recipe in a checkout's examples/, or the copy that an installed package carries."""
+    """The recipe in a checkout's examples/, or the copy in an installed package."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package.parent / "examples" / "math", package / "examples" / "math"):
         if (folder / name).is_file():
@@ -210,9 +206,9 @@ def _show(result: DemoResult, seconds: float, console: Any) -> None:
 
 
 def run_with_progress(config: Any, console: Any, *, title: str, metric: str) -> None:
-    """Run the experiment `config` describes; show steps done, `metric` and the time left.
+    """Run the experiment of `config`; show steps done, `metric` and the time left.
 
-    Where nobody can watch a bar grow (a file, a pipe) the run's own lines tell the story.
+    If the console is not a terminal, the run's own log lines are shown instead.
     """
     from rich.progress import (
         BarColumn,
@@ -237,7 +233,7 @@ def run_with_progress(config: Any, console: Any, *, title: str, metric: str) -> 
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # The bar tells the story; warnings and errors still come through.
+    # The bar replaces INFO lines; warnings and errors are still shown.
     with logging.quiet(), Progress(*columns, console=console) as progress:
         bar = progress.add_task(title, total=None, value="")
 
@@ -253,7 +249,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Trailing mean over `window` values, so that the first points are honest too."""
+    """Trailing mean over `window` values; the first points average over fewer."""
     out, total = [], 0.0
     for i, value in enumerate(values):
         total += value
@@ -264,7 +260,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def draw_terminal(values: Sequence[float], *, title: str, width: int = 60, height: int = 10) -> str:
-    """`values` as a braille plot of `width` x `height` characters with its scale at the left."""
+    """`values` as a braille plot of `width` x `height` characters with the scale on the left."""
     if not values:
         return f"{title}: no points yet"
     low, high = min(0.0, min(values)), max(1.0, max(values))

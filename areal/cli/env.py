@@ -1,8 +1,8 @@
-"""`areal env create vllm|sglang`: an environment of its own for a stock inference server.
+"""`areal env create vllm|sglang`: a separate environment for a stock inference server.
 
-A venv and one `pip install` of a pinned version, in a folder the config finds by itself. On a
-machine without GPU vLLM's CPU build is taken. What pip says goes to the terminal as it comes, and
-its last lines into the error when it fails; a half-made environment does not stay.
+A venv and one `pip install` of a pinned version, in a folder that the config finds by default. On a
+machine without GPU it installs vLLM's CPU build. pip's output goes to the terminal, its last lines
+also into the error on failure; an incomplete environment is removed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _KEPT_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What `pip install` is told, and what is taken out again."""
+    """Packages to install, and packages to uninstall afterwards."""
 
-    module: str  # imported at the end, to see that it works
+    module: str  # imported at the end as a test
     gpu: str
     cpu: str
     # Builds of these on PyPI fail to load beside the CPU build of torch, and break transformers.
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def create(kind: str, folder: Path, *, python: str, requirement: str | None = None) -> None:
-    """RuntimeError with pip's last words when it fails; `folder` is then gone again."""
+    """RuntimeError with pip's last lines on failure; `folder` is then removed."""
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and is not empty: remove it, or choose another --path")
     recipe = RECIPES[kind]
@@ -96,7 +96,7 @@ def create(kind: str, folder: Path, *, python: str, requirement: str | None = No
 
 
 def _run(argv: list[str]) -> None:
-    """Shows the output as it comes; an error ends with its last lines."""
+    """Print the output as it arrives; an error ends with its last lines."""
     tail: deque[str] = deque(maxlen=_KEPT_LINES)
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

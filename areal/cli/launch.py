@@ -1,10 +1,10 @@
-"""`areal launch local|ray|slurm config.yaml key=value...`: the same run, on other machines.
+"""`areal launch local|ray|slurm config.yaml key=value...`: the same run on other machines.
 
-    local   this process, and ranks that it starts on this machine
+    local   this process, with ranks on this machine
     ray     this process as the controller, ranks on a Ray cluster (RAY_ADDRESS, --address)
-    slurm   a job is submitted; inside it `areal launch ray` runs on a cluster of its own
+    slurm   submits a job; inside it `areal launch ray` runs on a new cluster
 
-The word replaces the file's `scheduler.type`. The config is checked here, before anything starts.
+Overrides the file's `scheduler.type`. The config is checked here, before anything starts.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def launch_slurm(args: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     RunPaths.of(config).make_root()
-    private_folder(job.logs)  # Slurm writes there, and makes no folder
+    private_folder(job.logs)  # Slurm writes its log there, but does not create the folder
     script = job.logs / "slurm.sh"
     atomic_write_text(script, text)
     print(f"submitted job {submit(script)}; its logs: {job.logs}")

@@ -1,7 +1,7 @@
-"""`areal ledger RUN [--prompt ID]`: where every prompt of a run went, also while it is alive.
+"""`areal ledger RUN [--prompt ID]`: the state of every prompt of a run, also of a live one.
 
-RUN is the run's folder, `{fileroot}/{experiment_name}/{trial_name}`. A ledger that does not add up
-ends with exit code 1 and the fault on the last line.
+RUN is the run's folder, `{fileroot}/{experiment_name}/{trial_name}`. For an inconsistent ledger the
+exit code is 1, with the fault on the last line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from areal.run.paths import RunPaths
 
     with closing(open_read_only(RunPaths(Path(args.folder)).database)) as connection:
-        connection.execute("BEGIN")  # one moment of a run that goes on
+        connection.execute("BEGIN")  # one snapshot of a live run
         if args.prompt is not None:
             story = read_task(connection, args.prompt)
             if story is None:

@@ -1,11 +1,10 @@
-"""`areal COMMAND ...`: finds the command, runs it, turns errors into one line and an exit code.
+"""`areal COMMAND ...`: runs a command, and turns errors into one line and an exit code.
 
-    0  done      2  the user's mistake (ValueError, missing file): what to change is in the line
-    1  a fault of the world (RuntimeError, OSError)      130  Ctrl-C
+    0  done      2  user error (ValueError, missing file): the line says what to change
+    1  a fault of the environment (RuntimeError, OSError)      130  Ctrl-C
 
-Only the module of the command that was asked for is imported, so `areal --help` stays quick.
-Anything else that is raised is a bug of ours and keeps its traceback; AREAL_DEBUG=1 shows the
-traceback of the others too.
+Only the module of the given command is imported, so `areal --help` stays fast. Any other exception
+is a bug and keeps its traceback; AREAL_DEBUG=1 shows the traceback of all.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 from areal import __version__
 from areal.api.redact import hide_secrets
 
-# command -> what `areal --help` says of it. The command `x` is the module areal.cli.x, which has
+# command -> its line in `areal --help`. The command `x` is the module areal.cli.x, which has
 # `add_parser(subparsers)` and `run(args) -> int`.
 COMMANDS = {
     "demo": "train a small model by asynchronous GRPO on this machine, in minutes",
@@ -35,17 +34,17 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line."""
+    """An argument parser with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"areal: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    as_program = argv is None  # else a caller goes on after it: this process is not ours to fork
+    as_program = argv is None  # else the caller's process continues, and must not be forked
     argv = sys.argv[1:] if as_program else argv
     sys.excepthook = _show_traceback
-    # Import paths of a config may name modules beside it; last, so that they hide no package.
+    # Import paths may name modules in the working directory; last, so that they hide no package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -105,7 +104,7 @@ def _show_help(parser: Parser) -> int:
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, where: Any) -> None:
-    """As Python does, without secrets."""
+    """Python's traceback with secrets redacted."""
     text = "".join(traceback.format_exception(kind, error, where))
     print(hide_secrets(text), end="", file=sys.stderr)
 

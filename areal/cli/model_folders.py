@@ -1,7 +1,7 @@
-"""`areal check` on models: one that its engine can compute, whole weights, the same tokens for all.
+"""`areal check` of models: supported by their engine, complete weights, equal vocabularies.
 
-Reads JSON and the headers of safetensors files; no weights, no torch. Of a hub name that is not in
-the cache, the hub is asked for its files and config.json.
+Reads JSON and the headers of safetensors files; no weights, no torch. For a hub name that is not
+in the cache, the hub is queried for its files and config.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from areal.utils.model_files import CONFIG_FILE, language_config, read_hf_config
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
 
-MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
+MAX_HEADER_BYTES = 100 << 20  # limit of the safetensors library
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> dict[str, Found]:
-    """Every role's model and the tokenizer, by role; hubs are asked until the deadline."""
+    """Every role's model and the tokenizer, by role; hubs are queried until the deadline."""
     found = _look_up_all(config, deadline_s)
     paths, hf_configs = model_paths(config), {}
     for role, section in config.models().items():
@@ -58,7 +58,7 @@ def _look_up_all(config: BaseExperimentConfig, deadline_s: float | None) -> dict
     def look(key: str, path: str, weights: bool) -> Found:
         _check_path(key, path)
         name = hub_name(path)
-        if name is not None and path in commits:  # what a resumed run goes on with
+        if name is not None and path in commits:  # a resumed run keeps its commit
             path = str(name.at(commits[path]))
         return look_up(path, key=key, weights=weights, deadline_s=deadline_s)
 
@@ -101,7 +101,7 @@ def _read_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def _check_safetensors(key: str, file: Path) -> None:
-    """The file is as long as its header says: a download or copy that broke off is shorter."""
+    """The file size matches its header: an incomplete download or copy is shorter."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = _parse_object(file, stream.read(min(header_bytes, MAX_HEADER_BYTES)))
@@ -115,7 +115,7 @@ def _check_safetensors(key: str, file: Path) -> None:
 
 
 def _check_same_tokens(key: str, folder: Path, tokenizer: Path) -> None:
-    """Roles exchange token ids, so an id must mean the same to all of them."""
+    """Roles exchange token ids, so they need one vocabulary."""
     ours, theirs = tokenizer / "tokenizer.json", folder / "tokenizer.json"
     if not ours.is_file() or not theirs.is_file():
         return
@@ -155,7 +155,7 @@ def _check_tokenizer(path: str, folder: Path) -> None:
 
 
 def check_chat_template(path: str, folder: Path) -> None:
-    """The shipped workflows write prompts with the tokenizer's chat template."""
+    """The shipped workflows render prompts with the tokenizer's chat template."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or (folder / "chat_template.jinja").is_file():
         return
@@ -167,7 +167,7 @@ def check_chat_template(path: str, folder: Path) -> None:
 
 
 def _check_path(key: str, path: str) -> None:
-    """It is a folder, or can be a hub name."""
+    """`path` is a folder, or could be a hub name."""
     if Path(path).is_dir() or hub_name(path) is not None:
         return
     if Path(path).exists():

@@ -1,7 +1,7 @@
 """`areal replay RUN --step K`: train a recorded step again and compare losses and weights.
 
-RUN is the run's folder, which is only read. Exit code 0: all bits are equal; 1: the first
-difference is named on the last line.
+RUN is the run's folder, which is only read. Exit code 0: all bits are equal; 1: the last line names
+the first difference.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from areal.trainer.replay import read_recording
 
     recording = read_recording(args.folder, args.step)
-    from areal.trainer.replay import replay  # a mistake was answered before torch is loaded
+    from areal.trainer.replay import replay
 
     result = replay(recording)
     print(json.dumps(_as_dict(result)) if args.json else _text(result))

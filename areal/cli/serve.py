@@ -1,8 +1,8 @@
 """`areal serve --model FOLDER_OR_HUB_NAME`: the native inference engine behind HTTP.
 
-When it answers requests it prints one line of JSON on stdout, {"host", "port", "pid"}: with
-`--port 0` that is how a parent learns the port. The token is never printed there, nor taken from
-the command line by areal's own launcher (other users can read that): it comes in the environment.
+Once it accepts requests it prints one line of JSON on stdout, {"host", "port", "pid"}, from which a
+parent reads the port of `--port 0`. The token is never printed there. areal's own launcher passes
+it in the environment, because other users can read command lines.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from areal.utils import stacks
 
     stacks.listen()
-    # Before the seconds a model takes to load: a port in use is answered at once.
+    # Bind before loading the model, so that a port in use fails at once.
     listener = bind(args.host, args.port)
     with listener, _orderly_end(), _engine(args, folder := _folder(args.model)) as engine:
         loop = EngineLoop(engine)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _orderly_end() -> Iterator[None]:
-    """SIGTERM raises: by default it would end the process before files and ranks are cleared."""
+    """Make SIGTERM raise; by default it would skip the cleanup of files and ranks."""
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -158,7 +158,7 @@ def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine]:
     if args.tensor_parallel > 1:
         options |= {"model_path": str(folder), "threads": args.threads, "dtype": args.dtype}
         with leading_engine(args.tensor_parallel, on_end=_end_with, **options) as engine:
-            yield cast("NativeEngine", engine)  # the calls of one, carried out on all ranks
+            yield cast("NativeEngine", engine)  # same methods, run on all ranks
         return
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -166,7 +166,7 @@ def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine]:
 
 
 def _end_with(fault: str) -> NoReturn:
-    """At once: the engine's thread may wait for a rank that is gone."""
+    """Exit at once: the engine's thread may wait for a lost rank."""
     print(f"areal: error: {fault}", file=sys.stderr, flush=True)
     os._exit(1)
 

@@ -1,8 +1,7 @@
-"""Looks an import path up without running any code: does `package.module.name` exist, and what
-arguments does it take?
+"""Resolves an import path without running code: does `package.module.name` exist, with what signature?
 
-`areal check` uses it, because really importing a user's reward or workflow may load torch and take
-seconds. Modules are found on disk, and the name is looked for in the module's source.
+`areal check` uses it, because importing a user's reward or workflow may load torch and take
+seconds. Modules are found on disk, and the name is searched in the module's source.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from pathlib import Path
 
 
 def check_import_path(path: str) -> None:
-    """ValueError that says which part of `path` is missing; silent when all seems there."""
+    """ValueError that names the missing part of `path`."""
     module, _, name = path.rpartition(".")
     if not module or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r} is not an import path like package.module.name")
     spec = _find_module(module)
     tree = _source_tree(spec)
     if tree is None:
-        return  # a compiled module or a namespace package: only importing it could tell
+        return  # a compiled module or a namespace package: unknown without importing it
     names = set(_defined_names(tree))
     if name in names or names & {"*", "__getattr__"} or _is_submodule(spec, name):
         return
@@ -36,8 +35,8 @@ def check_import_path(path: str) -> None:
 def find_definition(
     path: str, *, max_imports: int = 5
 ) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
-    """The definition that `path` names. None where the source does not tell: a decorated function,
-    a name that is assigned, imported by `*`, or handed on by more than `max_imports` modules."""
+    """The definition at `path`. None if the source is not enough: a decorated function, a name that
+    is assigned, imported by `*`, or re-exported through more than `max_imports` modules."""
     module, _, name = path.rpartition(".")
     tree = _source_tree(_find_module(module)) if max_imports >= 0 else None
     found = None
@@ -54,8 +53,8 @@ def find_definition(
 
 
 def static_signature(path: str) -> inspect.Signature | None:
-    """Of the function at `path`, whose arguments are those its source names; None where that does
-    not tell. ValueError for a coroutine: nobody who calls it would await it."""
+    """Signature of the function at `path`; None if the source is not enough. ValueError for a
+    coroutine function, because its callers do not await it."""
     found = find_definition(path)
     if isinstance(found, ast.AsyncFunctionDef):
         raise ValueError(f"{path} is `async def`, expected a plain function")
@@ -65,8 +64,8 @@ def static_signature(path: str) -> inspect.Signature | None:
 
 
 def has_blocking_run(path: str) -> bool:
-    """Whether `path` is a class whose `run` is a plain function that hands the work to no coroutine
-    of the class. False where the source does not tell."""
+    """Whether `path` is a class whose `run` is a plain function that uses no coroutine of the class.
+    False if the source is not enough."""
     found = find_definition(path)
     if not isinstance(found, ast.ClassDef):
         return False
@@ -84,7 +83,7 @@ def has_blocking_run(path: str) -> bool:
 
 
 class _Given:
-    """Some default, which only running the code could tell."""
+    """Stands for a default whose value is unknown without running the code."""
 
     def __repr__(self) -> str:
         return "..."
@@ -123,7 +122,7 @@ def _source_tree(spec: ModuleSpec) -> ast.Module | None:
 
 
 def _find_module(module: str) -> ModuleSpec:
-    """The spec of `module`; its parents are walked through on disk instead of imported."""
+    """The spec of `module`; its parents are searched on disk instead of imported."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -134,7 +133,7 @@ def _find_module(module: str) -> ModuleSpec:
         if spec is None or spec.submodule_search_locations is None:
             break
         found = f"{found}.{part}"
-        # By its last part: a folder without __init__.py would look for its parent's import.
+        # By its last part: for a folder without __init__.py the full name would import the parent.
         spec = PathFinder.find_spec(part, spec.submodule_search_locations)
     if spec is None or found != module:
         raise ValueError(f"there is no module {module!r} (looked for {found!r} on the Python path)")

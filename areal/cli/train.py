@@ -1,12 +1,8 @@
-"""`areal train config.yaml key=value...`: run the experiment a YAML file describes.
+"""`areal train config.yaml key=value...`: run the experiment of a YAML file, in a supervised child.
 
 The file's `trainer` key chooses the trainer; its data set, workflow and reward are names or import
-paths. A user who needs more writes a script with the same trainers (see examples/).
-
-Training runs in a child process (supervise.py), so that somebody is there whatever becomes of it;
-with `recover.mode=on` it is started again when it dies.
-
-Runs the rest of the command in a child process, and starts that again when it dies.
+paths. A user who needs more writes a script with the same trainers (see examples/). With
+`recover.mode=on` a training process that dies is restarted.
 
     code = supervise(retries=3, newest_point=..., stacks_file=...)
     if code is not None:       # the parent: the last child has ended
@@ -14,18 +10,18 @@ Runs the rest of the command in a child process, and starts that again when it d
     ...                        # the child: train
 
     parent   waits for: the child             unblocked by: its end
-             on SIGINT, SIGTERM: hands them on, and starts nothing any more; a child that does not
-             react (a call that holds its interpreter) is killed
-    child    a session of its own, so that Ctrl-C reaches it once, through the parent; the kernel
-             ends it when the parent dies (Linux)
+             on SIGINT, SIGTERM: forwards them, and restarts nothing any more; kills a child that
+             does not react (a call that holds the GIL)
+    child    its own session, so that Ctrl-C reaches it once, through the parent; the kernel kills
+             it when the parent dies (Linux)
 
-The fork is taken before torch is loaded: the parent is small, has one thread and opens no device.
+The fork happens before torch is loaded: the parent is small, has one thread and opens no device.
 
     how the child ended            what follows
-    0, 2 (user's mistake), 130     the end
-    after `stay_down()`            the end, with exit code 1 (run/restart.py)
-    1 (a fault of the world)       started again if it got as far as a new recover point
-    a signal (kill -9, segfault),  started again, `retries` times without a new recover point
+    0, 2 (user error), 130         exit
+    after `stay_down()`            exit with code 1 (run/restart.py)
+    1 (a fault of the environment) restart if it has written a new recover point
+    a signal (kill -9, segfault),  restart, up to `retries` times without a new recover point
     or 1 after `come_again()`
 """
 
@@ -91,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
 def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda: None) -> int:
     """Run the experiment; `supervised`: in a child process.
 
-    `prepare` is called in the process that trains, before torch is loaded.
+    `prepare` is called in the training process, before torch is loaded.
     """
     code = _supervise(config) if supervised else None
     if code is not None:
         return code
-    # A scheduler's SIGTERM ends the run as Ctrl-C does: children stopped, database closed.
+    # SIGTERM ends the run like Ctrl-C: children stopped, database closed.
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     prepare()
@@ -120,8 +116,8 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
 
 def tell_parent(error: BaseException) -> None:
-    """Whether it is of use to start the run again; nothing where only progress can tell, as with
-    faults of a network, which are OSErrors too."""
+    """Report whether a restart can help. Says nothing if that depends on progress, as for network
+    faults, which are OSErrors too."""
     from areal.api.scheduler_api import WorkerFailedError
     from areal.rollout.failures import RolloutFailedError
     from areal.run.database import RunDatabaseError
@@ -129,7 +125,7 @@ def tell_parent(error: BaseException) -> None:
     from areal.utils.child_process import ProcessKilledError
     from areal.utils.fs import is_disk_fault
 
-    causes: list[BaseException] = [error]  # a fault in another thread comes as the cause
+    causes: list[BaseException] = [error]  # an error of another thread is the cause
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)
     if any(
@@ -143,7 +139,7 @@ def tell_parent(error: BaseException) -> None:
 
 
 def _supervise(config: Any) -> int | None:
-    """None in the process that is to train."""
+    """None in the training process."""
     from areal.run.paths import RunPaths
     from areal.run.recover import newest_step
 
@@ -156,7 +152,7 @@ def _supervise(config: Any) -> int | None:
 
 
 def checked_config(argv: list[str]) -> Any:
-    """A mistake is answered before the seconds torch takes to load."""
+    """Load and check the config before torch, which takes seconds to load."""
     from areal.cli.check import check_world
 
     config = load_config(argv)
@@ -165,7 +161,7 @@ def checked_config(argv: list[str]) -> Any:
 
 
 def load_config(argv: list[str]) -> Any:
-    """The typed config of the trainer that the file's `trainer` key names."""
+    """The typed config of the file's `trainer`."""
     from areal.api.cli_args import load_experiment
 
     config, _ = load_experiment(argv)
@@ -174,7 +170,7 @@ def load_config(argv: list[str]) -> Any:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED = 130
-_REACTION_S = 15.0  # a signal is heard between two lines of Python, or never
+_REACTION_S = 15.0  # Python handles a signal between two bytecodes, or never
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
 
@@ -182,9 +178,9 @@ _PR_SET_PDEATHSIG = 1
 def supervise(
     *, retries: int, newest_point: Callable[[], int | None], stacks_file: Path
 ) -> int | None:
-    """None in every child, which is to do the work; in the parent the exit code of the last one.
+    """None in every child, which does the work; in the parent the exit code of the last one.
 
-    `newest_point` is the step of the newest recover point: by it the run is seen to get on.
+    `newest_point` returns the step of the newest recover point, the measure of progress.
     `stacks_file` gets the stacks of a child that does not react to a signal.
     """
     strikes = 0
@@ -216,12 +212,12 @@ def supervise(
 
 
 class _Child:
-    """A fork of this process; `is_here` tells the two apart."""
+    """A fork of this process; `is_here` is True in the child."""
 
     def __init__(self, stacks_file: Path) -> None:
-        self.signalled_at: float | None = None  # time.monotonic() of the first one handed on
-        self.wish = b""  # what it said of being started again
-        self._has_heard = False  # of a signal
+        self.signalled_at: float | None = None  # time.monotonic() of the first forwarded signal
+        self.wish = b""  # STAY_DOWN or COME_AGAIN, if sent
+        self._has_heard = False  # it acknowledged a signal
         self._is_killed = False  # by us
         self._stacks_file = stacks_file
         self._reader, writer = os.pipe()
@@ -262,7 +258,7 @@ class _Child:
         os.kill(self._pid, signum)
 
     def _listen(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has said nothing
+        with contextlib.suppress(BlockingIOError):  # no message
             for byte in os.read(self._reader, 64):
                 word = bytes([byte])
                 if word == restart.HEARD:
@@ -271,13 +267,13 @@ class _Child:
                     self.wish = self.wish or word
 
     def _kill_if_deaf(self) -> None:
-        """A child that has not noticed a signal never will; one that has may take its time."""
+        """Kill a child that has not acknowledged a signal in time; one that has may take longer."""
         if self.signalled_at is None or self._has_heard or self._is_killed:
             return
         if time.monotonic() - self.signalled_at < _REACTION_S:
             return
         frames = ""
-        with contextlib.suppress(OSError):  # a full disk must not save it
+        with contextlib.suppress(OSError):  # a full disk must not prevent the kill
             stacks.collect(self._stacks_file, self._pid)
             frames = stacks.busy_frames(self._stacks_file, self._pid)
         _say(
@@ -289,11 +285,11 @@ class _Child:
 
 
 def _die_with(parent_pid: int) -> None:
-    """End when that parent does (Linux)."""
+    """Kill this process when its parent dies (Linux)."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the line above
+    if os.getppid() != parent_pid:  # it died before prctl
         os._exit(1)
 
 

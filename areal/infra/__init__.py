@@ -1,4 +1,4 @@
 """Where processes run: schedulers start workers, controllers call the engines inside them.
 
-Nothing here imports an engine: it is given an import path and builds the object where it belongs.
+Nothing here imports an engine: a worker builds it from an import path.
 """

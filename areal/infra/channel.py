@@ -1,10 +1,10 @@
-"""Objects with tensors over a socket pair between a process and its own child.
+"""Pickled objects with tensors over a socket pair between a process and its child.
 
     frame = count of buffers, their sizes, then the buffers: [0] a pickle, the rest tensors' bytes
 
-Tensors travel beside the pickle as they lie in memory: neither end makes a second copy. Both ends
-are the same program of the same user and the pair has no name anybody else could open; a pickle
-must not go over anything wider than that.
+Tensor bytes are sent out of band, without a second copy on either end. Pickle is safe here only
+because both ends are the same program of the same user, and the pair has no name that others could
+open.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NUMBER = struct.Struct("!Q")
 
 
 class Channel:
-    """One end. Not for two threads at once."""
+    """One end. Not thread-safe."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     def send(self, message: Any) -> None:
-        """OSError when the other end is gone."""
+        """OSError if the other end is closed."""
         buffers: list[pickle.PickleBuffer] = []
         body = io.BytesIO()
         _Pickler(body, protocol=5, buffer_callback=buffers.append).dump(message)
@@ -40,7 +40,7 @@ class Channel:
             self._socket.sendall(part)
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """TimeoutError when nothing comes for that long, EOFError when the other end is gone."""
+        """TimeoutError after `timeout_s` without data, EOFError if the other end is closed."""
         self._socket.settimeout(timeout_s)
         count = self._read_number()
         sizes = [self._read_number() for _ in range(count)]
@@ -48,8 +48,8 @@ class Channel:
         return pickle.loads(body, buffers=buffers)
 
     def close(self) -> None:
-        """Wakes a thread that waits in `receive`; the other end sees the end of the channel."""
-        with contextlib.suppress(OSError):  # the other end was faster
+        """Wakes a thread blocked in `receive`; the other end gets an EOFError."""
+        with contextlib.suppress(OSError):  # the other end has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

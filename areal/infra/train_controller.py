@@ -1,28 +1,26 @@
-"""TrainController: an engine whose ranks are other processes, called as if it were here.
+"""TrainController: an engine whose ranks are other processes, with the interface of a local one.
 
     controller = TrainController(scheduler, job, "package.module.Engine", layout, config, seed=1)
     controller.initialize(ft_spec)
-    controller.train_batch(batch, loss_fn, weight_fn)     # every rank its rows, one answer
+    controller.train_batch(batch, loss_fn, weight_fn)     # rows split over the ranks, one result
     controller.destroy()
 
-Which calls travel, and how, is said by the marks on the contract (api/engine_api.py), read once:
-there is no method here for any of them. A call goes to all ranks at once and has one deadline.
+The marks of the contract (api/engine_api.py) define which methods are remote and how they are
+dispatched; none is written out here. A call goes to all ranks at once and has one deadline.
 
-When a rank fails, the others may wait for it in a collective. They get a moment to say what they
-know, then the role's workers are ended, and the error that came first is raised: an exception of
-the engine itself, as from an engine in this process, or how the process of that rank ended.
+When a rank fails, the others may wait for it in a collective. They get `_LAST_WORDS_S` to report,
+then the role's workers are ended, and the first error is raised: an exception of the engine, as
+from a local one, or the exit of that rank's process.
 
-A batch over data-parallel places, and what they answer back in its order.
+`divide_rows` and `merge_rows` split a batch over data-parallel ranks and restore the row order:
 
-rows = divide_rows(data, num_places=2, rows_per_unit=1)       # [[0, 2], [1]]
-parts = [select_rows(data, own) for own in rows]
-merge_rows([outputs of each place], rows)                      # rows as in `data`
+    rows = divide_rows(data, num_places=2, rows_per_unit=1)       # [[0, 2], [1]]
+    parts = [select_rows(data, own) for own in rows]
+    merge_rows([outputs of each part], rows)                       # rows as in `data`
 
-One rank of an engine, in its worker process: the engine, and what its calls leave behind.
-
-Statistics that a call records travel back with its result. A result that is itself a function (the
-writer of a snapshot) stays here: the caller gets a number, starts it by that, and asks until it has
-ended. It runs in a thread of its own, so that other calls go on meanwhile.
+`Rank` holds one rank's engine in its worker process. Statistics recorded by a call return with its
+result. A result that is itself a function (the writer of a snapshot) stays on the rank: the caller
+gets its number, starts it, and polls for its end. It runs in a thread, so other calls continue.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ from areal.utils.waits import progress, waiting
 logger = logging.getLogger("TrainController")
 
 _RANK = "areal.infra.train_controller.Rank"
-_POLL_S = 0.05  # between questions to a function that runs on the ranks beside other calls
-_LAST_WORDS_S = 3.0  # for ranks that another one's failure wakes from a collective
+_POLL_S = 0.05  # interval of `has_ended` for a held function
+_LAST_WORDS_S = 3.0  # for ranks in a collective with a failed one
 
 Args = tuple[Any, ...]
 KwArgs = dict[str, Any]
@@ -81,10 +79,10 @@ class TrainController:
         request_timeout_s: float = 3600.0,
         **kwargs: Any,
     ) -> None:
-        """`engine` is an import path; `args` and `kwargs` are its constructor's.
+        """`engine` is an import path; `args` and `kwargs` are for its constructor.
 
-        shares_prefixes: the engine computes once what its rows begin with alike, so such rows go
-        to one place.
+        shares_prefixes: the engine computes common prefixes of rows once, so such rows go to one
+        data-parallel rank.
         """
         self._shares_prefixes = shares_prefixes
         self._marks = marks_of(contract)
@@ -93,7 +91,7 @@ class TrainController:
         self._target = job.scheduling_strategy.target
         self._timeout_s = setup_timeout_s
         self._workers: list[str] = []
-        # Of each rank: which rows it computes, and whether it answers for those that share them.
+        # Of each rank: its data-parallel rank, and whether it is the head of those with the same.
         self._places: list[int] = []
         self._is_head: list[bool] = []
         try:
@@ -103,7 +101,7 @@ class TrainController:
             self._broadcast("create_process_group", (parallel_strategy,), {})
             places = self._on_workers(self._call, [("place",)] * len(self._workers))
             self._places, self._is_head = map(list, zip(*places, strict=True))
-        except BaseException:  # Ctrl-C too: half-started workers must not stay
+        except BaseException:  # also Ctrl-C: end workers that have started
             self._end_workers()
             raise
         self._timeout_s = request_timeout_s
@@ -118,10 +116,10 @@ class TrainController:
         return lambda *args, **kwargs: self._dispatch(name, mark, args, kwargs)
 
     def destroy(self) -> None:
-        """End the engine, and the workers that are its own. Calling it twice is fine."""
+        """End the engine and the workers it owns. Idempotent."""
         if self._workers:
             try:
-                # The role whose processes it shares may have failed, and ended them.
+                # A failed host role may have ended the shared processes.
                 with suppress(WorkerNotFoundError):
                     self._broadcast("destroy", (), {})
             finally:
@@ -141,7 +139,7 @@ class TrainController:
         return result
 
     def _run_held(self, method: str, number: int, args: Args) -> None:
-        """What a call returned as a function, on all ranks; other calls may go on meanwhile."""
+        """Run a held function on all ranks; other calls may run meanwhile."""
         deadline = time.monotonic() + self._timeout_s
         everywhere = len(self._workers)
         self._on_workers(self._call, [("start", number, args)] * everywhere)
@@ -175,9 +173,9 @@ class TrainController:
         return merge_rows([answers[place] for place in range(len(rows))], rows)
 
     def _run(self, method: str, calls: Sequence[tuple[Args, KwArgs]]) -> list[Outcome]:
-        """The method on the first ranks, as many as there are calls, each with its own arguments.
+        """Run the method on the first `len(calls)` ranks, each with its own arguments.
 
-        What the heads recorded meanwhile becomes part of this process's statistics.
+        Statistics recorded by the heads are merged into those of this process.
         """
         scope = stats_tracker.scope_path()
         messages = [("call", method, args, kwargs, scope) for args, kwargs in calls]
@@ -206,8 +204,8 @@ class TrainController:
         messages: Sequence[Args],
         workers: Sequence[str] | None = None,
     ) -> list[Any]:
-        """`act` on the workers (by default the first) at once, with a message for each; all their
-        answers."""
+        """Run `act` on the workers (default: the first ones) concurrently, with one message each;
+        returns all results."""
         if not self._workers:
             raise RuntimeError(f"the workers of {self._role} have ended: see the first error")
         try:
@@ -216,7 +214,7 @@ class TrainController:
                 for worker, message in zip(workers or self._workers, messages, strict=False)
             ]
             wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:  # Ctrl-C: the ranks are still at it and would answer nothing else
+        except BaseException:  # Ctrl-C: the ranks are busy and would answer no other call
             self._end_processes()
             raise
         if any(future.done() and future.exception() for future in futures):
@@ -224,7 +222,7 @@ class TrainController:
         return [future.result() for future in futures]
 
     def _fail(self, futures: Sequence[Future]) -> NoReturn:
-        """Raise the error that came first."""
+        """Raise the first error."""
         _, pending = wait(futures, timeout=_LAST_WORDS_S)
         ended = [future.exception() for future in futures if future.done()]
         errors = [error for error in ended if error is not None]
@@ -238,12 +236,12 @@ class TrainController:
             self._end_processes()
         if is_of_engine:
             cause = first.__cause__ or first
-            cause.add_note(str(first))  # which rank, and where in it
+            cause.add_note(str(first))  # rank and remote traceback
             raise cause from None
         raise first
 
     def _end_processes(self) -> None:
-        """Those of a shared role too: a rank that is stuck serves neither."""
+        """End the host role's processes too: a stuck rank can serve neither role."""
         self._end_workers()
         if self._target is not None:
             self._scheduler.delete_workers(self._target)
@@ -254,7 +252,7 @@ class TrainController:
 
 
 def _failure_time(error: BaseException) -> float:
-    """A process that ended, or a rank that does not answer, comes before what it caused."""
+    """A dead process or unresponsive rank sorts before the errors it caused."""
     return error.failed_at if isinstance(error, EngineCallError) else 0.0
 
 
@@ -268,11 +266,11 @@ def divide_rows(
     rows_per_unit: int = 1,
     shares_prefixes: bool = False,
 ) -> list[Rows]:
-    """The rows of each place, ascending, nearly equal in tokens; some have none when there are
-    fewer units of `rows_per_unit` neighbours than places.
+    """The rows of each data-parallel rank, ascending, nearly equal in tokens. Some are empty if there
+    are fewer units of `rows_per_unit` neighbouring rows than ranks.
 
-    With `shares_prefixes` the engines compute once what rows begin with alike: such rows stay
-    together, unless there are fewer groups of them than places, and count as their tree does.
+    With `shares_prefixes` rows with a common prefix stay together, unless there are fewer such
+    groups than ranks, and count as their prefix tree.
     """
     lengths = batch["attention_mask"].sum(dim=1)
     if len(lengths) % rows_per_unit:
@@ -313,13 +311,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A function that stayed on the ranks; the same number on all of them."""
+    """A function held on the ranks, with the same number on all of them."""
 
     number: int
 
 
 class Rank:
-    """Built by a scheduler; called by `TrainController` alone."""
+    """One rank: built by a scheduler, called only by `TrainController`."""
 
     def __init__(self, engine: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """`engine` is an import path."""
@@ -329,13 +327,13 @@ class Rank:
         self._running: dict[int, Future] = {}
 
     def place(self) -> tuple[int, bool]:
-        """(which rows it computes, whether it answers for the ranks that compute the same)."""
+        """(data-parallel rank, whether it is the head of the ranks with the same rows)."""
         return self._engine.data_parallel_rank, self._engine.is_data_parallel_head()
 
     def call(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], scope: str
     ) -> Outcome:
-        """The method under the caller's scope of statistics."""
+        """Run the method in the caller's statistics scope."""
         with stats_tracker.scope(scope) if scope else nullcontext():
             result = getattr(self._engine, method)(*args, **kwargs)
         if callable(result):
@@ -345,11 +343,11 @@ class Rank:
         return Outcome(result, stats_tracker.take())
 
     def start(self, number: int, args: Sequence[Any]) -> None:
-        """Let a held function run, once."""
+        """Run a held function in a thread, once."""
         self._running[number] = in_thread(f"held-{number}", self._held.pop(number), *args)
 
     def has_ended(self, number: int) -> bool:
-        """Whether a started function has returned; what it raised is raised here."""
+        """Whether a started function has returned; raises its exception."""
         if not self._running[number].done():
             return False
         self._running.pop(number).result()

@@ -1,7 +1,7 @@
-"""The engines inside one worker process, by name: made from an import path, called by a message.
+"""The engines of one worker process, by name: built from an import path, called by message.
 
-An engine's exception is an answer like any other, so that the process lives on and the caller can
-raise it; every scheduler's worker is a loop around this object.
+An engine's exception is returned as an answer, so that the process survives and the caller can
+raise it. Every scheduler's worker wraps an `EngineHost`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal.utils.import_path import load
 
 @dataclass(slots=True)
 class Answer:
-    """What a call returned, or what it raised, where and when."""
+    """The result of a call, or its exception with traceback and time."""
 
     result: Any = None
     error: Exception | None = None
@@ -65,8 +65,8 @@ def _answer(act: Callable[[], Any]) -> Answer:
 
 
 def _travelling(error: Exception) -> Exception:
-    """The error itself, or one that says the same when it does not survive the journey."""
+    """The error itself, or a RuntimeError with its text if it cannot be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class makes of pickling
+    except Exception:  # custom pickling may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -328,7 +328,7 @@ class Roles:
         *,
         keep: int | None = None,
     ) -> None:
-        """`new_timer` makes the timer of a role's saver; `keep` is the number of checkpoints kept."""
+        """`new_timer` makes the timer of a role's saver, which keeps the newest `keep`."""
         self._checkpoints = checkpoints
         self._new_timer = new_timer
         self._keep = keep

@@ -1,4 +1,4 @@
-"""The parts of a native engine that can leave its device: `weights` and `kv_cache`."""
+"""The parts of a native engine that can be offloaded: `weights` and `kv_cache`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DEVICE_PARTS = frozenset({"weights", "kv_cache"})
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:
-    """Those that `tags` name; None is all of them."""
+    """The parts named by `tags`; None is all."""
     wanted = frozenset(DEVICE_PARTS if tags is None else tags)
     if unknown := wanted - DEVICE_PARTS:
         known = ", ".join(sorted(DEVICE_PARTS))
@@ -17,5 +17,5 @@ def device_parts(tags: Iterable[str] | None) -> frozenset[str]:
 
 
 def parts_that_leave(tags: Iterable[str] | None) -> frozenset[str]:
-    """The cache goes with the weights: what runs on them (graphs on a GPU) holds both."""
+    """Offloading weights implies the cache: CUDA graphs hold both."""
     return device_parts(tags) | {"kv_cache"}

@@ -11,15 +11,15 @@ A step *launches* work on the device and *records* what an earlier launch has dr
     launch   decode: the next tokens of all decoding sequences (one, or a few on a GPU)
              prefill: up to `max_prefill_tokens` of prompts, and of outputs to compute again
              draw: the first token of sequences whose prompt is now computed
-    record   read tokens and log-probabilities of the oldest launch; end who is complete
+    record   read tokens and log-probabilities of the oldest launch; end complete sequences
 
 A GPU runs ahead: while the host records one launch, the next one runs. A sequence that turns out to
-have ended drew a few tokens too many, which are dropped. Its pages may go to others at once: all
-device work is in one order, so their writes come after its last ones. What must see every token
-(abort, preemption, new weights) first *drains*: records all launches under way.
+have ended drew a few extra tokens, which are dropped. Its pages can be reused at once: all device
+work is ordered, so new writes come after its last ones. Operations that need every token (abort,
+preemption, new weights) first *drain*: record all launches in flight.
 
-Requests with the same prompt share its computation: it is a `Prefix` with pages of its own, and
-each of them draws its first token from the prefix's last hidden state.
+Requests with the same prompt share its computation: it is a `Prefix` with its own pages, and each
+request draws its first token from the prefix's last hidden state.
 
 Not thread-safe: one thread owns it (loop.py). Shapes: C chunks, R sampled rows, D model dim.
 """
@@ -55,7 +55,7 @@ from areal.utils.hub import model_folder
 
 @dataclass(slots=True)
 class _Launch:
-    """Tokens on their way: drawn for these sequences by the weights of `version`."""
+    """A launch in flight: tokens for these sequences, drawn by the weights of `version`."""
 
     sequences: list[Sequence]
     drawn: Drawn
@@ -77,9 +77,9 @@ class NativeEngine:
         batch_invariant: bool = False,
         seed: int = 0,
     ) -> None:
-        """`num_pages=None`: enough for `max_running` full contexts, within what memory allows.
+        """`num_pages=None`: enough for `max_running` full contexts, bounded by memory.
 
-        `seed` draws the seeds of requests that bring none. `batch_invariant`: tokens and
+        `seed` draws the seeds of requests without one. `batch_invariant`: tokens and
         log-probabilities of a request do not depend, bit for bit, on the requests beside it.
         """
         args, weight = model.args, model.embedding_weight
@@ -133,7 +133,7 @@ class NativeEngine:
     ) -> NativeEngine:
         """A folder or hub name. `dtype=None`: float32 on the CPU, bfloat16 elsewhere.
 
-        With `ranks` it holds a share of the model, and all ranks make the same calls
+        With `ranks` it holds a shard of the model, and all ranks make the same calls
         (tensor_parallel.py).
         """
         if dtype is None:
@@ -153,11 +153,11 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do: what is offloaded must come back first."""
+        """Whether `step` has something to do; false while parts are offloaded."""
         return bool(self._drained or (self._by_rid and not self._offloaded))
 
     def add(self, request: GenRequest) -> None:
-        """Queue a request. ValueError, naming the field, when it could never run."""
+        """Queue a request. ValueError, naming the field, if it could never run."""
         options = request.gconfig
         self._check(request)
         eos_ids = frozenset() if options.ignore_eos else self._eos_ids
@@ -178,7 +178,7 @@ class NativeEngine:
         self._scheduler.waiting.append(sequence)
 
     def abort(self, rid: str) -> Finished | None:
-        """End a request now with the tokens it has; None when it is not here (any more)."""
+        """End a request now with its tokens so far; None if it is unknown or has ended."""
         self._drain()
         sequence = self._by_rid.pop(rid, None)
         if sequence is None:
@@ -191,7 +191,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished | Progress]:
-        """Launch what can run and record what has been drawn; returns the requests that ended."""
+        """Launch what can run and record drawn tokens; returns ended requests and progress."""
         launched = bool(self._by_rid) and not self._offloaded and self._launch()
         finished, self._drained = self._drained, []
         ahead = self._present_runner.launches_ahead if launched else 0
@@ -208,10 +208,10 @@ class NativeEngine:
         *,
         recompute_kv: bool,
     ) -> None:
-        """Take new weights between two steps; running requests go on with them.
+        """Load new weights between two steps; running requests continue with them.
 
-        `recompute_kv` computes their cache again; otherwise they keep what older weights wrote.
-        Names and shapes are checked first: on ValueError the old weights are whole.
+        `recompute_kv` recomputes their cache; otherwise they keep entries of older weights.
+        Names and shapes are checked first: on ValueError the old weights are unchanged.
         """
         tensors = list(named_tensors)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
@@ -233,13 +233,13 @@ class NativeEngine:
         return score(self.model, sequences, batch_invariant=self._batch_invariant)
 
     def check_score(self, sequences: list[list[int]]) -> None:
-        """ValueError when `score` cannot be."""
+        """ValueError if `score` cannot run."""
         if "weights" in self._offloaded:
             raise ValueError("the weights are offloaded: call onload first")
         check_tokens(sequences, self.model.args.vocab_size)
 
     def offload(self, tags: Iterable[str] | None = None) -> None:
-        """Free the device memory of these; running requests compute their cache again later."""
+        """Free the device memory of these parts; running requests recompute their cache later."""
         leaving = parts_that_leave(tags)
         self._drain()
         self._scheduler.send_all_back()
@@ -252,7 +252,7 @@ class NativeEngine:
             torch.cuda.empty_cache()
 
     def onload(self, tags: Iterable[str] | None = None) -> None:
-        """Take these back; with nothing offloaded requests go on."""
+        """Restore these parts; requests continue once nothing is offloaded."""
         back = device_parts(tags) & self._offloaded
         if "weights" in back:
             self.model.to(self.device)
@@ -320,7 +320,7 @@ class NativeEngine:
         return min(request.gconfig.max_new_tokens, room)
 
     def _max_tokens(self, request: GenRequest) -> int:
-        """Most tokens of prompt and output: what one request can hold with the cache to itself."""
+        """Most tokens of prompt and output that one request can hold with the cache to itself."""
         size = self._pool.page_size
         # The prefix's partial page is held once by the prefix and copied once by the sequence.
         cache_pages = self._pool.num_usable - (1 if len(request.input_ids) % size else 0)
@@ -330,13 +330,13 @@ class NativeEngine:
         """Start this step's work; False when there is nothing to start."""
         self._counts["steps"] += 1
         scheduler = self._scheduler
-        # While prompts wait, one token at a time: their samples should join soon.
+        # While prompts wait, one token at a time, so that their samples join soon.
         busy = scheduler.waiting or scheduler.filling
         num_steps = 1 if busy else self._present_runner.steps_per_launch
         if self._under_way:
             num_lacking = int(scheduler.num_lacking(num_steps).sum())
             if not scheduler.prefixes.make_room(num_lacking):
-                self._drain()  # somebody must be preempted, with all its tokens
+                self._drain()  # a sequence must be preempted, with all its tokens
         scheduler.grow(num_steps)
         scheduler.admit()
         decoded = self._launch_decode(num_steps)
@@ -359,7 +359,7 @@ class NativeEngine:
         return True
 
     def _launch_prefill(self) -> bool:
-        """Compute what the budget allows of prompts and lost outputs; draw for the complete."""
+        """Prefill prompts and preempted outputs within the budget; draw for complete prompts."""
         items, chunks = self._chunks()
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
@@ -401,10 +401,10 @@ class NativeEngine:
         return items, chunks
 
     def _attach(self) -> list[tuple[Sequence, torch.Tensor]]:
-        """Hand computed prefixes to the sequences that wait for them.
+        """Attach waiting sequences to their computed prefixes.
 
-        Returns those that draw their first token now, with the hidden state they draw it from. The
-        others (preempted before) still have their output to compute again.
+        Returns those that draw their first token now, with the hidden state to draw it from. The
+        others (preempted before) still have to recompute their output.
         """
         size, scheduler = self._pool.page_size, self._scheduler
         starting, sources, targets = [], [], []
@@ -424,7 +424,7 @@ class NativeEngine:
         return starting
 
     def _drain(self) -> None:
-        """Record everything under way: afterwards the host knows every token drawn."""
+        """Record all launches in flight: afterwards the host knows every token drawn."""
         while self._under_way:
             self._drained += self._record(self._under_way.popleft())
 
@@ -434,7 +434,7 @@ class NativeEngine:
         finished = []
         for sequence, drawn, its_logprobs in zip(launch.sequences, tokens, logprobs, strict=True):
             if sequence.has_ended:
-                continue  # drawn before the host knew
+                continue  # ended before this launch was recorded
             kept, reason = sequence.take(drawn, its_logprobs, launch.version, now)
             self._counts["tokens_generated"] += kept
             if reason is not None:
@@ -451,7 +451,7 @@ class NativeEngine:
 
 
 def _go_on_from(sequence: Sequence, so_far: Progress) -> None:
-    """As a sequence that was preempted here: its cache is computed again, its draws go on."""
+    """Treat it like a preempted sequence: its cache is recomputed, its draws continue."""
     if sequence.stop_watch is not None:
         sequence.stop_watch.feed(so_far.tokens)
     sequence.output_tokens = list(so_far.tokens)
@@ -461,7 +461,7 @@ def _go_on_from(sequence: Sequence, so_far: Progress) -> None:
 
 
 def read_eos_ids(path: str | Path) -> list[int]:
-    """End tokens of a model folder: those of generation_config.json, or else of config.json."""
+    """End tokens of a model folder, from generation_config.json, or else config.json."""
     file = Path(path) / "generation_config.json"
     generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     eos = generation.get("eos_token_id", read_hf_config(path).get("eos_token_id"))

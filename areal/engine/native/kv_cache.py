@@ -1,10 +1,9 @@
-"""Who holds which page of the key/value cache.
+"""Ownership of the pages of the key/value cache.
 
-A page is `page_size` consecutive positions of one sequence, in all layers. `PagePool` hands pages
-out and counts their holders. A `Prefix` is one prompt being computed or kept: the samples of a
-group hold its full pages together and copy its last, partial page, since each writes its own output
-there. `PrefixTable` finds the prefix of a prompt and keeps finished ones until their pages are
-needed.
+A page is `page_size` consecutive positions of one sequence, in all layers. `PagePool` allocates
+pages and counts references. A `Prefix` is one prompt being computed or cached: the samples of a
+group share its full pages and copy its last, partial page, since each writes its own output there.
+`PrefixTable` finds the prefix of a prompt and keeps finished ones until their pages are needed.
 
     prefix = table.find(prompt) or table.create(prompt)    # pages allocated, nothing computed
     table.wait(prefix)                                     # one sequence needs it: not evictable
@@ -12,8 +11,8 @@ needed.
     ...                                                    # the engine computes it, `complete`
     table.attach(prefix)                                   # that sequence copied the partial page
 
-Invariant: a page is free exactly when nobody holds it. Page 0 is scratch: padding rows write there,
-and unused entries of a page table point to it; it is never handed out.
+Invariant: a page is free exactly when its reference count is 0. Page 0 is scratch: padding rows
+write there, and unused entries of a page table point to it; it is never allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SCRATCH_PAGE = 0
 
 
 class PagePool:
-    """Counts the holders of every page; the last one to release it frees it."""
+    """Reference-counted pages; the last release frees a page."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
@@ -54,7 +53,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one holder each. The caller made sure they are free."""
+        """`count` pages with one reference each. The caller has checked `num_free`."""
         assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         if not count:
             return []
@@ -79,7 +78,7 @@ class PagePool:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The cache pages of one prompt. Holds them itself, beside the sequences that share them."""
+    """The cache pages of one prompt, with a reference besides those of sharing sequences."""
 
     tokens: tuple[int, ...]
     pages: list[int]
@@ -104,7 +103,7 @@ class PrefixTable:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        # An OrderedDict finds its oldest entry at once, however many older ones were deleted.
+        # An OrderedDict finds its oldest entry in O(1), however many older ones were deleted.
         self._by_tokens: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
 
@@ -136,11 +135,11 @@ class PrefixTable:
         prefix.num_waiting += 1
 
     def attach(self, prefix: Prefix) -> None:
-        """A waiting sequence has its own copy of the partial page; it needs the prefix no more."""
+        """A waiting sequence has copied the partial page and no longer needs the prefix."""
         prefix.num_waiting -= 1
 
     def leave(self, prefix: Prefix) -> None:
-        """A waiting sequence goes. A prefix nobody waits for is not computed further."""
+        """A waiting sequence leaves. A prefix without waiters is not computed further."""
         prefix.num_waiting -= 1
         if not prefix.num_waiting and not prefix.is_ready:
             self._drop(prefix)
@@ -156,7 +155,7 @@ class PrefixTable:
         return True
 
     def forget(self) -> None:
-        """The weights changed: drop what is ready, begin the rest again."""
+        """The weights changed: drop ready prefixes, restart the others."""
         for prefix in list(self._by_tokens.values()):
             if prefix.is_ready:
                 assert not prefix.num_waiting, "sequences attach in the step that made it ready"

@@ -1,7 +1,7 @@
 """NativeLocalEngine: a native engine in this process behind the InferenceEngine contract.
 
-The same engine thread as in the server, without HTTP: for tests, notebooks, and training and
-generating on one device, where weights go over directly.
+The same engine thread as in the server, without HTTP: for tests, notebooks, and colocated training
+and generation on one device, where weights are passed directly.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class NativeLocalEngine(InferenceEngine):
         # Copies of a request share its rid; inside the engine each has its own.
         rid = f"{req.rid}.{next(self._num_sent)}"
         watch = None
-        if req.gconfig.stop:  # in a thread: reading the tokenizer takes seconds
+        if req.gconfig.stop:  # in a thread: loading the tokenizer takes seconds
             watch = await asyncio.to_thread(self._text.stop_watch, req.gconfig)
         request = GenRequest(rid, req.input_ids, req.gconfig, stop_watch=watch)
         with waiting("generation in this process"):

@@ -1,31 +1,26 @@
-"""The thread that owns a NativeEngine.
+"""The thread that owns a NativeEngine, and delivery of its results.
 
     any thread --submit/abort/call--> [orders] --> engine thread: orders, step, orders, step, ...
                                                         |
     any thread <------ deliver([Reply, ...]) -----------+   one call per step and receiver
 
-Consumes orders; produces replies; waits while there is neither an order nor work (or while paused),
-and is woken by the next order. Orders run between two steps, so a weight update never meets half a
-step. `deliver` runs on the engine thread and must only hand over, never wait.
+`EngineLoop` consumes orders; produces replies; waits while there is neither an order nor work (or
+while paused); unblocked by the next order. Orders run between two steps, so a weight update never
+overlaps a step. `deliver` runs on the engine thread and must not block. A step that raises ends the
+loop: all pending requests get the cause, later orders are refused with it, and `failure` keeps it.
 
-A step that raises ends the loop: everything that waits gets the cause, later orders are refused
-with it, and `failure` keeps it. Nothing is lost in silence.
-
-What the engine says to one HTTP request, brought from its thread to the event loop.
+`Receiver` passes the results of one HTTP request from the engine thread to the event loop:
 
     async with Receiver(engine_loop, receive) as receiver:
         receiver.submit(requests)
         while receiver.unfinished and (results := await receiver.next()) is not None:
             ...
 
-The engine thread never waits: it hands results over once per step, and they queue here. When the
-block is left, for whatever reason, requests that have not ended are discarded; a client that goes
-away ends the wait.
+The engine thread never blocks: results are queued here once per step. On exit, unfinished requests
+are discarded; a client disconnect ends the wait.
 
-When the engine was at work: merged stretches of wall time, for the trace of a run.
-
-The controller asks for them and draws them beside its own phases, which shows from one file that
-the server generates while the trainer trains.
+`BusyIntervals` are merged intervals of wall time in which the engine computed. The controller draws
+them beside its own phases in a run's trace, to show that generation overlaps training.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ Deliver = Callable[[Sequence[Reply | Refusal | Progress]], None]
 
 
 class EngineEndedError(RuntimeError):
-    """The engine no longer runs: closed, or ended by the error in the message."""
+    """The engine has stopped: closed, or failed with the error in the message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,18 +83,18 @@ class EngineLoop:
         self._engine = engine
         self._wake = threading.Condition()
         self._orders: list[_Submission | _Call] = []
-        self._waiters: dict[str, _Waiter] = {}  # by rid; touched by the engine thread only
+        self._waiters: dict[str, _Waiter] = {}  # by rid; used by the engine thread only
         self._paused = False
         self._closing = False
         self._ended: EngineEndedError | None = None
-        self.failure: BaseException | None = None  # what ended the loop, unless it was closed
+        self.failure: BaseException | None = None  # the error that ended the loop, if any
         self.busy = BusyIntervals()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
     @property
     def version(self) -> int:
-        """Version of the weights that serve now; answers at once, also during a step."""
+        """Version of the live weights; does not block, also during a step."""
         return self._engine.version
 
     @property
@@ -108,7 +103,7 @@ class EngineLoop:
 
     @property
     def loads_files(self) -> bool:
-        """Whether `load_weights` wants a publication, not tensors of this process."""
+        """Whether `load_weights` needs a publication instead of tensors of this process."""
         return self._engine.loads_files
 
     @property
@@ -116,11 +111,10 @@ class EngineLoop:
         return self._paused
 
     def submit(self, requests: Sequence[GenRequest], deliver: Deliver) -> None:
-        """Each request ends in exactly one Reply or Refusal given to `deliver`.
+        """Each request ends in exactly one Reply or Refusal passed to `deliver`, after `Progress`
+        if it has `progress_tokens`.
 
-        Before it, one with `progress_tokens` gets its tokens as `Progress`.
-
-        Requests given together reach the engine together, so the samples of a group share their
+        Requests submitted together reach the engine together, so the samples of a group share their
         prompt from the first step.
         """
         self._order(_Submission(requests, deliver, time.monotonic()))
@@ -132,16 +126,16 @@ class EngineLoop:
         return future
 
     def stats(self) -> dict[str, float]:
-        """The engine's counters now; read without waiting for the step that may be running."""
+        """The engine's counters; does not wait for a running step."""
         return self._engine.stats()
 
     def abort(self, rids: Iterable[str] | None = None) -> Future[int]:
-        """Ends these requests (all: None) with what they have; the result is their number."""
+        """Ends these requests (None: all) with their tokens so far; the result is their number."""
         wanted = None if rids is None else list(rids)
         return self.call(lambda engine: self._abort(engine, wanted, delivered=True))
 
     def discard(self, rids: Iterable[str]) -> None:
-        """Ends requests nobody waits for any more. Fine on a loop that has ended."""
+        """Ends requests without delivering results. No-op on a loop that has ended."""
         wanted = list(rids)
         try:
             self.call(lambda engine: self._abort(engine, wanted, delivered=False))
@@ -149,14 +143,14 @@ class EngineLoop:
             logger.debug("the engine has ended, nothing to discard")
 
     def pause(self) -> None:
-        """When this returns no step runs; requests keep their place and new ones may come."""
+        """Returns when no step runs; requests are kept and new ones accepted."""
         self.call(lambda engine: self._set_paused(True)).result()
 
     def resume(self) -> None:
         self.call(lambda engine: self._set_paused(False)).result()
 
     def close(self) -> None:
-        """Ends the thread after the current step; who still waits is refused. Twice is fine."""
+        """Ends the thread after the current step; pending requests are refused. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -173,7 +167,7 @@ class EngineLoop:
         try:
             while self._carry_out_orders():
                 self._step()
-        except BaseException as err:  # the one place that owns it: everybody who waits is told
+        except BaseException as err:  # boundary: all pending requests get the cause
             logger.exception("the native engine ended")
             self.failure = err
         self._end()
@@ -185,7 +179,7 @@ class EngineLoop:
                 while not (self._orders or self._closing or self._step_is_due()):
                     self._wake.wait()
                 orders, self._orders = self._orders, []
-            # Taken out one by one: what an order brought (memory of another process) is not held
+            # Popped one by one, so that an order's payload (memory of another process) is released
             # while waiting for the next.
             while orders:
                 self._carry_out(orders.pop(0))
@@ -212,7 +206,7 @@ class EngineLoop:
                 fault = f"rid: {request.rid} is already running; give each request its own"
                 refusals.append(Refusal(request.rid, "request", fault))
                 continue
-            # Entered first: should `add` break the engine, this request too hears of it.
+            # Registered first, so that this request also gets the cause if `add` fails.
             self._waiters[request.rid] = _Waiter(order.deliver, order.time)
             try:
                 self._engine.add(request)
@@ -230,13 +224,13 @@ class EngineLoop:
             self._deliver(finished)
 
     def _deliver(self, finished: Iterable[Finished | Progress]) -> None:
-        """One call per receiver, however many of its requests went on or ended with this step."""
+        """One call per receiver, however many of its requests progressed or ended in this step."""
         now = time.monotonic()
         by_receiver: dict[Deliver, list[Reply | Refusal | Progress]] = {}
         for one in finished:
             if isinstance(one, Progress):
                 waiter = self._waiters.get(one.rid)
-                if waiter is not None:  # else aborted since, with all its tokens
+                if waiter is not None:  # else aborted meanwhile, with all its tokens
                     by_receiver.setdefault(waiter.deliver, []).append(one)
                 continue
             waiter = self._waiters.pop(one.rid)
@@ -281,7 +275,7 @@ class EngineLoop:
 
 def _result_of(finished: Finished, *, started: float, now: float) -> Reply | Refusal:
     if not all(map(math.isfinite, finished.output_logprobs)):
-        # Never data: weights or logits are broken, and whoever asked must hear of it.
+        # An error, never data: weights or logits are broken.
         fault = "a log-probability is not finite; look at the weights the engine was given"
         return Refusal(finished.rid, "engine", fault)
     first = finished.first_token_time or now
@@ -291,7 +285,7 @@ def _result_of(finished: Finished, *, started: float, now: float) -> Reply | Ref
 def _hand_over(deliver: Deliver, results: Sequence[Reply | Refusal | Progress]) -> None:
     try:
         deliver(results)
-    except Exception:  # one receiver's fault must not end the engine for all others
+    except Exception:  # one receiver's error must not end the engine for all others
         logger.exception("could not hand over %d results", len(results))
 
 
@@ -318,7 +312,7 @@ class Receiver:
             self._engine.discard(self.unfinished)
 
     def submit(self, requests: Sequence[GenRequest], refused: Sequence[Refusal] = ()) -> None:
-        """`refused` are results known before: they come first."""
+        """`refused` are results known in advance; they are returned first."""
         self.unfinished.update(one.rid for one in (*requests, *refused))
         if refused:
             self._results.put_nowait(refused)
@@ -326,7 +320,7 @@ class Receiver:
             self._engine.submit(requests, self._deliver)
 
     async def next(self) -> list[Result] | None:
-        """All results that are there, at least one; None when the client has left."""
+        """All available results, at least one; None when the client has disconnected."""
         results: list[Result] = []
         while not results or not self._results.empty():
             more = await self._results.get()
@@ -346,12 +340,12 @@ class Receiver:
         self._results.put_nowait(None)
 
 
-_MERGE_GAP_S = 0.005  # steps of one stretch follow each other with gaps far below this
+_MERGE_GAP_S = 0.005  # gaps between consecutive steps are far below this
 _MAX_INTERVALS = 10_000
 
 
 class BusyIntervals:
-    """Written by the engine's thread, read by any other; forgets the oldest when full."""
+    """Written by the engine thread, read by any other; drops the oldest when full."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -366,6 +360,6 @@ class BusyIntervals:
                 self._intervals.append([start, end])
 
     def since(self, time: float) -> list[tuple[float, float]]:
-        """(start, end) of the work after `time`: asking with the last end repeats nothing."""
+        """(start, end) of work after `time`; passing the last end returns no interval twice."""
         with self._lock:
             return [(max(start, time), end) for start, end in self._intervals if end > time]

@@ -6,12 +6,11 @@
 | POST /v1/chat/completions | messages, by the model's chat template, streamed or not          |
 | GET /v1/models            | the one model                                                    |
 
-Requests and replies are translated by `areal.openai`; errors have OpenAI's shape. The n
-samples of a prompt are n requests that share its pages; with a seed, sample i draws with seed + i.
+Requests and replies are translated by `areal.openai`; errors have OpenAI's shape. The n samples of
+a prompt are n requests that share its pages; with a seed, sample i draws with seed + i.
 
-One choice of a streamed reply: tokens in as they come, the chunks that tell them out.
-
-Joined, the chunks of a choice say what the reply without streaming says.
+`CompletionChoice` and `ChatChoice` turn the tokens of one streamed choice into chunks; joined, the
+chunks equal the reply without streaming.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b
 
 
 def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str) -> None:
-    """`model` is the folder; requests may name it in full or by its last part."""
+    """`model` is the folder; requests may name the full path or its last component."""
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "areal"}
     app.exception_handler(WireError)(_answer_wire_error)
 
@@ -99,7 +98,7 @@ async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> 
         message = f"{param}: only the sampled token's log-probability is known; send {chosen}"
         raise WireError(400, message, param)
     call = replace(call, model=call.model or model)
-    # In a thread: reading the tokenizer takes seconds, and a long prompt milliseconds.
+    # In a thread: loading the tokenizer takes seconds, encoding a long prompt milliseconds.
     head, prompts, requests = await asyncio.to_thread(_prepare, call, text)
     num_prompt_tokens = sum(map(len, prompts))
     kind = _StreamedReply if call.stream else _WholeReply
@@ -136,7 +135,7 @@ def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], l
 def _requests(
     call: Call, completion_id: str, prompts: list[list[int]], text: ModelText
 ) -> list[GenRequest]:
-    """Prompt after prompt, n each: the order of the choices."""
+    """n per prompt, in the order of the choices."""
     gconfig, requests = call.gconfig, []
     for prompt in prompts:
         for sample in range(gconfig.n_samples):
@@ -154,7 +153,7 @@ def _requests(
 
 
 class _WholeReply(Response):
-    """One JSON object, when all choices are complete."""
+    """One JSON object, sent when all choices are complete."""
 
     def __init__(
         self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest], prompt_tokens: int
@@ -179,7 +178,7 @@ class _WholeReply(Response):
                 replies = (one for one in results if isinstance(one, Reply))
                 finished.update({reply.rid: reply.finished for reply in replies})
         ordered = [finished[request.rid] for request in self._requests]
-        # In a thread: many long outputs are decoded, and others wait for this event loop.
+        # In a thread: decoding many long outputs would block the event loop.
         response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered)))
         await response(scope, receive, send)
 
@@ -204,9 +203,9 @@ class _WholeReply(Response):
 
 
 class _StreamedReply(Response):
-    """Server-sent events, a chunk for what each step adds to each choice.
+    """Server-sent events, one chunk per step and choice.
 
-    The status waits for the first results: a request that is refused gets its error as one.
+    The status is sent with the first results, so that a refused request gets an error status.
     """
 
     def __init__(
@@ -251,7 +250,7 @@ class _StreamedReply(Response):
             if isinstance(one, Progress):
                 self._num_tokens[one.rid] += len(one.tokens)
                 chunks += choice.go_on(one.tokens, one.logprobs)
-            elif isinstance(one, Reply):  # `_fault` has told of refusals
+            elif isinstance(one, Reply):  # refusals are handled by `_fault`
                 finished = one.finished
                 self._num_tokens[one.rid] = len(finished.output_tokens)
                 tokens, logprobs = finished.output_tokens[start:], finished.output_logprobs[start:]
@@ -271,7 +270,7 @@ def _events(chunks: list[Chunk]) -> bytes:
 
 
 def _fault(results: list[Result]) -> WireError | None:
-    """What must be said instead of the rest of the reply."""
+    """The error to send instead of the rest of the reply, if any."""
     for one in results:
         if isinstance(one, Refusal):
             return WireError(400 if one.kind == "request" else 503, one.message)
@@ -307,14 +306,14 @@ Chunk = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What all choices of one reply share."""
+    """Fields shared by all choices of one reply."""
 
     call: ChatCall | CompletionCall
     completion_id: str
     created: int  # Unix seconds
     tokenizer: Any
     tool_parser: str
-    stop_ids: frozenset[int]  # tokens that end an output and are no text
+    stop_ids: frozenset[int]  # tokens that end an output and are not part of its text
     in_reasoning: bool = False  # outputs of a chat begin inside reasoning
 
     def text_tokens(self, tokens: list[int]) -> list[int]:

@@ -1,7 +1,6 @@
-"""The bodies of the native server's own routes, as JSON Schemas; those of /v1 are OpenAI's.
+"""Request bodies of the native server's own routes as JSON Schemas; those of /v1 are OpenAI's.
 
-What a schema forbids is refused by the route: as a whole, or on /generate in the line of the
-request that has it.
+A route refuses what its schema forbids: the whole body, or on /generate only the request at fault.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from areal.utils.http_server import (
 
 _NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 4096}
 _TOKEN_IDS = list_of(integer_from(0))
-_SCHEMAS: dict[str, Schema] = {  # by how an option travels
+_SCHEMAS: dict[str, Schema] = {  # by the kind in GCONFIG_KINDS
     "int": INTEGER,
     "int or null": or_null(INTEGER),
     "texts or null": or_null(list_of(TEXT)),

@@ -1,8 +1,8 @@
-"""What the engine asks of the device: compute prompts, draw tokens, several steps at a time.
+"""The runner interface: prefill prompts, draw tokens, several steps at a time.
 
-The engine (engine.py) decides; a runner computes. Two exist: `TorchRunner` (torch_runner.py) for
+The engine (engine.py) schedules; a runner computes. Two exist: `TorchRunner` (torch_runner.py) for
 any device, one step at a time, and `CudaRunner` (cuda/runner.py), whose steps are CUDA graphs that
-run ahead of the host. The engine's code is the same for both; it only reads how far a runner goes.
+run ahead of the host. The engine's code is the same for both, given a runner's limits.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Chunk:
 
 
 class Drawn(Protocol):
-    """Tokens a launch draws, perhaps still being computed."""
+    """Tokens drawn by a launch, possibly still being computed."""
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probabilities, for each row those of its steps. Waits for the device."""
+        """Tokens and log-probabilities, per row and step. Waits for the device."""
         ...
 
 
 class Runner(Protocol):
     """Slots are rows of the scheduler's SlotTable, which is up to date when a method is called."""
 
-    steps_per_launch: int  # most tokens `decode` may be asked to draw for each row
-    launches_ahead: int  # launches that may be under way while the host reads an earlier one
+    steps_per_launch: int  # most tokens per row of one `decode`
+    launches_ahead: int  # launches in flight while the host reads an earlier one
     max_prefill_tokens: int  # most tokens of one `prefill`
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:

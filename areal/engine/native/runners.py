@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _CPU_CACHE_BYTES = 1 << 30
 _CPU_PREFILL_TOKENS = 4096
 _CUDA_PREFILL_TOKENS = 16384
-# A trainer may share the device: half of what is free leaves it room.
+# Half of the free memory, to leave room for a colocated trainer.
 _SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 
 
 def cache_bytes(model: Decoder) -> int:
-    """What the key-value cache may take when its size is not given: ranks agree on the least."""
+    """Default size of the key-value cache: the minimum over ranks."""
     device = model.embedding_weight.device
     if device.type != "cuda":
         return _CPU_CACHE_BYTES
@@ -38,9 +38,9 @@ def make_runner(
     batch_invariant: bool,
     **cache: Any,
 ) -> Runner:
-    """Kernels and graphs where there is a CUDA device, plain torch elsewhere and for other models.
+    """Kernels and graphs on CUDA, plain torch elsewhere and for models the kernels do not support.
 
-    Plain torch on the CPU is batch-invariant as it is.
+    Plain torch on the CPU is batch-invariant anyway.
     """
     on_cuda = model.embedding_weight.device.type == "cuda"
     if not on_cuda or not kernels_take(model):
@@ -60,8 +60,8 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """The plain decoder: norms, attention to all, SwiGLU. And a tensor-core product wants a head of
-    at least 16 numbers, a tile a power of two."""
+    """Whether the kernels support it: plain norms, full attention, SwiGLU. A tensor-core product
+    needs a head dim of at least 16, a tile a power of two."""
     args = model.args
     is_plain = (
         type(model).block_class is DecoderBlock

@@ -8,9 +8,9 @@
 *decoding*: everything but its last token is in the cache; each step adds one token.
 
 Admission takes the head of the queue while a slot and pages are free. When a decoding sequence
-needs a page and none can be had, idle prefixes go first, then the youngest running sequence gives
-its pages back and waits at the head of the queue; its tokens are kept. The oldest sequence always
-moves on, so every request ends. Only the host is touched here; tensors are the engine's.
+needs a page and none is free, idle prefixes are evicted first, then the youngest running sequence
+is preempted: it frees its pages and waits at the head of the queue, keeping its tokens. The oldest
+sequence always advances, so every request ends. Only host state is changed here, no tensors.
 
 Invariant: a sequence has a slot exactly while it is in `filling` or `decoding`, and `slots.pages`
 mirrors its `pages`.
@@ -27,25 +27,25 @@ from areal.engine.native.sampler import SamplingOptions
 from areal.engine.native.sequence import Sequence
 
 _MAX_INT64 = 2**63 - 1
-# Beyond these nothing changes any more but the arithmetic, which would leave float32.
+# Values beyond these give the same distribution but overflow float32.
 _TEMPERATURES = (1e-20, 1e20)
 
 
 class SlotTable:
-    """What a decode step needs to know of each running sequence, as arrays: one row per slot.
+    """Decode state of each running sequence as arrays: one row per slot.
 
     A step reads them with one vector index instead of visiting 512 objects. Counts include tokens
-    that are still being drawn on the device; their values may not have been read yet.
+    that are still being drawn on the device, whose values are not read yet.
     """
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.pages = np.full((num_slots, max_pages), SCRATCH_PAGE, np.int64)
         self.num_pages = np.zeros(num_slots, np.int64)
-        self.num_shared = np.zeros(num_slots, np.int64)  # leading pages: whole ones of its prompt
+        self.num_shared = np.zeros(num_slots, np.int64)  # leading pages shared with its prompt's prefix
         self.num_tokens = np.zeros(num_slots, np.int64)  # prompt and output
         self.num_output = np.zeros(num_slots, np.int64)
         self.max_cached = np.zeros(num_slots, np.int64)  # tokens ever cached: all but the last
-        self.last_token = np.zeros(num_slots, np.int64)  # kept by runners that draw on the host
+        self.last_token = np.zeros(num_slots, np.int64)  # only set by runners that draw on the host
         self.min_output = np.zeros(num_slots, np.int64)
         self.temperature = np.ones(num_slots, np.float64)
         self.top_k = np.ones(num_slots, np.int64)
@@ -54,7 +54,7 @@ class SlotTable:
         self.greedy = np.zeros(num_slots, bool)
         self.seed = np.zeros(num_slots, np.uint64)
         self.sequences: list[Sequence | None] = [None] * num_slots
-        # Counts the sequences a slot has had: a runner sees by it that a slot has a new one.
+        # Counts the sequences of a slot, so that a runner detects a new one.
         self.generation = np.zeros(num_slots, np.int64)
 
     def fill(self, slot: int, sequence: Sequence) -> None:
@@ -77,7 +77,7 @@ class SlotTable:
         self.num_pages[slot] = len(pages)
 
     def clear(self, slot: int) -> None:
-        # Entries past a row's position are read (and masked), so they must stay valid pages.
+        # Entries past a row's position are read (and masked), so they must be valid pages.
         self.pages[slot, : self.num_pages[slot]] = SCRATCH_PAGE
         self.num_pages[slot] = 0
         self.sequences[slot] = None
@@ -88,7 +88,7 @@ class SlotTable:
         self.num_output[slots] += count
 
     def sampling_options(self, slots: np.ndarray) -> SamplingOptions:
-        """For runners that draw on the host, where all earlier tokens have been read."""
+        """For runners that draw on the host, with all earlier tokens read."""
         index, penalty = self.num_output[slots], self.frequency_penalty[slots]
         return SamplingOptions(
             temperature=self.temperature[slots],
@@ -111,7 +111,7 @@ class SlotTable:
 
 class Scheduler:
     def __init__(self, pool: PagePool, *, max_running: int, max_pages: int) -> None:
-        """`max_pages`: most pages one sequence can come to hold."""
+        """`max_pages`: most pages of one sequence."""
         if max_running < 1:
             raise ValueError(f"max_running must be at least 1, got {max_running}")
         self.pool = pool
@@ -147,7 +147,7 @@ class Scheduler:
         decoding = list(self.decoding)
         for row in np.flatnonzero(lacking).tolist():
             for _ in range(lacking[row]):
-                # An older sequence of this loop may have taken this one's place meanwhile.
+                # An older sequence of this loop may have preempted this one.
                 if decoding[row].slot is None or not self._claim_page(decoding[row]):
                     break
                 self._extend(decoding[row])
@@ -157,12 +157,12 @@ class Scheduler:
         return np.fromiter((s.slot for s in self.decoding), np.int64, len(self.decoding))
 
     def promote(self, sequence: Sequence) -> None:
-        """All but its newest token is cached: it decodes from now on."""
+        """All but its newest token are cached: it decodes from now on."""
         del self.filling[sequence]
         self.decoding[sequence] = None
 
     def release(self, sequence: Sequence) -> None:
-        """Take a running sequence out and its pages back. Its tokens stay with it."""
+        """Remove a running sequence and free its pages. It keeps its tokens."""
         self.filling.pop(sequence, None)
         self.decoding.pop(sequence, None)
         if sequence.prefix is not None:
@@ -180,7 +180,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def send_all_back(self) -> None:
-        """Every running sequence waits again, in its old order: its cache is no longer valid."""
+        """Return every running sequence to the queue, in order: their caches are invalid."""
         for sequence in [*reversed(self.filling), *reversed(self.decoding)]:
             self.send_back(sequence)
 
@@ -207,7 +207,7 @@ class Scheduler:
         return True
 
     def _claim_page(self, sequence: Sequence) -> bool:
-        """Make a page free, at the cost of younger sequences; False when it was itself the cost."""
+        """Free a page by preempting younger sequences; False if `sequence` itself was preempted."""
         while not self.prefixes.make_room(1):
             youngest = next(reversed(self.filling or self.decoding))
             self.send_back(youngest)

@@ -1,20 +1,17 @@
-"""Log-probabilities of given tokens under the weights that serve now: a prefill without a cache.
+"""Log-probabilities of given tokens under the live weights: a prefill without a cache.
 
-    logprobs = score(model, [[5, 7, 9], ...])        # of each sequence one number per token
+    logprobs = score(model, [[5, 7, 9], ...])        # one number per token of each sequence
 
-As in training, the number at a token is log p of the token after it; the last one of a sequence,
-which has none, is 0. Every rank of a tensor-parallel model calls it with the same sequences.
+As in training, the number at a token is log p of the next one; the last of a sequence is 0. All
+ranks of a tensor-parallel model call with the same sequences. `token_lists` and `padded_scores`
+convert from and to padded batches [B, S].
 
-Shape legend: T packed tokens, C tokens of a chunk, D model dim, V vocabulary.
+`InvariantPackedAttention` is the trainer's side of batch-invariant numerics: keys and values are
+laid out in pages like the native engine's cache, and each row attends by `rows_attention`, so it
+has the bits of a decoded row. Gradients are those of PackedAttention.
 
-Between a padded batch [B, S] and the lists of token ids a native engine scores.
-
-Packed attention by the program that decodes: the trainer's side of batch-invariant numerics.
-
-Keys and values are laid out in pages as the native engine's cache lays them, and each row attends
-by `rows_attention`, so it has the bits of a decoded row. Gradients are those of PackedAttention.
-
-Shapes: T packed tokens, C sequences, P pages, K key/value heads, H head dim.
+Shape legend: T packed tokens, C tokens of a chunk (in attention: sequences), D model dim,
+V vocabulary, P pages, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from areal.models.common.invariant import with_gradients_of
 from areal.utils.data import sequence_lengths
 
 _BATCH_TOKENS = 16384  # of one forward, unless a single sequence is longer
-_CHUNK_TOKENS = 1024  # whose logits [C, V] exist at a time
+_CHUNK_TOKENS = 1024  # rows of logits [C, V] that exist at a time
 
 
 @torch.inference_mode()

@@ -1,18 +1,16 @@
-"""Stop strings: which token completes one.
+"""The life of one request inside the native engine: its input, state, stop strings and output.
 
 A stop string ends generation, but the engine sees tokens. A `StopWatch` belongs to one request: it
-is fed the tokens as they come, decodes the last few of them where a stop string may just have been
-completed, and tells the token that did. Strings may span tokens and tokens parts of characters;
-special tokens count with their text. `visible_text` cuts the text before the string.
+is fed the drawn tokens, decodes the last few when a stop string may have been completed, and
+returns the token that did. Strings may span tokens and tokens parts of characters; special tokens
+count with their text. `visible_text` cuts the text before the string.
 
-What goes into the native engine, what comes out, and the state of one generation between.
+`GenRequest` in, `Finished` out; a `Sequence` is the state between. Its tokens are the prompt
+followed by the output. The prompt's keys and values are computed by a `Prefix` (kv_cache.py), once
+for all samples of a group; the sequence computes those of its output.
 
-`GenRequest` in, `Finished` out; a `Sequence` is the life of one request inside the engine. Its
-tokens are the prompt followed by the output. The prompt's keys and values are computed by a
-`Prefix` (kv_cache.py), once for all samples of a group; the sequence computes those of its output.
-
-Invariant: `output_tokens`, `output_logprobs` and `output_versions` always have one length, and
-survive preemption and weight updates: only cache pages are ever given back.
+Invariant: `output_tokens`, `output_logprobs` and `output_versions` have one length, and survive
+preemption and weight updates: only cache pages are ever freed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from areal.engine.native.kv_cache import Prefix
 
 
-_UNFINISHED = "\ufffd"  # in the text of a token that holds a part of a character
+_UNFINISHED = "\ufffd"  # in the text of a token that ends within a character
 
 
 class StopWatch:
@@ -45,7 +43,7 @@ class StopWatch:
         self._stops = stops
         self._num_unwatched = min_tokens
         self._last_letters = {stop[-1] for stop in stops}
-        # A token holds at least a byte of what it writes, so a stop string is in this many.
+        # A token has at least one byte of text, so a stop string spans at most this many.
         longest = max(len(stop.encode()) for stop in stops)
         self._tail: deque[int] = deque(maxlen=longest + 4)
         self._may_complete: dict[int, bool] = {}  # by token
@@ -61,11 +59,11 @@ class StopWatch:
         return None
 
     def _can_complete(self, token: int) -> bool:
-        """Whether it can write the last letter of a stop string: most tokens are not decoded."""
+        """Whether it may contain the last letter of a stop string; most tokens are skipped so."""
         known = self._may_complete.get(token)
         if known is None:
             letters = set(token_text(self._tokenizer, token))
-            # Some tokenizers write white space only between tokens.
+            # Some tokenizers emit white space only between tokens.
             known = _UNFINISHED in letters or not self._last_letters.isdisjoint(letters)
             known = known or any(letter.isspace() for letter in self._last_letters)
             self._may_complete[token] = known
@@ -85,14 +83,14 @@ class GenRequest:
     rid: str
     input_ids: list[int]
     gconfig: GenerationHyperparameters
-    progress_tokens: int = 0  # `Progress` is wanted each time there are so many new ones; 0: never
-    so_far: Progress | None = None  # the output begins with these: another engine has drawn them
-    stop_watch: StopWatch | None = None  # of `gconfig.stop`, when it holds any
+    progress_tokens: int = 0  # report `Progress` every so many new tokens; 0: never
+    so_far: Progress | None = None  # start of the output, drawn by another engine
+    stop_watch: StopWatch | None = None  # for `gconfig.stop`, if not empty
 
 
 @dataclass(slots=True)
 class Progress:
-    """Tokens of a request that has not ended with them."""
+    """New tokens of a request that has not ended."""
 
     rid: str
     tokens: list[int]
@@ -102,7 +100,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Finished:
-    """The output of one request; an aborted one carries the tokens it had."""
+    """The output of one request; if aborted, the tokens so far."""
 
     rid: str
     output_tokens: list[int]
@@ -114,7 +112,7 @@ class Finished:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way from the waiting queue to `Finished`."""
+    """One request from the waiting queue to `Finished`."""
 
     rid: str
     prompt: tuple[int, ...]
@@ -123,7 +121,7 @@ class Sequence:
     stop_ids: frozenset[int]
     max_output: int  # output tokens at which generation ends by length
     progress_tokens: int = 0
-    num_told: int = 0  # leading output tokens that somebody was told, or has drawn
+    num_told: int = 0  # leading output tokens already reported, or drawn elsewhere
     stop_watch: StopWatch | None = None
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -173,7 +171,7 @@ class Sequence:
         return count, reason
 
     def progress(self) -> Progress | None:
-        """What has not been told yet, when there is enough of it."""
+        """Tokens not reported yet, if there are enough of them."""
         start, end = self.num_told, len(self.output_tokens)
         if not self.progress_tokens or end - start < self.progress_tokens:
             return None

@@ -1,43 +1,31 @@
-"""The HTTP face of a native engine.
+"""The HTTP server of a native engine.
 
-| route                | body or query                    | answer                               |
-|----------------------|----------------------------------|--------------------------------------|
-| POST /generate       | see wire.py                      | JSON lines of progress, and results  |
-| POST /score          | sequences: lists of token ids    | logprobs of them, version            |
-| weights              | see weight_routes.py             |                                      |
-| control, health      | see control_routes.py            |                                      |
-| /v1/...              | see openai_routes.py             | as OpenAI's API                      |
-| GET /openapi.json    |                                  | all of this, with the bodies' schemas|
+| route                    | body or query                       | answer                           |
+|--------------------------|-------------------------------------|----------------------------------|
+| POST /generate           | see wire.py                         | JSON lines of progress, results  |
+| POST /score              | sequences: lists of token ids       | logprobs of them, version        |
+| /v1/...                  | see openai_routes.py                | as OpenAI's API                  |
+| POST /pause              |                                     | when no step runs any more       |
+| POST /continue           |                                     |                                  |
+| POST /abort              | rid, or all=true                    | the number of requests ended     |
+| POST /offload            | tags: weights, kv_cache; or all     | when their memory is free        |
+| POST /onload             | likewise                            | when they are back               |
+| GET /health              |                                     | status, version, model, paused,  |
+|                          |                                     | device                           |
+| GET /stats               |                                     | the engine's counters            |
+| GET /busy_intervals      | ?since=UNIX_TIME                    | when steps ran, for traces       |
+| POST /init_weights_group | name, host, port, rank, world_size, | when all joined                  |
+|                          | backend, timeout_s                  |                                  |
+| POST /update_weights     | kind=folder or delta: path, key=""; | when they are live               |
+|                          | kind=xccl: group; version,          |                                  |
+|                          | recompute_kv=true                   |                                  |
+| GET /openapi.json        |                                     | all of this, with body schemas   |
 
-Every route wants `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1 OpenAI's
-object instead of the text): 400 the caller's fault, 401 no or a wrong token, 503 the engine has
-ended. The engine never waits for the network: results are handed to this event loop (receiver.py),
-and a client that goes away has its requests discarded.
-
-The routes by which a native server is steered and watched.
-
-| route                | body or query                    | answer                               |
-|----------------------|----------------------------------|--------------------------------------|
-| POST /pause          |                                  | when no step runs any more           |
-| POST /continue       |                                  |                                      |
-| POST /abort          | rid, or all=true                 | the number of requests ended         |
-| POST /offload        | tags: weights, kv_cache; or all  | when their memory is free            |
-| POST /onload         | likewise                         | when they are back                   |
-| GET /health          |                                  | status, version, model, paused, device|
-| GET /stats           |                                  | the engine's counters                |
-| GET /busy_intervals  | ?since=UNIX_TIME                 | when steps ran, for traces           |
-
-The routes by which a native server is given new weights.
-
-| route                    | body                                               | answer          |
-|--------------------------|----------------------------------------------------|-----------------|
-| POST /init_weights_group | name, host, port, rank, world_size, backend,       | when all joined |
-|                          | timeout_s                                          |                 |
-| POST /update_weights     | kind=folder or delta: path, key=""; kind=xccl:     | when they serve |
-|                          | group; version, recompute_kv=true                  |                 |
-
-Status 409: the server lacks what the order builds on, the base of a delta or the group; 502: the
-group broke.
+Every route requires `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1
+OpenAI's object instead of the text): 400 invalid request, 401 no or a wrong token, 409 the base of
+a delta or the group is missing, 502 the group broke, 503 the engine has ended. The engine never
+waits for the network: results are passed to this event loop (`loop.Receiver`), and a client
+disconnect discards its requests.
 """
 
 from __future__ import annotations
@@ -79,7 +67,7 @@ from areal.weight_sync.collective import GroupError, GroupPlace
 from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
 
-_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so they are the ones to close them
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close them
 _STATUS_OF_ERROR = {
     ValueError: 400,
     PublicationError: 400,
@@ -95,7 +83,7 @@ _STATUS_OF_ERROR = {
 def create_app(
     loop: EngineLoop, token: str, *, model: str, folder: str | Path | None = None
 ) -> FastAPI:
-    """`model` is what /health and /v1/models call it; `folder` (by default that) has its files."""
+    """`model` is its name in /health and /v1/models; `folder` (default: `model`) has its files."""
     app = new_app(title="areal native server")
     app.add_middleware(_TokenGate, token=token)
     app.exception_handler(HTTPException)(_answer_no_route)
@@ -126,7 +114,7 @@ def create_app(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, so that a port in use is known before a model is loaded."""
+    """A listening socket, so that a port in use is detected before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -158,7 +146,7 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
 async def _with_stop_watches(
     items: list[GenRequest | Refusal], text: ModelText
 ) -> list[GenRequest | Refusal]:
-    """The same, ready for the engine: requests whose stop strings cannot be read are refused."""
+    """Requests with their stop watches; those whose stop strings are unusable are refused."""
     if not any(isinstance(item, GenRequest) and item.gconfig.stop for item in items):
         return items
 
@@ -170,7 +158,7 @@ async def _with_stop_watches(
         except ValueError as err:
             return Refusal(item.rid, "request", f"gconfig.stop: {err}")
 
-    # In a thread: reading the tokenizer takes seconds.
+    # In a thread: loading the tokenizer takes seconds.
     return await asyncio.to_thread(lambda: [watched(item) for item in items])
 
 
@@ -184,9 +172,9 @@ class _TokenGate(TokenGate):
 
 
 class _ResultStream(Response):
-    """Submits requests and streams their results; a client that leaves discards them.
+    """Submits requests and streams their results; a client disconnect discards them.
 
-    Its status is settled by the first results: 400 or 503 when all there is to say is one fault.
+    The first results decide the status: 400 or 503 if they are nothing but refusals.
     """
 
     def __init__(self, loop: EngineLoop, items: list[GenRequest | Refusal]) -> None:
@@ -215,12 +203,12 @@ class _ResultStream(Response):
 
 
 def _is_broken(result: Result) -> bool:
-    """Progress that is no data: the refusal at its end says why."""
+    """Progress with broken values; the refusal at the end says why."""
     return isinstance(result, Progress) and not all(map(math.isfinite, result.logprobs))
 
 
 def _common_fault(results: list[Result]) -> Refusal | None:
-    """The first refusal, when nothing else came."""
+    """The first refusal, if there is nothing else."""
     refusals = [result for result in results if isinstance(result, Refusal)]
     return refusals[0] if len(refusals) == len(results) else None
 
@@ -238,7 +226,7 @@ async def _answer_no_route(request: Request, err: HTTPException) -> Response:
 
 
 def _error(path: str, status: int, message: str) -> Response:
-    """In the shape that clients of this route expect."""
+    """An error in the shape that clients of this route expect."""
     is_openai = path.startswith("/v1/")
     content = error_body(WireError(status, message)) if is_openai else {"error": message}
     return JsonReply(content, status_code=status)
@@ -259,7 +247,7 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
     async def abort(request: Request) -> dict[str, int]:
         order = loads_object(await read_body(request))
         if field(order, "all", bool, default=False):
-            field(order, "rid", str, default="")  # of no use then, but still no nonsense
+            field(order, "rid", str, default="")  # unused then, but still validated
             rids = None
         else:
             rids = [field(order, "rid", str)]

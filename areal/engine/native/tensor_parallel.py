@@ -1,27 +1,20 @@
-"""Several ranks as one engine: rank 0 decides what is done, all do it in the same order.
-
-    rank 0    engine = LeadingEngine(native_engine, orders)      # then as a NativeEngine
-    others    follow(native_engine, orders, text)                # returns when the leader closes
-
-Every rank has a NativeEngine over its share of the model, with the same scheduler, pages and seeds.
-Logits are the same bits on all ranks, so the same calls draw the same tokens and lead to the same
-next step: nothing but the calls themselves has to travel. They are JSON in a broadcast over
-`orders`, a gloo group: what was added or aborted goes along with the step that follows it, so a
-step costs one message.
-
-Each message tells what the leader had finished before it. A follower that finished anything else
-raises: it would compute another step than the leader, and both would wait for each other or draw
-from garbage.
-
-The processes of one tensor parallel engine: how they start, meet and end.
+"""Tensor parallelism: several ranks act as one engine.
 
     with leading_engine(2, on_end=report_and_exit, model_path=path, threads=1) as engine:
         loop = EngineLoop(engine)           # this process is rank 0
 
-Ranks 1, 2, ... are child processes, all on this machine. They meet through a file in a folder only
-this user can read, and talk over the loopback interface. One that ends early leaves the others
-waiting for its part of a sum, so nothing can go on: `on_end` is told which one and how, and must
-end the process. The ranks end with this one, however it ends.
+Every rank has a NativeEngine over its shard of the model, with the same scheduler, pages and seeds.
+Logits have the same bits on all ranks, so the same calls draw the same tokens and lead to the same
+next step: only the calls are sent. `LeadingEngine` (rank 0) has the interface of a NativeEngine;
+`follow` repeats its calls on the other ranks. They are JSON in a broadcast over `orders`, a gloo
+group: additions and aborts are sent with the step that follows, so a step costs one message. Each
+message has a checksum of what the leader has finished. A follower with another one raises: its
+steps would diverge and deadlock.
+
+Ranks 1, 2, ... are child processes on this machine. They rendezvous through a file in a folder only
+this user can read, and communicate over the loopback interface. If one ends early, the others hang
+in its collectives: `on_end` is called with which one and how, and must end the process. All ranks
+end with this process.
 """
 
 from __future__ import annotations
@@ -63,9 +56,9 @@ _LENGTH_BYTES = 8
 
 
 class LeadingEngine:
-    """The calls of a NativeEngine that its loop makes, carried out on all ranks.
+    """The NativeEngine methods that EngineLoop calls, executed on all ranks.
 
-    `load_weights` takes a publication, whose files every rank maps and copies its share from.
+    `load_weights` takes a publication; every rank maps its files and copies its shard.
     """
 
     loads_files = True
@@ -108,7 +101,7 @@ class LeadingEngine:
 
     def step(self) -> list[Finished | Progress]:
         self._send({"do": "step"})
-        self._is_whole = False  # should the step fail, the followers wait inside it
+        self._is_whole = False  # if the step fails, the followers hang inside it
         results = self._engine.step()
         self._is_whole = True
         self._tally.add(results)
@@ -126,10 +119,10 @@ class LeadingEngine:
         try:
             self._engine.load_weights(publication, version, recompute_kv=recompute_kv)
         finally:
-            dist.barrier(self._group)  # afterwards nobody reads the files any more
+            dist.barrier(self._group)  # after it, no rank reads the files any more
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        self._engine.check_score(sequences)  # before the followers hear of it
+        self._engine.check_score(sequences)  # raises before it is sent to the followers
         self._send({"do": "score", "sequences": sequences})
         return self._engine.score(sequences)
 
@@ -142,11 +135,11 @@ class LeadingEngine:
         self._engine.onload(tags)
 
     def _send_tags(self, what: str, tags: Iterable[str] | None) -> None:
-        device_parts(tags)  # refused before the followers hear of it
+        device_parts(tags)  # validated before it is sent to the followers
         self._send({"do": what, "tags": None if tags is None else list(tags)})
 
     def close(self) -> None:
-        """The followers' `follow` returns, unless a step has failed: then they cannot hear it."""
+        """Makes `follow` return on the followers, unless a failed step has left them hanging."""
         if self._is_whole:
             self._send({"do": "close"})
 
@@ -156,7 +149,7 @@ class LeadingEngine:
 
 
 def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> None:
-    """Carries out what the leader does; `text` reads stop strings."""
+    """Executes the leader's calls; `text` decodes stop strings."""
     tally = _Tally()
     while True:
         message = from_json(_receive(orders))
@@ -186,7 +179,7 @@ def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> 
 
 
 class _Tally:
-    """A checksum of all that has finished: equal on ranks that drew the same tokens."""
+    """A checksum of all finished results: equal on ranks that drew the same tokens."""
 
     def __init__(self) -> None:
         self.checksum = 0
@@ -207,7 +200,7 @@ def _request(content: str, text: ModelText) -> GenRequest:
 
 def _load(engine: NativeEngine, order: dict[str, Any], group: dist.ProcessGroup) -> None:
     weights = itertools.chain.from_iterable(read_bucket(Path(file)) for file in order["files"])
-    # Weights that do not fit: the leader's caller hears of it, and the old ones stay on all ranks.
+    # Weights that do not fit: the leader raises it, and all ranks keep the old ones.
     with suppress(ValueError):
         engine.load_weights(weights, order["version"], recompute_kv=order["recompute_kv"])
     dist.barrier(group)
@@ -239,11 +232,11 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 
 
 _COMPUTE_TIMEOUT = timedelta(minutes=10)  # a rank may be that late, by loading weights
-_ORDER_TIMEOUT = timedelta(days=3650)  # followers of an idle server wait; a death closes the line
+_ORDER_TIMEOUT = timedelta(days=3650)  # followers of an idle server wait; a dead leader closes the connection
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 _POLL_S = 0.1
-# Before `on_end`: an error of our own (the same bad weights) says more, and those who wait for
-# requests hear that the engine has ended.
+# Before `on_end`: lets an error of this rank (the same bad weights) surface first, and pending
+# requests get their refusals.
 _GRACE_S = 1.0
 
 
@@ -254,7 +247,7 @@ def leading_engine(
     """`options`: `model_path`, `device`, `threads`, `dtype` by name, and those of
     `NativeEngine.from_pretrained`, all of them JSON.
 
-    ValueError when the model or the device cannot be shared by so many.
+    ValueError if the model or the device does not support this many ranks.
     """
     check_can_share(num_ranks, options["model_path"], options["device"])
     scratch = ScratchFolder("ranks")
@@ -280,14 +273,14 @@ def check_can_share(num_ranks: int, model_path: str, device: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which rank of how many, and the folder where they meet."""
+    """Rank, number of ranks, and the rendezvous folder."""
 
     rank: int
     num_ranks: int
     folder: str
 
     def device(self, first: str) -> str:
-        """Ranks take consecutive devices, from the one that was asked for."""
+        """Ranks take consecutive devices, starting at `first`."""
         device = torch.device(first)
         return first if device.type == "cpu" else f"{device.type}:{(device.index or 0) + self.rank}"
 
@@ -296,7 +289,7 @@ class _Place:
 def _joined(
     place: _Place, options: dict[str, Any]
 ) -> Iterator[tuple[NativeEngine, dist.ProcessGroup]]:
-    """The engine of one rank, and the group that orders travel in. All ranks call it."""
+    """The engine of one rank, and the group for orders. All ranks call."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, _LOOPBACK)
     options = dict(options)
@@ -331,7 +324,7 @@ def _joined(
 
 
 class _Followers:
-    """Ranks 1, 2, ...: started, watched, ended."""
+    """Starts, watches and ends ranks 1, 2, ..."""
 
     def __init__(
         self,
@@ -351,7 +344,7 @@ class _Followers:
         self._watcher.start()
 
     def close(self) -> None:
-        """Ends them all; those that were told to close are on their way already."""
+        """Ends them all; after `LeadingEngine.close` they are already exiting."""
         self._closing.set()
         self._watcher.join()
         self._end()
@@ -378,7 +371,7 @@ class _Followers:
 
 
 def run_follower(place: _Place, options: dict[str, Any]) -> None:
-    """The life of rank 1, 2, ...: until the leader closes."""
+    """Entry point of ranks 1, 2, ...; returns when the leader closes."""
     with _joined(place, options) as (engine, orders):
         follow(engine, orders, ModelText(options["model_path"]))
 

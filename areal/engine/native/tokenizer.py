@@ -1,6 +1,6 @@
-"""The text side of a model folder: its tokenizer, read when the first request needs it.
+"""The tokenizer of a model folder, loaded when the first request needs it.
 
-The engine itself knows only token ids. Texts appear in stop strings and in the OpenAI routes; a
+The engine itself uses only token ids. Text appears in stop strings and in the OpenAI routes; a
 folder without a tokenizer serves everything else.
 """
 
@@ -22,7 +22,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class ModelText:
-    """Reads once, from any thread; blocks for as long as that takes, so not on an event loop."""
+    """Loads once, from any thread; blocking, so not for an event loop."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -38,7 +38,7 @@ class ModelText:
 
     @cached_property
     def eos_ids(self) -> list[int]:
-        """The model's end tokens: they end an output and are no text."""
+        """The model's end tokens, which are not part of the text."""
         return read_eos_ids(self._folder)
 
     def stop_watch(self, gconfig: GenerationHyperparameters) -> StopWatch | None:
@@ -48,7 +48,7 @@ class ModelText:
         return StopWatch(self.tokenizer(), gconfig.stop, min_tokens=gconfig.min_new_tokens)
 
     def _load(self) -> Any:
-        # transformers would make an empty tokenizer up from config.json.
+        # transformers would create an empty tokenizer from config.json.
         if not any((self._folder / name).is_file() for name in _FILES):
             raise ValueError(
                 f"the model folder {self._folder} has no tokenizer, so texts cannot be read or "
@@ -62,6 +62,6 @@ class ModelText:
         except (OSError, ValueError, KeyError) as err:
             first_line = str(err).strip().partition("\n")[0]
             raise ValueError(f"cannot read the tokenizer in {self._folder}: {first_line}") from err
-        tokenizer("")  # settles its inner state: from here on threads may share it
+        tokenizer("")  # initializes lazy state, after which threads may share it
         logger.info("read the tokenizer in %s", self._folder)
         return tokenizer

@@ -1,28 +1,23 @@
 """The runner for any device: plain torch, one step per launch, results at once.
 
 Invariant (CPU): tokens and log-probabilities of a request are, bit for bit, a function of weights,
-prompt, seed and options. All row functions are independent of the other rows: matrix products
-because every forward has whole tiles of rows (rows.py), attention as attention.py tells.
+prompt, seed and options. No row depends on other rows: matrix products because every forward has
+whole tiles of rows (`Rows`), attention because a row's arithmetic has one shape (`PagedAttention`).
 
-Shapes: T rows, R sampled rows, D model dim, V vocabulary.
+`PagedAttention` is the `attend` back end of prefill and decoding. Every token of a forward is a
+row: it writes its key and value into the cache, then attends to the pages of its sequence up to its
+own position. The number of pages is rounded up by `bucket_of`, and rows of one bucket are computed
+together. So a result does not depend on other rows, on prefill or decoding, or on how a prompt was
+split into chunks (a CPU kernel computes each (row, head) alone). The G query heads that share a
+key/value head are laid out as G query positions. With a sliding window only the pages within reach
+are read.
 
-Attention over the paged cache: the `attend` back end of decoding and of prefill alike.
+`Rows` collects the rows of one forward on the host, chunk by chunk (all decoding sequences; a piece
+of one prompt); `build` pads them to a multiple of `ROW_MULTIPLE` with rows that write to the
+scratch page.
 
-Every token of a forward is a row of its own: it writes its key and value into the cache, then
-attends to the pages of its sequence up to its own position. A row's arithmetic has one shape, fixed
-by its own length: the number of pages is rounded up by `bucket_of`, and rows of one bucket are
-computed together. So its result does not depend, bit for bit, on the other rows, on whether its
-sequence is being prefilled or decoded, or on how a prompt was cut into chunks (a CPU kernel
-computes each (row, head) alone). The G query heads that share a key/value head stand as G query
-positions. A layer with a sliding window takes only the pages its rows' windows reach.
-
-Shapes: T rows, L layers, N query heads, K key/value heads, G = N / K, H head dim, P pages, S = P *
-page_size cached positions, R rows of one bucket.
-
-The rows of one forward: token, position and page table of each, gathered on the host.
-
-Chunks of rows (all decoding sequences; a piece of one prompt) are added one by one; `build` lays
-them out as arrays, padded to a multiple of `ROW_MULTIPLE` with rows that write to the scratch page.
+Shapes: T rows, R sampled rows or rows of one bucket, D model dim, V vocabulary, L layers, N query
+heads, K key/value heads, G = N / K, H head dim, P pages, S = P * page_size cached positions.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Drawn tokens that are there already."""
+    """Drawn tokens, already computed."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -121,7 +116,7 @@ class TorchRunner:
             self._model.load_hf_tensor(name, tensor)
 
     def _forward(self, rows: Rows) -> torch.Tensor:
-        """Hidden states [T, D] of all rows; their keys and values are in the cache then."""
+        """Hidden states [T, D] of all rows; writes their keys and values to the cache."""
         tokens_T, positions_T, pages_TP = rows.build()
         return self._model(
             torch.from_numpy(tokens_T).to(self._device),
@@ -130,7 +125,7 @@ class TorchRunner:
         )
 
 
-# Keys (and as many values) copied out of the cache at once: long prompts go in chunks of rows.
+# Elements of keys (and of values) gathered at once; long prompts are split into chunks of rows.
 _MAX_GATHERED_ELEMENTS = 2**23
 
 
@@ -149,7 +144,7 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        # Zeros, not empty: masked positions are multiplied by 0, which must not meet a NaN.
+        # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
@@ -162,18 +157,18 @@ class KVCache:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Rows whose sequences take the same rounded number of pages."""
+    """Rows with the same rounded number of pages."""
 
     rows: torch.Tensor | slice  # [R] int64, or all
-    pages: torch.Tensor  # [R * P] int64, from the first that the row may look at
-    bias: torch.Tensor  # [R, 1, 1, S], 0 where the row may look and -inf elsewhere
+    pages: torch.Tensor  # [R * P] int64, from the first visible one
+    bias: torch.Tensor  # [R, 1, 1, S], 0 where visible to the row, -inf elsewhere
 
 
 class PagedAttention:
     """One forward's `attend`. Built on the host from each row's position and page table."""
 
     def __init__(self, cache: KVCache, positions_T: np.ndarray, pages_TP: np.ndarray) -> None:
-        """`pages_TP` int64: page of positions 0.., entries past a row's position are not used."""
+        """`pages_TP` int64: pages from position 0 on; entries past a row's position are unused."""
         self._cache = cache
         self._device = cache.keys.device
         self._positions_T, self._pages_TP = positions_T, pages_TP
@@ -247,7 +242,7 @@ class PagedAttention:
         ]
 
     def _chunks(self, num_pages: int, rows: np.ndarray | None) -> list[np.ndarray | slice]:
-        """The rows (None: all) of one size, in chunks that bound the memory of the gather."""
+        """The rows (None: all) of one bucket, in chunks that bound the memory of the gather."""
         cache, num_rows = self._cache, len(self._positions_T)
         num_positions = num_pages * cache.page_size
         elements = num_positions * cache.keys.shape[3] * cache.keys.shape[4]
@@ -260,7 +255,7 @@ class PagedAttention:
     def _make_bucket(
         self, rows: np.ndarray | slice, num_pages: int, first_T: np.ndarray
     ) -> _Bucket:
-        """`first_T`: the first position each row may look at."""
+        """`first_T`: the first position visible to each row."""
         size = self._cache.page_size
         positions_R, first_R = self._positions_T[rows], first_T[rows]
         first_page_R = first_R // size
@@ -286,7 +281,7 @@ class PagedAttention:
 def bucket_of(num_pages: np.ndarray) -> np.ndarray:
     """Round up to 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: four sizes per octave.
 
-    At most a quarter is wasted, and rows of many lengths still make few buckets.
+    At most a quarter is wasted, and rows of many lengths form few buckets.
     """
     exponent = np.frexp(num_pages - 1)[1]  # bits of num_pages - 1
     step = 1 << np.maximum(exponent - 3, 0)

@@ -1,11 +1,11 @@
-"""How new weights come into a native server, by whatever way they were sent.
+"""Receives new weights in a native server, for every transport.
 
     inbox = WeightInbox(engine_loop)
     inbox.join(place)                                        # the group of an `xccl` sender
     inbox.take(Order("xccl", version=3, recompute_kv=True, group=place.name))
 
-A whole version is received and verified beside the running engine; only loading it happens between
-two steps. Every call blocks and may come from any thread; one at a time is carried out.
+A version is received and verified in full beside the running engine; only loading happens between
+two steps. Calls block, may come from any thread, and are serialized.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ KINDS = get_args(Kind)
 
 
 class WrongGroupError(RuntimeError):
-    """An order for a weight group that this server is not in."""
+    """An order for a weight group that this server has not joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`folder` and `delta` come by a path, `xccl` through a group."""
+    """`folder` and `delta` need a path, `xccl` a group."""
 
     kind: Kind
     version: int
@@ -42,7 +42,7 @@ class Order:
     path: str = ""
     key: str = dataclasses.field(
         default="", repr=False
-    )  # with which the sender marks what it writes there
+    )  # the sender's key (weight_sync/seal.py)
     group: str = ""
 
 
@@ -54,13 +54,13 @@ class WeightInbox:
         self._mirror: Mirror | None = None
 
     def join(self, place: GroupPlace) -> None:
-        """Enters a group in place of the one before; returns when all members are there."""
+        """Joins a group, leaving the previous one; returns when all members have joined."""
         with self._lock:
             self._leave()
             self._group = WeightGroup.open(place, self._loop.device)
 
     def take(self, order: Order) -> None:
-        """Returns when the new weights serve. On an error the old ones go on serving."""
+        """Returns when the new weights are live. On an error the old ones stay live."""
         with self._lock:
             source = self._receive(order)
             self._loop.call(
@@ -79,14 +79,14 @@ class WeightInbox:
     def _receive(self, order: Order) -> Iterable[tuple[str, torch.Tensor]]:
         if order.kind == "xccl":
             staged = self._receive_broadcast(order)
-            # The other ranks of this server are in no group: they read what this one received.
+            # The other ranks of this server are in no group, so they read it from files.
             return self._kept(staged, order.version) if self._loop.loads_files else staged
         try:
             if order.kind == "delta":
                 mirror = self._opened_mirror()
                 return mirror.take(order.path, version=order.version, key=order.key)
             return open_sent(order.path, version=order.version, key=order.key)
-        except OSError as err:  # a path that leads nowhere: too long, a loop, not allowed
+        except OSError as err:  # a bad path: too long, a symlink loop, no permission
             raise PublicationError(f"{order.path[:200]}: {err.strerror}") from err
 
     def _receive_broadcast(self, order: Order) -> list[tuple[str, torch.Tensor]]:
@@ -99,7 +99,7 @@ class WeightInbox:
             )
         try:
             return group.receive(order.version)
-        except BaseException:  # what was under way would meet the next version
+        except BaseException:  # leftover transfers would mix with the next version
             self._leave()
             raise
 

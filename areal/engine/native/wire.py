@@ -6,14 +6,14 @@
               "output_versions": [...], "stop_reason": "stop", "latency": 0.21, "ttft": 0.03}
              {"rid": "b", "refused": "request", "message": "input_ids: ..."}
 
-A request with `"progress_tokens": 64` is told its output every 64 tokens, before the whole of it:
+A request with `"progress_tokens": 64` gets its output every 64 tokens, before the final reply:
 `{"rid": "a", "progress": {"output_tokens": ..., "output_logprobs": ..., "output_versions": ...}}`.
-One that lost its server goes on at another with these in `so_far`, and the reply begins with them.
+After losing its server it continues on another with these in `so_far`; the reply starts with them.
 
-Whatever bytes come in, decoding returns valid values or raises ValueError naming the field. A
-request that is wrong by itself becomes a `Refusal`, so that it cannot spoil the others that
-happened to travel with it. Floats keep their exact value. pydantic_core writes and reads the JSON:
-four times faster than the standard library, and 512 replies of 1,024 tokens often end together.
+For any bytes, decoding returns valid values or raises ValueError naming the field. An invalid
+request becomes a `Refusal`, so that it does not fail the others in the same body. Floats keep their
+exact value. pydantic_core encodes and decodes the JSON: four times faster than the standard
+library, which matters because 512 replies of 1,024 tokens often end together.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from areal.engine.native.sequence import Finished, GenRequest, Progress
 MAX_RID = 256  # characters
 _INT_END = 1 << 63
 
-# How each option travels. Those about a group do not (n samples are n requests), nor those that
-# change no token.
+# JSON kind of each option. Those about a group are not sent (n samples are n requests), nor those
+# that change no token.
 GCONFIG_KINDS: dict[str, str] = {
     "max_new_tokens": "int",
     "min_new_tokens": "int",
@@ -60,7 +60,7 @@ _DEFAULTS = {name: getattr(GenerationHyperparameters(), name) for name in GCONFI
 _REQUEST_FIELDS = dict.fromkeys(("rid", "input_ids", "gconfig", "progress_tokens", "so_far"))
 _STOP_REASONS = get_args(StopReason)
 
-RefusalKind = Literal["request", "engine"]  # whose fault: the caller's, or the server's
+RefusalKind = Literal["request", "engine"]  # the cause: the caller, or the server
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Reply:
         return self.finished.rid
 
     def response(self, request: ModelRequest, *, latency: float) -> ModelResponse:
-        """The answer to `request`, which took its caller `latency` seconds."""
+        """The response to `request`; `latency` seconds as seen by the caller."""
         finished = self.finished
         return ModelResponse(
             input_tokens=request.input_ids,
@@ -101,7 +101,7 @@ class Refusal:
 
 
 def check_supported(request: ModelRequest) -> None:
-    """ValueError for what the native engine cannot honour: ignoring it would spoil the sample."""
+    """ValueError for options the native engine lacks: ignoring them would spoil the sample."""
     if request.image_data or request.vision_msg_vllm:
         name = "image_data" if request.image_data else "vision_msg_vllm"
         raise ValueError(f"{name}: the native engine reads text only; remove the images")
@@ -120,7 +120,7 @@ def encode_requests(requests: Iterable[GenRequest]) -> bytes:
 
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
-    """One item per request, in order. ValueError when the requests cannot even be told apart."""
+    """One item per request, in order. ValueError if the requests cannot be told apart."""
     content = loads_object(body, check_numbers=False)
     entries = content.get("requests")
     if not isinstance(entries, list) or not entries:
@@ -146,7 +146,7 @@ def decode_sequences(body: bytes) -> list[list[int]]:
 
 
 def decode_tags(body: bytes) -> list[str] | None:
-    """What /offload and /onload are about; None is everything."""
+    """The tags of /offload and /onload; None is all."""
     tags = loads_object(body).get("tags") if body else None
     _texts_or_null(tags, "tags")
     return tags
@@ -157,7 +157,7 @@ def encode_lines(results: Iterable[Reply | Refusal | Progress]) -> bytes:
 
 
 class BadLineError(ValueError):
-    """A line about the request `rid` that says nothing of use."""
+    """A malformed line about the request `rid`."""
 
     def __init__(self, rid: str, fault: str) -> None:
         super().__init__(fault)
@@ -165,7 +165,7 @@ class BadLineError(ValueError):
 
 
 def decode_line(line: bytes) -> Reply | Refusal | Progress:
-    """BadLineError, or another ValueError when not even the request is known."""
+    """BadLineError, or another ValueError if not even the rid is known."""
     content = loads_object(line, "line", check_numbers=False)
     rid = _rid(content, "line")
     try:
@@ -182,7 +182,7 @@ _REQUIRED = object()
 
 
 def field(order: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """The value of a JSON object under `name`, or ValueError when it is of another type."""
+    """The value of a JSON object under `name`, or ValueError for another type."""
     value = order.get(name, default)
     if type(value) is not kind:
         found = "nothing" if value is _REQUIRED else repr(value)[:60]
@@ -191,7 +191,7 @@ def field(order: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED
 
 
 def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
-    """Only what differs from the defaults, which both sides know."""
+    """Only values that differ from the defaults, which both sides know."""
     options = {}
     for name, default in _DEFAULTS.items():
         value = getattr(gconfig, name)
@@ -284,8 +284,8 @@ def _decode_output(content: dict[str, Any]) -> tuple[list[int], list[float], lis
     check_tokens(tokens)
     check_logprobs(logprobs)
     check_lengths(tokens, logprobs)
-    # A request that moved to another server may go on with older weights: `check_versions` is up to
-    # whoever knows where it was.
+    # A request that moved to another server may continue with older weights, so the order of
+    # versions is left to `check_versions` of callers that know where it ran.
     if not isinstance(versions, list) or not set(map(type, versions)) <= {int}:
         raise ValueError(f"output_versions: expected a list of integers, got {_show(versions)}")
     if len(tokens) != len(versions):
@@ -330,7 +330,7 @@ def _rid(entry: Any, where: str) -> str:
 
 
 def _ids(value: Any, where: str) -> list[int]:
-    # Checked by type and by extremes, not one by one: prompts can be long.
+    # Checked by set of types and extremes, not one by one: prompts can be long.
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{where}: expected a list of token ids, got {_show(value)}")
     if value and (min(value) < 0 or max(value) >= _INT_END):
@@ -371,7 +371,7 @@ def _float(value: Any, where: str) -> float:
 
 
 def _show(value: Any) -> str:
-    """A value as the caller would recognise it, never long."""
+    """A value for an error message, shortened."""
     if isinstance(value, int) and abs(value) >= _INT_END:
         return "an integer beyond 64 bits"
     text = repr(value[:8] if isinstance(value, list | str) else value)

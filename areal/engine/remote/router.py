@@ -66,7 +66,7 @@ class Fleet:
     def give_back(self, server: Server, prompt: Sequence[int], num_tokens: int) -> None:
         server.tokens_in_flight -= num_tokens
         group = self._groups.get(tuple(prompt))
-        if group is not None and group.server is server:  # else the prompt has moved to another server
+        if group is not None and group.server is server:  # else the prompt has moved
             group.size -= 1
             if group.size == 0:
                 del self._groups[tuple(prompt)]

@@ -1,1 +1,1 @@
-"""How a run gets its machines: a Ray cluster that is there, or one made inside a Slurm job."""
+"""Launchers: join an existing Ray cluster, or create one inside a Slurm job."""

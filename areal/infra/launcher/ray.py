@@ -1,9 +1,9 @@
-"""Joins the Ray cluster of a run and returns when it is whole and large enough.
+"""Joins the Ray cluster of a run and waits until it is complete and large enough.
 
     RAY_ADDRESS -> that cluster, once `num_nodes` machines are alive; none -> one on this machine
 
-A run that starts before its machines are there, or that needs more than they have, would wait for
-workers nobody can start; here it is answered at once, or after a deadline, with numbers.
+Without this, a run whose machines are missing or too small would wait forever for its workers; here
+it fails at once, or after a deadline, with the numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL_S = 0.5
 
 
 def open_cluster(config: BaseExperimentConfig, *, timeout_s: float) -> None:
-    """This process is a driver of the cluster afterwards, and stays one."""
+    """Makes this process a driver of the cluster, for its lifetime."""
     address, num_nodes = os.environ.get("RAY_ADDRESS"), config.cluster.n_nodes
     if address is None and num_nodes > 1:
         raise ValueError(
@@ -47,15 +47,15 @@ def open_cluster(config: BaseExperimentConfig, *, timeout_s: float) -> None:
 
 
 def check_resources(jobs: Sequence[Job]) -> None:
-    """The workers of all roles together find room on the cluster."""
+    """The workers of all roles together fit on the cluster."""
     bundles = [resources_of(job, index) for job in jobs for index in range(job.replicas)]
     check_fits(" and ".join(job.role for job in jobs), bundles)
 
 
 def _wait_for_port(address: str, deadline: float) -> None:
-    """Ray gives up on a head that is not there yet."""
+    """Wait for the head, because Ray itself fails if it is not up yet."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:  # "auto", "ray://...": Ray's own business
+    if not colon or not port.isdigit() or "/" in host:  # "auto", "ray://...": Ray resolves them
         return
     while True:
         try:

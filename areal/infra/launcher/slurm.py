@@ -1,8 +1,8 @@
-"""One sbatch script that brings a Ray cluster up inside a Slurm job and trains on it.
+"""One sbatch script that starts a Ray cluster inside a Slurm job and trains on it.
 
-    #SBATCH lines      what the job asks for
-    name=value lines   what the run is, quoted for the shell
-    ray_in_slurm.sh    the same for every run: start Ray, wait, train, end everything
+    #SBATCH lines      requested resources
+    name=value lines   parameters of the run, quoted for the shell
+    ray_in_slurm.sh    the same for every run: start Ray, wait, train, shut down
 
 No value of a config becomes shell code: `shlex` quotes it, and the fixed part uses it in quotes.
 """
@@ -20,15 +20,15 @@ from pathlib import Path
 _FIXED_PART = Path(__file__).with_name("ray_in_slurm.sh")
 _WORD = re.compile(r"[A-Za-z0-9_.,:@%/+-]+")
 _OPTION = re.compile(r"--[a-z][a-z-]*(=[^\x00-\x1f\"'\\]+)?")
-_WARNING_S = 90  # before the time limit the run is told to end
+_WARNING_S = 90  # SIGTERM comes this long before the time limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What the job asks for, and what it runs."""
+    """Resources and parameters of the job."""
 
     name: str
-    folder: Path  # where it starts; relative paths of the config mean this
+    folder: Path  # working directory; the config's relative paths start here
     logs: Path
     arguments: tuple[str, ...]  # of `areal launch ray`: config file and overrides
     num_nodes: int
@@ -59,7 +59,7 @@ class SlurmJob:
 
 
 def write_script(job: SlurmJob) -> str:
-    """The text of the script; it needs nothing but the files of the run and this Python."""
+    """The text of the script; it depends only on the run's files and this Python."""
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _requests(job)), ""]
     lines += [f"{name}={shlex.quote(value)}" for name, value in _values(job).items()]
     lines.append(f"arguments=({' '.join(map(shlex.quote, job.arguments))})")
@@ -67,7 +67,7 @@ def write_script(job: SlurmJob) -> str:
 
 
 def submit(script: Path) -> str:
-    """The id of the job."""
+    """Submit the script; returns the job id."""
     if shutil.which("sbatch") is None:
         raise RuntimeError(
             "sbatch was not found: submit from a login node of the Slurm cluster, or look at the "

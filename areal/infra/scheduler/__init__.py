@@ -1,4 +1,4 @@
-"""Who starts worker processes, by the name in `scheduler.type`."""
+"""Schedulers start worker processes; `scheduler.type` chooses one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def open_scheduler(config: SchedulerConfig, jobs: Sequence[Job], *, logs: Path) -> Scheduler:
-    """`jobs` are all that it will be asked for. `logs` is the folder of the workers' logs, where
-    the scheduler writes them itself."""
+    """`jobs` are all jobs of the run. `logs` is the folder of the workers' logs, for schedulers that
+    write them."""
     if config.type == "local":
         return LocalScheduler(logs)
     if importlib.util.find_spec("ray") is None:

@@ -1,11 +1,11 @@
 """Workers as child processes of this one, on this machine, driven over socket pairs.
 
     create_workers -> python -m areal.infra.scheduler.local_worker --channel FD      one per rank
-    call_engine    -> one message there, one answer back
+    call_engine    -> one request, one answer
 
-No worker listens for calls on a port. Those of a job meet in a file for torch.distributed, whose
-own connections stay on the loopback device. Workers die with this process, by whatever it ends;
-one that ends by itself is told to the caller with exit code and last words.
+No worker listens for calls on a port. The ranks of a job rendezvous through a file; connections of
+torch.distributed stay on the loopback device. Workers die with this process, however it ends; the
+caller gets the exit code and last output of one that ends by itself.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from areal.utils.child_process import ChildProcess
 
 logger = logging.getLogger("LocalScheduler")
 
-_GRACE_S = 3.0  # for workers to end by themselves once their channel is closed
+_GRACE_S = 3.0  # for workers to exit after their channel is closed
 
 
 class LocalScheduler(Scheduler):
     def __init__(self, logs: Path, gpus: Sequence[str] | None = None) -> None:
-        """`gpus` may be given to workers, by default all this process sees."""
+        """`gpus` are assigned to workers; default: all that are visible to this process."""
         self._logs = logs
         self._free_gpus = list(visible_gpus() if gpus is None else gpus)
         self._has_gpus = bool(self._free_gpus)
         self._processes: RoleTable[_Process] = RoleTable()
-        self._scratch = ScratchFolder("ranks")  # gone with this object
+        self._scratch = ScratchFolder("ranks")  # removed with this object
         self._num_jobs = 0
 
     def create_workers(self, job: Job) -> list[str]:
@@ -60,7 +60,7 @@ class LocalScheduler(Scheduler):
             return ids
         gpus = self._take_gpus(job)
         processes: list[_Process] = []
-        self._processes.own(job, processes)  # one that cannot start leaves others to be ended
+        self._processes.own(job, processes)  # before the start: if one fails, delete_workers ends the others
         self._num_jobs += 1
         rendezvous = f"file://{self._scratch.path}/job{self._num_jobs}"
         for index, id_ in enumerate(ids):
@@ -87,7 +87,7 @@ class LocalScheduler(Scheduler):
         return Worker(worker_id, "127.0.0.1")
 
     def delete_workers(self, role: str | None = None) -> None:
-        """A colocated role is forgotten; its processes end with the role that owns them."""
+        """A colocated role is only removed; its processes end with their owner role."""
         ending = [process for own in self._processes.take(role).values() for process in own]
         for process in ending:
             process.channel.close()
@@ -97,14 +97,14 @@ class LocalScheduler(Scheduler):
             self._free_gpus += process.gpus
 
     def take_free_gpus(self, count: int) -> list[str] | None:
-        """GPUs for a process that is not a worker (an inference server), for good; None when there
-        are not as many left."""
+        """Reserve GPUs permanently for a process that is not a worker (an inference server); None if
+        too few are left."""
         if len(self._free_gpus) < count:
             return None
         return [self._free_gpus.pop(0) for _ in range(count)]
 
     def gpus_of(self, role: str) -> list[str]:
-        """Those of its ranks, for a process that takes turns with them."""
+        """GPUs of the role's ranks, for a process colocated with them."""
         return [gpu for process in self._processes.of(role) for gpu in process.gpus]
 
     def create_engine(
@@ -134,7 +134,7 @@ class LocalScheduler(Scheduler):
         return answer.result_or_raise(worker_id)
 
     def _take_gpus(self, job: Job) -> list[list[str]]:
-        """The GPUs of each worker; it sees no others."""
+        """The GPUs of each worker; no others are visible to it."""
         indices = range(job.replicas)
         counts = [job.num_gpus_of(index, has_gpus=self._has_gpus) for index in indices]
         if sum(counts) > len(self._free_gpus):
@@ -148,7 +148,7 @@ class LocalScheduler(Scheduler):
 
 
 class _Process:
-    """One worker: the child, its end of the channel, and what was set aside for it."""
+    """One worker: the child process, our end of the channel, and its GPUs."""
 
     def __init__(self, id_: str, env: dict[str, str], gpus: list[str], log_path: Path) -> None:
         self.env, self.gpus, self.log_path = env, gpus, log_path
@@ -160,7 +160,7 @@ class _Process:
                 argv, name=id_, env=env, log_path=log_path, pass_fds=[theirs.fileno()]
             )
         self.channel = Channel(ours)
-        self._turn = threading.Lock()  # colocated roles take turns
+        self._turn = threading.Lock()  # serializes calls of colocated roles
 
     def wait_ready(self, deadline: float) -> None:
         try:
@@ -178,7 +178,7 @@ class _Process:
                 self.channel.send(order)
                 return self.channel.receive(timeout_s)
         except TimeoutError:
-            self.channel.close()  # a late answer must not pass for that of the next call
+            self.channel.close()  # a late answer must not be taken for the next call's
             raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
         except (OSError, EOFError):
             raise self._ended(worker_id) from None
@@ -193,7 +193,7 @@ class _Process:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """Names as in CUDA_VISIBLE_DEVICES."""
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -205,7 +205,7 @@ def _environment(
 ) -> dict[str, str]:
     env = {
         "RANK": str(rank),
-        "LOCAL_RANK": "0",  # of the GPUs it sees
+        "LOCAL_RANK": "0",  # among the GPUs visible to it
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "WORLD_SIZE": str(world_size),
         "AREAL_RENDEZVOUS": rendezvous,

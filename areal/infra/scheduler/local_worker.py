@@ -25,7 +25,7 @@ def main() -> None:
 def serve(channel: Channel) -> None:
     host = EngineHost()
     actions = {"create": host.create, "call": host.call, "ping": Answer}
-    with contextlib.suppress(EOFError):  # the scheduler has closed the channel: time to go
+    with contextlib.suppress(EOFError):  # the scheduler has closed the channel
         while True:
             action, *args = channel.receive()
             channel.send(actions[action](*args))

@@ -3,9 +3,9 @@
     scheduling_spec -> one bundle (CPU, GPU, memory) per worker
     scheduler.placement -> PACK them on few machines, or SPREAD them
 
-The cluster is the one RAY_ADDRESS names, or a new one on this machine that ends with this process;
-that one has room for all workers of the run, which share the cores where there are fewer. All
-machines see the same files at the same paths. Arguments and answers go through Ray's store.
+The cluster is that of RAY_ADDRESS, or a new one on this machine that ends with this process; a new
+one has slots for all workers of the run, which share cores if there are fewer. All machines need
+the same files at the same paths. Arguments and results go through Ray's object store.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from areal.utils.device import num_cores
 logger = logging.getLogger("RayScheduler")
 
 _GIGABYTE = 1 << 30
-_ROOM_S = 30.0  # for Ray to find room for a worker whose machine is gone
-_LOOK_S = 1.0  # between two attempts at that
+_ROOM_S = 30.0  # for Ray to reschedule a worker of a lost machine
+_LOOK_S = 1.0  # between two attempts
 
 
 class RayScheduler(Scheduler):
     def __init__(
         self, jobs: Sequence[Job] = (), *, placement: Literal["PACK", "SPREAD"] = "PACK"
     ) -> None:
-        """`jobs` are all that will be asked for, as far as they are known."""
+        """`jobs` are all jobs of the run, as far as they are known."""
         if not ray.is_initialized():
             join_cluster(jobs)
         self._placement = placement
         self._actors: RoleTable[Any] = RoleTable()
-        self._jobs: dict[str, Job] = {}  # of roles with a group of their own, as below
+        self._jobs: dict[str, Job] = {}  # of roles that own a placement group
         self._groups: dict[str, PlacementGroup] = {}
 
     def create_workers(self, job: Job) -> list[str]:
@@ -88,19 +88,19 @@ class RayScheduler(Scheduler):
         return [Worker(f"{role}/{i}", ip) for i, (ip, _) in enumerate(addresses)]
 
     def replace_worker(self, worker_id: str, timeout: float) -> Worker:
-        ray.kill(self._actors.find(worker_id))  # it may be out of reach, and alive
+        ray.kill(self._actors.find(worker_id))  # it may be unreachable and still alive
         deadline = time.monotonic() + min(timeout, _ROOM_S)
         while True:
             try:
                 return self._start_again(worker_id, deadline, timeout)
-            except WorkerFailedError:  # Ray had yet to learn that the machine is gone
+            except WorkerFailedError:  # Ray has not yet noticed the lost machine
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOOK_S)
 
     def _start_again(self, worker_id: str, deadline: float, timeout: float) -> Worker:
         role, _, index = worker_id.rpartition("/")
-        # Ray moves what was reserved on a machine that is gone to another, if one has room.
+        # Ray moves bundles of a lost machine to another one with enough resources.
         if not self._groups[role].wait(max(_LOOK_S, deadline - time.monotonic())):
             raise WorkerTimeoutError(worker_id, "no machine of the Ray cluster has room for it")
         actor = _start(self._groups[role], self._jobs[role], int(index))
@@ -109,7 +109,7 @@ class RayScheduler(Scheduler):
         return Worker(worker_id, ip)
 
     def delete_workers(self, role: str | None = None) -> None:
-        """A colocated role is forgotten; its actors end with the role that owns them."""
+        """A colocated role is only removed; its actors end with their owner role."""
         for name, actors in self._actors.take(role).items():
             for actor in actors:
                 ray.kill(actor)
@@ -142,12 +142,12 @@ class RayScheduler(Scheduler):
 
 
 def join_cluster(jobs: Sequence[Job]) -> None:
-    """This process becomes a driver of the cluster RAY_ADDRESS names, else of a new one here."""
+    """Make this process a driver of the cluster of RAY_ADDRESS, else of a new local one."""
     if "RAY_ADDRESS" in os.environ:
         ray.init()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # On the loopback device: nobody else is meant to reach it.
+    # On the loopback device, so that others cannot reach it.
     ray.init(
         address="local",
         num_cpus=max(num_cores(), sum(_num_cpus(job) for job in jobs)),
@@ -161,28 +161,28 @@ def _num_cpus(job: Job) -> int:
 
 
 class _RayWorker(EngineHost):
-    """One worker. Its methods run one after another, in the order of the calls."""
+    """One worker. Ray runs its methods one at a time, in call order."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        os.chdir(folder)  # relative paths mean here what they mean to the controller
+        os.chdir(folder)  # so that relative paths resolve as in the controller
 
     def address(self) -> tuple[str, int]:
-        """(this machine, a port that is free on it now)."""
+        """(IP of this machine, a free port)."""
         ip = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((ip, 0))
             return ip, probe.getsockname()[1]
 
     def meet_at(self, rendezvous: str) -> None:
-        os.environ.setdefault("AREAL_RENDEZVOUS", rendezvous)  # the first role's, when it is shared
+        os.environ.setdefault("AREAL_RENDEZVOUS", rendezvous)  # colocated roles keep the first one
 
 
 def _start(group: PlacementGroup, job: Job, index: int) -> Any:
     bundle = group.bundle_specs[index]
     env = {
         "RANK": str(index),
-        "LOCAL_RANK": "0",  # of the GPUs Ray lets it see
+        "LOCAL_RANK": "0",  # among the GPUs visible to it
         "WORLD_SIZE": str(job.replicas),
         "OMP_NUM_THREADS": str(int(bundle["CPU"])),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -196,13 +196,13 @@ def _start(group: PlacementGroup, job: Job, index: int) -> Any:
         "memory": bundle.get("memory"),
         "scheduling_strategy": place,
         "runtime_env": {"env_vars": env},
-        "max_restarts": 0,  # a rank that comes back has lost its weights
+        "max_restarts": 0,  # a restarted rank would have lost its weights
     }
     return ray.remote(_RayWorker).options(**options).remote(os.getcwd())
 
 
 def resources_of(job: Job, index: int) -> dict[str, float]:
-    """The bundle of one worker, by Ray's names."""
+    """The bundle of one worker, with Ray's resource names."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     resources: dict[str, float] = {"CPU": job.num_cpus_of(index)}
     if (num_gpus := job.num_gpus_of(index, has_gpus=has_gpus)) > 0:
@@ -215,7 +215,8 @@ def resources_of(job: Job, index: int) -> dict[str, float]:
 def check_fits(
     role: str, bundles: list[dict[str, float]], others: Sequence[dict[str, float]] = ()
 ) -> None:
-    """A group that can never be placed beside those of `others` would wait for ever."""
+    """GPUAllocationError for a group that cannot be placed beside `others`: Ray would wait
+    forever."""
     there = ray.cluster_resources()
     for kind in ("CPU", "GPU"):
         wanted = sum(bundle.get(kind, 0) for bundle in bundles)

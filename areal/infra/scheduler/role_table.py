@@ -1,8 +1,8 @@
-"""Which workers a role has: its own, or those of the role whose processes it shares.
+"""Workers by role: its own, or those of the role it is colocated with.
 
 table.own(job, workers); table.share(job, "actor")
 table.find("ref/0")              # the first worker of actor
-table.take("actor")              # its workers, to be ended; guests are forgotten too
+table.take("actor")              # removes and returns its workers; removes its guests too
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RoleTable(Generic[W]):
     """Workers of type W; one of a role has the id `role/index`."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, list[W]] = {}  # by the role that owns them
+        self._workers: dict[str, list[W]] = {}  # by owner role
         self._hosts: dict[str, str] = {}  # colocated role -> the role whose workers it shares
 
     def own(self, job: Job, workers: list[W]) -> None:
@@ -46,12 +46,12 @@ class RoleTable(Generic[W]):
         return self.of(role)[int(index)]
 
     def put(self, worker_id: str, worker: W) -> None:
-        """In the place of the one that has this id."""
+        """Replace the worker with this id."""
         role, _, index = worker_id.rpartition("/")
         self.of(role)[int(index)] = worker
 
     def take(self, role: str | None) -> dict[str, list[W]]:
-        """Forget `role`, or all, and the roles it is the host of. A guest has no workers to end."""
+        """Remove `role`, or all, with its guests; returns the workers. A guest owns none."""
         roles = [role] if role is not None else list(self._workers)
         self._hosts = {
             guest: host for guest, host in self._hosts.items() if not {guest, host} & set(roles)
