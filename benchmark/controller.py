@@ -56,7 +56,7 @@ from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.run.database import RunDatabase
 from areal.utils.child_process import ChildProcess
-from areal.utils.garbage import settle_garbage_collector
+from areal.utils.garbage import tune_gc
 from areal.workflow.transcript import Transcript
 
 GROUP_SIZE = 8
@@ -206,7 +206,7 @@ class Controller:
         )
         stack.callback(self._executor.close)
         source = PromptSource([{"i": i} for i in range(10_000)], batch_size=BATCH_SIZE)
-        settle_garbage_collector()  # as the trainer does
+        tune_gc()  # as the trainer does
         self._executor.start(source, workflow, group_size=GROUP_SIZE)
         self.num_samples = 0
         self._step = 0

@@ -1,10 +1,10 @@
 """`areal check config.yaml key=value...`: all checks that are possible before a run starts.
 
 `load_expr_config` checks keys, types and combinations; added here is the environment: models and
-data on disk, names and import paths, trackers, the run's folder. No user code runs, and nothing is
-written. Models that are not in the cache are looked up on the hub, for a few seconds: `cached`,
-`reachable` and `unknown` (no answer) are ok, a refusal is not. `--trial` goes further: see
-trainer/preflight.py.
+data on disk, names and import paths, trackers, the run's folder. It does not load torch, run user
+code or write files. Models that are not in the cache are looked up on the hub, for a few seconds:
+`cached`, `reachable` and `unknown` (no answer) are ok, a refusal is not. `--trial` goes further:
+see trainer/preflight.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resolves an import path without running code: does `package.module.name` exist, with what signature?
+"""Resolves an import path without running code: does it exist, and with which signature?
 
 `areal check` uses it, because importing a user's reward or workflow may load torch and take
 seconds. Modules are found on disk, and the name is searched in the module's source.
@@ -64,8 +64,8 @@ def static_signature(path: str) -> inspect.Signature | None:
 
 
 def has_blocking_run(path: str) -> bool:
-    """Whether `path` is a class whose `run` is a plain function that uses no coroutine of the class.
-    False if the source is not enough."""
+    """Whether `path` is a class whose `run` is a plain function that uses no coroutine of the
+    class. False if the source is not enough."""
     found = find_definition(path)
     if not isinstance(found, ast.ClassDef):
         return False

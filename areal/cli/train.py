@@ -19,10 +19,10 @@ The fork happens before torch is loaded: the parent is small, has one thread and
 
     how the child ended            what follows
     0, 2 (user error), 130         exit
-    after `stay_down()`            exit with code 1 (run/restart.py)
+    after `forbid_restart()`       exit with code 1 (run/restart.py)
     1 (a fault of the environment) restart if it has written a new recover point
     a signal (kill -9, segfault),  restart, up to `retries` times without a new recover point
-    or 1 after `come_again()`
+    or 1 after `request_restart()`
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def tell_parent(error: BaseException) -> None:
     from areal.api.scheduler_api import WorkerFailedError
     from areal.rollout.failures import RolloutFailedError
     from areal.run.database import RunDatabaseError
-    from areal.run.restart import come_again, stay_down
+    from areal.run.restart import forbid_restart, request_restart
     from areal.utils.child_process import ProcessKilledError
     from areal.utils.fs import is_disk_fault
 
@@ -133,9 +133,9 @@ def tell_parent(error: BaseException) -> None:
         or (isinstance(cause, OSError) and is_disk_fault(cause))
         for cause in causes
     ):
-        stay_down()
+        forbid_restart()
     elif isinstance(error, WorkerFailedError | ProcessKilledError):
-        come_again()
+        request_restart()
 
 
 def _supervise(config: Any) -> int | None:

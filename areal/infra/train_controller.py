@@ -266,8 +266,8 @@ def divide_rows(
     rows_per_unit: int = 1,
     shares_prefixes: bool = False,
 ) -> list[Rows]:
-    """The rows of each data-parallel rank, ascending, nearly equal in tokens. Some are empty if there
-    are fewer units of `rows_per_unit` neighbouring rows than ranks.
+    """The rows of each data-parallel rank, ascending, nearly equal in tokens. Some are empty if
+    there are fewer units of `rows_per_unit` neighbouring rows than ranks.
 
     With `shares_prefixes` rows with a common prefix stay together, unless there are fewer such
     groups than ranks, and count as their prefix tree.

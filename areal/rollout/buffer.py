@@ -1,7 +1,7 @@
 """Which groups run, which wait for a batch, and which of them form the next batch?
 
 In: groups that start and outcomes that end them. Out: batches, stale groups, and descriptions of
-a wait. `GroupPool` is shared by the trainer thread and the loop thread without a lock of its own:
+a wait. `GroupBuffer` is shared by the trainer thread and the loop thread without a lock of its own:
 the executor's condition guards every call. Invariant: a task is running, or waiting in the pool, or
 has left by exactly one of batch, rejection, failure or staleness; the gate's counts agree.
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     Trajectory = dict[str, torch.Tensor]
 
 
-class GroupPool:
+class GroupBuffer:
     """Running and finished groups. The gate bounds both: at most (eta + 1) * B finished ones."""
 
     def __init__(self, gate: StalenessManager) -> None:
         self._gate = gate
         self._running: dict[int, Running] = {}
-        self._finished: dict[int, Finished] = {}
+        self._finished: dict[int, FinishedGroup] = {}
         self._keep_rejected = False
         self.rejections: Counter[str] = Counter()
         self.num_stale = 0
         self.progress_at = time.monotonic()  # when a group was last added to `_finished`
 
     def restore(
-        self, version: int, waiting: Sequence[Finished], *, keep_rejected: bool
+        self, version: int, waiting: Sequence[FinishedGroup], *, keep_rejected: bool
     ) -> list[int]:
         """Set the initial state. `keep_rejected`: rejected groups count towards a batch too.
 
@@ -75,7 +75,7 @@ class GroupPool:
             self.rejections[outcome.why] += 1
         if outcome.state == "finished" or (outcome.state == "rejected" and self._keep_rejected):
             self._gate.on_accepted()
-            self._finished[outcome.task_id] = Finished(
+            self._finished[outcome.task_id] = FinishedGroup(
                 outcome.task_id,
                 outcome.issued_version,
                 outcome.head_version,
@@ -90,7 +90,7 @@ class GroupPool:
         """Necessary, not sufficient: `take` may still wait for an older group."""
         return len(self._finished) >= self._gate.consumer_batch_size
 
-    def take(self, version: int) -> list[Finished] | None:
+    def take(self, version: int) -> list[FinishedGroup] | None:
         """The groups for the step of `version`, or None while it has to wait."""
         chosen = select_batch(
             {task_id: result.issued_version for task_id, result in self._finished.items()},
@@ -114,7 +114,7 @@ class GroupPool:
         self.num_stale += len(task_ids)
         self._gate.on_stale(len(task_ids))
 
-    def give_back(self, taken: Sequence[Finished]) -> None:
+    def give_back(self, taken: Sequence[FinishedGroup]) -> None:
         """Release the slots of groups that were taken but belong to no step."""
         self._gate.on_stale(len(taken))
 
@@ -213,7 +213,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedGroup:
     """A result waiting for its batch. Trajectory None: a rejected group of a dynamic batch."""
 
     task_id: int

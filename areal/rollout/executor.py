@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import EngineLostError
-from areal.rollout.buffer import GroupPool, Outcome, Running, failed, judge
+from areal.rollout.buffer import GroupBuffer, Outcome, Running, failed, judge
 from areal.rollout.failures import FailureLimits, FailureMeter, RejectionStreak
 from areal.rollout.group import GroupRunner
 from areal.rollout.ledger import Resume
@@ -123,7 +123,7 @@ class WorkflowExecutor:
 
         # Shared by both threads, under `changed`.
         self._changed = threading.Condition()
-        self._pool = GroupPool(gate)
+        self._pool = GroupBuffer(gate)
         self._dropped: list[int] = []  # rejected groups that the next batch counts
         self._version = 0
         self._paused = self._closed = False

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areal.api.redact import hide_secrets
-from areal.rollout.buffer import Finished, Outcome
+from areal.rollout.buffer import FinishedGroup, Outcome
 from areal.rollout.trajectory import decode, encode, mean_reward
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class Resume:
     version: int = 0
     next_task_id: int = 0  # first prompt never issued
     reissue: list[int] = field(default_factory=list)  # ascending
-    finished: list[Finished] = field(default_factory=list)
-    rejected: list[Finished] = field(default_factory=list)  # not yet counted in a dynamic batch
+    finished: list[FinishedGroup] = field(default_factory=list)
+    rejected: list[FinishedGroup] = field(default_factory=list)  # not yet in a dynamic batch
 
 
 class Ledger:
@@ -182,7 +182,7 @@ class Ledger:
                ORDER BY task_id"""
         )
         results = [
-            Finished(
+            FinishedGroup(
                 row["task_id"],
                 row["issued_version"],
                 row["head_version"],

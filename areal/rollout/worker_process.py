@@ -28,7 +28,7 @@ from areal.rollout.group import GroupRunner
 from areal.rollout.trajectory import encode
 from areal.sandbox.worker import adopt_main
 from areal.utils import import_path, stacks, stats_tracker
-from areal.utils.garbage import settle_garbage_collector
+from areal.utils.garbage import tune_gc
 
 DOWN = struct.Struct("<Q")  # bytes of pickle
 UP = struct.Struct("<II")  # bytes of JSON, of safetensors
@@ -62,7 +62,7 @@ async def _serve(channel: socket.socket) -> None:
         return
     sys.path[:] = setup["sys_path"]
     worker = _Worker(pickle.loads(setup["engine"]), writer)
-    settle_garbage_collector()
+    tune_gc()
     try:
         while (message := await _next_frame(reader)) is not None:
             kind, *arguments = message

@@ -43,7 +43,7 @@ from areal.rollout.worker_process import DOWN, UP, WorkflowRecipe
 from areal.sandbox.process import main_module
 from areal.utils import logging, stats_tracker
 from areal.utils.child_process import ChildProcess
-from areal.utils.hosted_object import HostedObject, forget_rank
+from areal.utils.hosted_object import HostedObject, clear_rank_env
 from areal.utils.waits import progress, waiting
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class WorkerHost:
     _child: ChildProcess  # of the last start
 
     def __init__(self, index: int, logs: Path | None) -> None:
-        forget_rank()
+        clear_rank_env()
         self._index = index
         self._logs = logs
         self._num_started = 0

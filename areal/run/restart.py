@@ -1,10 +1,10 @@
 """Messages of a supervised process to its parent (cli/train.py), through a pipe.
 
-    stay_down()        do not restart: the cause (a full disk, a hang) would end the next one too
-    come_again()       restart: the cause (a killed rank) counts like a signal to the process
+    forbid_restart()   do not restart: the cause (a full disk, a hang) would end the next one too
+    request_restart()  restart: the cause (a killed rank) counts like a signal to the process
     heard_a_signal()   shutting down, which may take as long as writing a recover point
 
-The first of `stay_down` and `come_again` counts. No-op without a parent.
+The first of `forbid_restart` and `request_restart` counts. No-op without a parent.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def pipe() -> int | None:
     return _to_parent
 
 
-def stay_down() -> None:
+def forbid_restart() -> None:
     _say(STAY_DOWN)
 
 
-def come_again() -> None:
+def request_restart() -> None:
     _say(COME_AGAIN)
 
 

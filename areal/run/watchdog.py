@@ -150,7 +150,7 @@ class Watchdog:
 def _end(line: str) -> NoReturn:
     with contextlib.suppress(Exception):  # nothing may prevent the exit
         logger.error("nothing moves:\n%s", "\n".join(waits.describe()))
-        restart.stay_down()
+        restart.forbid_restart()
         sys.stdout.flush()
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

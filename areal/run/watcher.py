@@ -165,7 +165,7 @@ def _ends_itself(channel: Channel, line: str) -> bool:
 
 def _kill(pid: int, line: str) -> None:
     with contextlib.suppress(OSError):  # the supervisor has ended
-        restart.stay_down()
+        restart.forbid_restart()
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)  # so that nothing is printed after the line
         sys.stderr.write(f"{line}\n")

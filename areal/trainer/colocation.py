@@ -1,9 +1,9 @@
 """Colocation: training and generation alternate on one device.
 
-    turns = Turns(models)        # offloads the models, so that a server can start
+    turns = TimeSharedDevice(models)  # offloads the models, so that a server can start
     turns.connect(server)
-    turns.to_training()          # offload the server's weights and cache, onload the models
-    turns.to_generation()        # offload models and optimizers, onload the server
+    turns.to_training()               # offload the server's weights and cache, onload the models
+    turns.to_generation()             # offload models and optimizers, onload the server
 
 | phase      | on the device       | in host memory                                                |
 |------------|---------------------|---------------------------------------------------------------|
@@ -23,7 +23,7 @@ from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.utils.perf_tracer import phase
 
 
-class Turns:
+class TimeSharedDevice:
     _server: InferenceEngine  # from `connect` on
 
     def __init__(self, models: Sequence[TrainEngine]) -> None:

@@ -3,7 +3,7 @@
     recover point before the step  weights, optimizers, schedule, KL controller, random states
     run.db: starts                 the config, and the number of threads
     run.db: trajectories           the batch, in prompt order as it was trained on
-        -> Learner.train ->
+        -> PPOLearner.train ->
     run.db: steps                  the same statistics?
     recover point after the step   the same weights and optimizers, tensor by tensor?
 
@@ -46,7 +46,7 @@ from areal.run.paths import RunPaths
 from areal.run.recover import RecoverPoint, RecoverStore
 from areal.trainer.base import Trainer
 from areal.trainer.episodes import describe_batch
-from areal.trainer.ppo.actor import Learner
+from areal.trainer.ppo.actor import PPOLearner
 from areal.utils import stats_tracker
 
 _LEARNED = ("actor/", "critic/")  # statistics that depend on training only
@@ -106,7 +106,7 @@ class _Rehearsal(Trainer):
     """The models of a run without its rollout, in a separate run folder."""
 
     def _open(self, stack: ExitStack) -> None:
-        self.learner = Learner(self.config, partial(self._open_engine, stack=stack))
+        self.learner = PPOLearner(self.config, partial(self._open_engine, stack=stack))
         self.run.remember(**self.learner.states())
 
     def train(self, recording: Recording) -> dict[str, float]:

@@ -30,7 +30,7 @@ from areal.rollout.worker_process import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.run.run import StepObserver
 from areal.trainer.base import Trainer
-from areal.trainer.colocation import Turns
+from areal.trainer.colocation import TimeSharedDevice
 from areal.trainer.episodes import (
     RewardSpread,
     build_filter,
@@ -39,10 +39,10 @@ from areal.trainer.episodes import (
     mean_reward,
     refuse_images,
 )
-from areal.trainer.ppo.actor import Learner
+from areal.trainer.ppo.actor import PPOLearner
 from areal.trainer.servers import ServerTrace, open_inference, place_rollout_workers
 from areal.utils.device import num_cores
-from areal.utils.garbage import settle_garbage_collector
+from areal.utils.garbage import tune_gc
 from areal.utils.perf_tracer import phase
 from areal.utils.startup import stage
 
@@ -60,10 +60,10 @@ class PPOTrainer(Trainer):
 
     def _open(self, stack: ExitStack) -> None:
         self._share_cores()
-        self.learner = Learner(self.config, partial(self._open_engine, stack=stack))
+        self.learner = PPOLearner(self.config, partial(self._open_engine, stack=stack))
         self.engine = self.learner.engine
         self.run.remember(**self.learner.states())
-        self.turns = Turns([self.models[role] for role in self.config.models_in_turns()])
+        self.turns = TimeSharedDevice([self.models[role] for role in self.config.models_in_turns()])
         runner = self._start_runner(stack)
         rollout = self.config.rollout
         with stage(f"inference, {rollout.backend}", limit_s=rollout.setup_timeout):
@@ -235,7 +235,7 @@ class PPOTrainer(Trainer):
                 self._publish(first)
         else:
             self.engine.set_version(first)
-        settle_garbage_collector()
+        tune_gc()
         self.rollout.start(
             self.source,
             episodes,

@@ -12,7 +12,7 @@ import gc
 _THRESHOLDS = (10_000, 20, 20)  # Python's first one is 700 (2,000 from 3.13 on)
 
 
-def settle_garbage_collector() -> None:
+def tune_gc() -> None:
     """Call it once modules and models are loaded: they are excluded from all later scans."""
     gc.collect()
     gc.freeze()

@@ -106,7 +106,7 @@ class HostedObject:
             raise EngineLostError(f"{self.loss}; {error}") from None
 
 
-def forget_rank() -> None:
+def clear_rank_env() -> None:
     """For a host: child processes are no ranks of the worker's own job."""
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)

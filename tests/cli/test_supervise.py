@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 # Each child takes the next word of the script: an exit code, a signal's name, "point" (write a
-# recover point first), "down" or "again" (say `stay_down` or `come_again` first), or "sleep".
+# recover point first), "down" or "again" (`forbid_restart` or `request_restart` first), or "sleep".
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from areal.cli.train import supervise
 from areal.run.recover import newest_step
-from areal.run.restart import come_again, stay_down
+from areal.run.restart import request_restart, forbid_restart
 
 folder, words = Path(sys.argv[1]), sys.argv[3:]
 code = supervise(retries=int(sys.argv[2]), newest_point=lambda: newest_step(folder / "recover"),
@@ -33,10 +33,10 @@ if word.startswith("point-"):
     (folder / "recover" / f"step_{number}").mkdir(parents=True)
     word = word.removeprefix("point-")
 if word.startswith("down-"):
-    stay_down()
+    forbid_restart()
     word = word.removeprefix("down-")
 if word.startswith("again-"):
-    come_again()
+    request_restart()
     word = word.removeprefix("again-")
 if word == "sleep":
     signal.signal(signal.SIGTERM, signal.default_int_handler)

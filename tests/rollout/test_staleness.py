@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_world import trajectory
 
-from areal.rollout.buffer import GroupPool, Outcome, Running, select_batch
+from areal.rollout.buffer import GroupBuffer, Outcome, Running, select_batch
 from areal.rollout.source import Prompt
 from areal.rollout.staleness import StalenessManager
 
@@ -90,7 +90,7 @@ def test_random_schedules_keep_the_bounds(
     gate = StalenessManager(
         max_concurrent_rollouts=max_concurrent, consumer_batch_size=batch_size, max_staleness=eta
     )
-    pool = GroupPool(gate)
+    pool = GroupBuffer(gate)
     pool.restore(0, [], keep_rejected=keep_rejected)
     version, next_id = 0, 0
     running: dict[int, Running] = {}

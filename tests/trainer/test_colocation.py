@@ -17,7 +17,7 @@ from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.cli.demo import make_model
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.models.hf_io import build_model, save_hf
-from areal.trainer.colocation import Turns
+from areal.trainer.colocation import TimeSharedDevice
 from areal.trainer.experiment import load_datasets
 from areal.trainer.rl_trainer import PPOTrainer
 
@@ -34,7 +34,7 @@ def server(tmp_path):
 
 async def test_each_does_its_work_in_its_turn(server, tmp_path):
     plain, model = (open_engine(tmp_path / "model", "archon:d1") for _ in range(2))
-    turns = Turns([model])
+    turns = TimeSharedDevice([model])
     turns.connect(server)
     batch = make_batch()
     for version in (1, 2):
@@ -55,7 +55,7 @@ async def test_each_does_its_work_in_its_turn(server, tmp_path):
 
 
 async def test_without_models_nothing_moves(server):
-    turns = Turns([])
+    turns = TimeSharedDevice([])
     turns.connect(server)
     turns.to_training()
     assert len((await generate(server)).output_tokens) == 12

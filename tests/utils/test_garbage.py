@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal.utils.garbage import settle_garbage_collector
+from areal.utils.garbage import tune_gc
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ class Node:
 
 def test_cycles_made_later_are_collected_without_being_asked_for():
     old = [Node() for _ in range(10)]
-    settle_garbage_collector()
+    tune_gc()
     assert gc.get_freeze_count() > len(old)
     lost = weakref.ref(Node())
     kept = [[] for _ in range(30_000)]  # three times the first threshold

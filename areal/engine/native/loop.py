@@ -298,7 +298,7 @@ class Receiver:
         self._engine = engine
         self._receive = receive
         self._events = asyncio.get_running_loop()
-        # Bounded by the number of tokens, plus one None when the client has left.
+        # Bounded by the number of tokens, plus one None when the client has disconnected.
         self._results: asyncio.Queue[Sequence[Result] | None] = asyncio.Queue()
         self.unfinished: set[str] = set()  # rids whose Reply or Refusal `next` has not returned
 

@@ -249,7 +249,7 @@ class _StreamedReply(Response):
             choice, start = self._choices[one.rid], self._num_tokens[one.rid]
             if isinstance(one, Progress):
                 self._num_tokens[one.rid] += len(one.tokens)
-                chunks += choice.go_on(one.tokens, one.logprobs)
+                chunks += choice.advance(one.tokens, one.logprobs)
             elif isinstance(one, Reply):  # refusals are handled by `_fault`
                 finished = one.finished
                 self._num_tokens[one.rid] = len(finished.output_tokens)
@@ -332,7 +332,7 @@ class CompletionChoice:
     def begin(self) -> list[Chunk]:
         return []
 
-    def go_on(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
+    def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
         text = self._text.push(tokens)
         return [self._chunk(text, tokens, logprobs)] if text or self._call.logprobs else []
 
@@ -370,7 +370,7 @@ class ChatChoice:
     def begin(self) -> list[Chunk]:
         return [self._chunk({"role": "assistant", "content": ""})]
 
-    def go_on(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
+    def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
         return self._content(self._showable(self._stream.push(tokens)), tokens, logprobs)
 
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:

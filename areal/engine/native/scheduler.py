@@ -41,7 +41,7 @@ class SlotTable:
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.pages = np.full((num_slots, max_pages), SCRATCH_PAGE, np.int64)
         self.num_pages = np.zeros(num_slots, np.int64)
-        self.num_shared = np.zeros(num_slots, np.int64)  # leading pages shared with its prompt's prefix
+        self.num_shared = np.zeros(num_slots, np.int64)  # leading pages shared with its prefix
         self.num_tokens = np.zeros(num_slots, np.int64)  # prompt and output
         self.num_output = np.zeros(num_slots, np.int64)
         self.max_cached = np.zeros(num_slots, np.int64)  # tokens ever cached: all but the last
@@ -188,7 +188,7 @@ class Scheduler:
         """Find a slot, the prefix and pages for `sequence`; False when pages are short."""
         pool, prompt = self.pool, sequence.prompt
         num_shared = len(prompt) // pool.page_size
-        # One more position than it has: admitted, it can draw a token without preempting others.
+        # One position more than it has, so that it can draw a token without preempting others.
         num_own = pool.pages_for(sequence.num_tokens + 1) - num_shared
         prefix = self.prefixes.find(prompt)
         num_new = num_own + (pool.pages_for(len(prompt)) if prefix is None else 0)

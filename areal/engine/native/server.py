@@ -1,25 +1,25 @@
 """The HTTP server of a native engine.
 
-| route                    | body or query                       | answer                           |
-|--------------------------|-------------------------------------|----------------------------------|
-| POST /generate           | see wire.py                         | JSON lines of progress, results  |
-| POST /score              | sequences: lists of token ids       | logprobs of them, version        |
-| /v1/...                  | see openai_routes.py                | as OpenAI's API                  |
-| POST /pause              |                                     | when no step runs any more       |
-| POST /continue           |                                     |                                  |
-| POST /abort              | rid, or all=true                    | the number of requests ended     |
-| POST /offload            | tags: weights, kv_cache; or all     | when their memory is free        |
-| POST /onload             | likewise                            | when they are back               |
-| GET /health              |                                     | status, version, model, paused,  |
-|                          |                                     | device                           |
-| GET /stats               |                                     | the engine's counters            |
-| GET /busy_intervals      | ?since=UNIX_TIME                    | when steps ran, for traces       |
-| POST /init_weights_group | name, host, port, rank, world_size, | when all joined                  |
-|                          | backend, timeout_s                  |                                  |
-| POST /update_weights     | kind=folder or delta: path, key=""; | when they are live               |
-|                          | kind=xccl: group; version,          |                                  |
-|                          | recompute_kv=true                   |                                  |
-| GET /openapi.json        |                                     | all of this, with body schemas   |
+| route                    | body or query                       | answer                          |
+|--------------------------|-------------------------------------|---------------------------------|
+| POST /generate           | see wire.py                         | JSON lines of progress, results |
+| POST /score              | sequences: lists of token ids       | logprobs of them, version       |
+| /v1/...                  | see openai_routes.py                | as OpenAI's API                 |
+| POST /pause              |                                     | when no step runs any more      |
+| POST /continue           |                                     |                                 |
+| POST /abort              | rid, or all=true                    | the number of requests ended    |
+| POST /offload            | tags: weights, kv_cache; or all     | when their memory is free       |
+| POST /onload             | likewise                            | when they are back              |
+| GET /health              |                                     | status, version, model, paused, |
+|                          |                                     | device                          |
+| GET /stats               |                                     | the engine's counters           |
+| GET /busy_intervals      | ?since=UNIX_TIME                    | when steps ran, for traces      |
+| POST /init_weights_group | name, host, port, rank, world_size, | when all joined                 |
+|                          | backend, timeout_s                  |                                 |
+| POST /update_weights     | kind=folder or delta: path, key=""; | when they are live              |
+|                          | kind=xccl: group; version,          |                                 |
+|                          | recompute_kv=true                   |                                 |
+| GET /openapi.json        |                                     | all of this, with body schemas  |
 
 Every route requires `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1
 OpenAI's object instead of the text): 400 invalid request, 401 no or a wrong token, 409 the base of
@@ -49,7 +49,7 @@ from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.route_schemas import ABORT, GENERATE, GROUP, SCORE, TAGS, UPDATE
 from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
-from areal.engine.native.weight_loader import KINDS, Order, WeightInbox, WrongGroupError
+from areal.engine.native.weight_loader import KINDS, WeightLoader, WeightUpdate, WrongGroupError
 from areal.engine.native.wire import (
     Refusal,
     decode_requests,
@@ -91,7 +91,7 @@ def create_app(
         app.add_exception_handler(kind, _answer_error(status))
     text = ModelText(folder or model)
     add_openai_routes(app, loop, text, model=model)
-    app.state.weights = WeightInbox(loop)  # to be closed with the app
+    app.state.weights = WeightLoader(loop)  # to be closed with the app
     add_weight_routes(app, app.state.weights)
     add_control_routes(app, loop)
     add_watch_routes(app, loop, model=model)
@@ -302,7 +302,7 @@ _MAX_VERSION = (1 << 31) - 1  # trajectories store versions as int32
 _MAX_TIMEOUT_S = 86_400
 
 
-def add_weight_routes(app: FastAPI, inbox: WeightInbox) -> None:
+def add_weight_routes(app: FastAPI, inbox: WeightLoader) -> None:
     @app.post("/init_weights_group", openapi_extra=json_body(GROUP))
     async def init_weights_group(request: Request) -> dict[str, str]:
         place = _place(loads_object(await read_body(request)))
@@ -332,12 +332,12 @@ def _place(content: dict[str, Any]) -> GroupPlace:
     )
 
 
-def _order(content: dict[str, Any]) -> Order:
+def _order(content: dict[str, Any]) -> WeightUpdate:
     kind = field(content, "kind", str, default="folder")
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {KINDS}, got {kind[:60]!r}")
     place = "group" if kind == "xccl" else "path"
-    return Order(
+    return WeightUpdate(
         kind=kind,
         **{place: _text(content, place)},
         key=field(content, "key", str, default=""),

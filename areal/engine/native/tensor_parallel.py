@@ -232,7 +232,7 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 
 
 _COMPUTE_TIMEOUT = timedelta(minutes=10)  # a rank may be that late, by loading weights
-_ORDER_TIMEOUT = timedelta(days=3650)  # followers of an idle server wait; a dead leader closes the connection
+_ORDER_TIMEOUT = timedelta(days=3650)  # idle followers wait; a dead leader closes the connection
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 _POLL_S = 0.1
 # Before `on_end`: lets an error of this rank (the same bad weights) surface first, and pending

@@ -1,8 +1,8 @@
 """Receives new weights in a native server, for every transport.
 
-    inbox = WeightInbox(engine_loop)
+    inbox = WeightLoader(engine_loop)
     inbox.join(place)                                        # the group of an `xccl` sender
-    inbox.take(Order("xccl", version=3, recompute_kv=True, group=place.name))
+    inbox.take(WeightUpdate("xccl", version=3, recompute_kv=True, group=place.name))
 
 A version is received and verified in full beside the running engine; only loading happens between
 two steps. Calls block, may come from any thread, and are serialized.
@@ -33,20 +33,18 @@ class WrongGroupError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WeightUpdate:
     """`folder` and `delta` need a path, `xccl` a group."""
 
     kind: Kind
     version: int
     recompute_kv: bool
     path: str = ""
-    key: str = dataclasses.field(
-        default="", repr=False
-    )  # the sender's key (weight_sync/seal.py)
+    key: str = dataclasses.field(default="", repr=False)  # the sender's key (weight_sync/seal.py)
     group: str = ""
 
 
-class WeightInbox:
+class WeightLoader:
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
@@ -59,7 +57,7 @@ class WeightInbox:
             self._leave()
             self._group = WeightGroup.open(place, self._loop.device)
 
-    def take(self, order: Order) -> None:
+    def take(self, order: WeightUpdate) -> None:
         """Returns when the new weights are live. On an error the old ones stay live."""
         with self._lock:
             source = self._receive(order)
@@ -76,7 +74,7 @@ class WeightInbox:
                 self._mirror.close()
                 self._mirror = None
 
-    def _receive(self, order: Order) -> Iterable[tuple[str, torch.Tensor]]:
+    def _receive(self, order: WeightUpdate) -> Iterable[tuple[str, torch.Tensor]]:
         if order.kind == "xccl":
             staged = self._receive_broadcast(order)
             # The other ranks of this server are in no group, so they read it from files.
@@ -89,7 +87,7 @@ class WeightInbox:
         except OSError as err:  # a bad path: too long, a symlink loop, no permission
             raise PublicationError(f"{order.path[:200]}: {err.strerror}") from err
 
-    def _receive_broadcast(self, order: Order) -> list[tuple[str, torch.Tensor]]:
+    def _receive_broadcast(self, order: WeightUpdate) -> list[tuple[str, torch.Tensor]]:
         group = self._group
         if group is None or group.place.name != order.group:
             here = "none" if group is None else group.place.name

@@ -19,7 +19,7 @@ unavailable on purpose:
 
     deadlines = Deadlines(60.0)
     async with deadlines.limit(): ...      # TimeoutError after 60 seconds of the clock
-    deadlines.stop(); deadlines.go_on()
+    deadlines.stop(); deadlines.resume()
 
 A limit entered while the clock is stopped starts with its full time.
 """
@@ -49,14 +49,14 @@ from areal.engine.native.wire import (
     decode_line,
     encode_requests,
 )
-from areal.engine.remote.router import Fleet, Server, SharedWork, retry_delay_s
+from areal.engine.remote.router import RequestRouter, Server, SingleFlight, retry_delay_s
 from areal.engine.remote.server_control import (
     BadReplyError,
     ServerEndedError,
     ServerError,
     error_text,
 )
-from areal.engine.remote.server_pool import Members
+from areal.engine.remote.server_pool import ServerPool
 from areal.utils import logging
 from areal.utils.waits import waiting
 
@@ -125,12 +125,12 @@ class _Exchange:
 class GenerateClient:
     """Bound to the event loop it is created on. `deadlines` bound one attempt of a request.
 
-    `members` is the server pool; it is called in a thread to replace a lost server.
+    `pool` is the server pool; it is called in a thread to replace a lost server.
     """
 
     def __init__(
         self,
-        members: Members,
+        pool: ServerPool,
         token: str,
         *,
         deadlines: Deadlines,
@@ -141,13 +141,13 @@ class GenerateClient:
         """`counts` gets `replies_refused`, and after a lost connection `requests_resent` and
         `tokens_kept`."""
         self.events = asyncio.get_running_loop()
-        self._fleet = Fleet(members.addresses)
+        self._router = RequestRouter(pool.addresses)
         self._deadlines = deadlines
         self._retries = retries
-        self._members = members
+        self._pool = pool
         self._vocab_size = vocab_size
         # Single-flight by address: shared by all exchanges that lost one server.
-        self._verdicts, self._replacements = SharedWork(), SharedWork()
+        self._verdicts, self._replacements = SingleFlight(), SingleFlight()
         self._counts = counts
         self._open: set[asyncio.Future[Reply]] = set()  # of all pending calls
         self._outbox: list[_Pending] = []  # calls of this tick
@@ -178,14 +178,14 @@ class GenerateClient:
 
     def add_server(self, address: str) -> None:
         if self._server_of(address) is None:  # it may have joined before this client was created
-            self._fleet.add(address)
+            self._router.add(address)
 
     async def drain(self, address: str) -> None:
         """Send the server no more requests, and wait until its in-flight ones are finished."""
         server = self._server_of(address)
         if server is None:
             return
-        self._fleet.remove(server)
+        self._router.remove(server)
         tasks = [task for task, to in self._tasks.items() if to is server]
         if tasks:
             await asyncio.wait(tasks)
@@ -221,7 +221,7 @@ class GenerateClient:
             task.add_done_callback(self._tasks.pop)
 
     def _server_of(self, address: str) -> Server | None:
-        return next((one for one in self._fleet.servers if one.address == address), None)
+        return next((one for one in self._router.servers if one.address == address), None)
 
     def _wire_rid(self, pending: _Pending) -> str:
         return f"{pending.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
@@ -230,7 +230,7 @@ class GenerateClient:
         """The calls of each server, the samples of one prompt together."""
         shares: dict[Server, list[_Pending]] = {}
         for pending in calls:
-            server = self._fleet.take(pending.request.input_ids, pending.max_tokens)
+            server = self._router.take(pending.request.input_ids, pending.max_tokens)
             shares.setdefault(server, []).append(pending)
         return shares.items()
 
@@ -258,7 +258,7 @@ class GenerateClient:
             _fail(exchange.waiting.values(), err)
         finally:
             for pending in calls:
-                self._fleet.give_back(server, pending.request.input_ids, pending.max_tokens)
+                self._router.give_back(server, pending.request.input_ids, pending.max_tokens)
 
     async def _post(self, exchange: _Exchange) -> None:
         body = encode_requests(
@@ -326,7 +326,7 @@ class GenerateClient:
         own = before[pending.num_sent :]
         check_tokens(told.tokens, vocab_size=self._vocab_size)
         check_amount(len(before) + len(told.tokens), None, max_tokens=pending.budget)
-        newest = self._members.newest_version
+        newest = self._pool.newest_version
         check_versions(told.versions, newest=newest, first=own[-1] if own else 0)
 
     def _check_reply(self, pending: _Pending, finished: Finished) -> None:
@@ -337,7 +337,7 @@ class GenerateClient:
             told = so_far.tokens, so_far.versions
             if told != (tokens[: len(so_far.tokens)], versions[: len(so_far.tokens)]):
                 raise ValueError("output_tokens: expected those told before, at the beginning")
-        check_versions(versions[pending.num_sent :], newest=self._members.newest_version)
+        check_versions(versions[pending.num_sent :], newest=self._pool.newest_version)
 
     def _refuse(self, calls: Collection[_Pending], server: Server, err: BadReplyError) -> None:
         self._counts["replies_refused"] += 1
@@ -352,41 +352,41 @@ class GenerateClient:
         calls = exchange.waiting.values()
         if not await self._verdicts.do(address, self._judge, server, address):
             return self._retry(calls, server, err)
-        self._replacements.start(address, self._look_after, server, address)
+        self._replacements.start(address, self._replace_server, server, address)
         if not self._others(server):
             try:
-                await self._replacements.do(address, self._look_after, server, address)
+                await self._replacements.do(address, self._replace_server, server, address)
             except (ServerError, EngineLostError) as lost:
                 return _fail(calls, lost)
         return self._send_again(calls)
 
     async def _judge(self, server: Server, address: str) -> bool:
         """Whether the server at this address has ended."""
-        if server.address != address or server not in self._fleet.servers:
+        if server.address != address or server not in self._router.servers:
             return True
-        return await asyncio.to_thread(self._members.is_gone, address)
+        return await asyncio.to_thread(self._pool.is_gone, address)
 
-    async def _look_after(self, server: Server, address: str) -> None:
+    async def _replace_server(self, server: Server, address: str) -> None:
         if server.address != address:
             return
-        self._fleet.avoid(server, math.inf)
+        self._router.avoid(server, math.inf)
         try:
-            successor = await asyncio.to_thread(self._members.successor, address)
+            successor = await asyncio.to_thread(self._pool.successor, address)
         except EngineLostError as lost:
             logger.error("%s", lost)  # raised again for the next request sent there
             raise
         finally:
             server.avoided_until = 0
         if successor is None:
-            self._fleet.remove(server)
-            if not self._fleet.servers:  # unless one has just joined and is about to be added
-                self._fleet.add(self._members.addresses[0])
+            self._router.remove(server)
+            if not self._router.servers:  # unless one has just joined and is about to be added
+                self._router.add(self._pool.addresses[0])
         else:
             server.address = successor
 
     def _others(self, server: Server) -> bool:
         """Whether requests can go to another server now."""
-        return any(one is not server and not one.is_avoided for one in self._fleet.servers)
+        return any(one is not server and not one.is_avoided for one in self._router.servers)
 
     def _elsewhere(self, calls: Collection[_Pending], server: Server, err: ServerError) -> None:
         """Resend to another server, if there is one."""
@@ -396,7 +396,7 @@ class GenerateClient:
             _fail(calls, err)
 
     def _retry(self, calls: Collection[_Pending], server: Server, err: Exception) -> None:
-        self._fleet.avoid(server)
+        self._router.avoid(server)
         fault, again = str(err), []  # a BadReplyError names the server itself
         if not isinstance(err, BadReplyError):
             fault = f"{_where(server)}: {type(err).__name__}: {err}"
@@ -495,7 +495,7 @@ class Deadlines:
                 self._stopped_at = time.monotonic()
             self._set_alarms()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         with self._lock:
             if self._stopped_at is not None:
                 self._stood_s += time.monotonic() - self._stopped_at

@@ -47,7 +47,7 @@ from areal.api.io_struct import (
 )
 from areal.api.json_text import loads_object
 from areal.engine.remote.protocol import ServerProtocol
-from areal.engine.remote.router import Fleet, Server, SharedWork, retry_delay_s
+from areal.engine.remote.router import RequestRouter, Server, SingleFlight, retry_delay_s
 from areal.engine.remote.server_control import BadReplyError, ServerError, error_text
 from areal.utils import logging
 
@@ -151,9 +151,9 @@ class HttpClient:
         self._retries = retries
         self._max_context = max_context
         self._vocab_size = vocab_size
-        self._fleet = Fleet(addresses)
+        self._router = RequestRouter(addresses)
         self._replace = replace
-        self._replacements = SharedWork()  # by the lost address
+        self._replacements = SingleFlight()  # by the lost address
         self.num_resent = 0  # requests sent again after a lost connection or a refused reply
         self.num_refused = 0  # replies
         self._attempts: set[_Attempt] = set()
@@ -173,7 +173,7 @@ class HttpClient:
         caller = asyncio.current_task()
         assert caller is not None, "a coroutine is run by a task"
         self._callers.add(caller)
-        server = self._fleet.take(request.input_ids, cost)
+        server = self._router.take(request.input_ids, cost)
         try:
             failures = 0
             while draft.stop_reason is None:
@@ -189,14 +189,14 @@ class HttpClient:
                         continue
                     if isinstance(err, ServerError) and not is_bad_reply:
                         raise
-                    self._fleet.give_back(server, request.input_ids, cost)
-                    self._fleet.avoid(server)
-                    server, lost = self._fleet.take(request.input_ids, cost), server
+                    self._router.give_back(server, request.input_ids, cost)
+                    self._router.avoid(server)
+                    server, lost = self._router.take(request.input_ids, cost), server
                     await self._after_failure(failures := failures + 1, lost, err)
                 else:
                     failures = 0 if progressed else failures
         finally:
-            self._fleet.give_back(server, request.input_ids, cost)
+            self._router.give_back(server, request.input_ids, cost)
             self._callers.discard(caller)
         return draft.response(latency=time.perf_counter() - started)
 
@@ -218,10 +218,10 @@ class HttpClient:
     async def _is_replaced(self, server: Server, address: str) -> bool:
         """Whether the failed server at `address` was replaced. Raises what `replace` raises."""
         if server.address == address:
-            await self._replacements.do(address, self._look_after, server)
+            await self._replacements.do(address, self._replace_server, server)
         return server.address != address
 
-    async def _look_after(self, server: Server) -> None:
+    async def _replace_server(self, server: Server) -> None:
         server.address = await asyncio.to_thread(self._replace, server.address)
 
     def _budget(self, request: ModelRequest) -> int:

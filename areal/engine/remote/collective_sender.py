@@ -50,7 +50,7 @@ class GroupRoutes(ABC):
 
     @abstractmethod
     def join(self, control: ControlClient, place: GroupPlace) -> None:
-        """Returns when all members have joined. `place` is that of its first worker; the others
+        """Returns when all pool have joined. `place` is that of its first worker; the others
         have the following ranks."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class CollectiveSender:
     def __init__(self, routes: GroupRoutes, *, timeout_s: float) -> None:
         self._routes = routes
         self._timeout_s = timeout_s
-        self._controls: Sequence[ControlClient] = ()  # the members of the group
+        self._controls: Sequence[ControlClient] = ()  # the pool of the group
         self._group: WeightGroup | None = None
         self._num_opened = 0
 

@@ -37,7 +37,7 @@ from areal.engine.remote.client import HttpClient, UpdateGate, close_on_its_loop
 from areal.engine.remote.collective_sender import CollectiveSender
 from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_control import ControlClient, on_all, on_living
-from areal.engine.remote.server_process import ServerProcess, ServerSeats
+from areal.engine.remote.server_process import ServerProcess, ServerSlots
 from areal.weight_sync.hf_folder import hf_folder_of
 from areal.weight_sync.publication import open_publication
 
@@ -79,7 +79,7 @@ class HttpEngine(InferenceEngine):
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
         self._protocol = protocol
-        self._seats = ServerSeats(addrs, processes, max_restarts=max_restarts)
+        self._seats = ServerSlots(addrs, processes, max_restarts=max_restarts)
         self._token = token
         self._model_path = Path(model_path)
         self._max_context = max_context

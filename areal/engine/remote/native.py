@@ -42,7 +42,7 @@ from areal.engine.remote.batching_client import Deadlines, GenerateClient
 from areal.engine.remote.client import close_on_its_loop, runs_here
 from areal.engine.remote.collective_sender import CollectiveSender, GroupRoutes
 from areal.engine.remote.server_control import BadReplyError, ControlClient, ServerRefusedError
-from areal.engine.remote.server_pool import Members, served_version
+from areal.engine.remote.server_pool import ServerPool, served_version
 from areal.engine.remote.server_process import ServerProcess
 from areal.utils.child_process import ChildProcess
 from areal.utils.device import best_device
@@ -88,7 +88,7 @@ class NativeRemoteEngine(InferenceEngine):
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
         self._vocab_size = vocab_size
-        self._members = Members(
+        self._pool = ServerPool(
             addrs,
             token,
             timeout_s=request_timeout_s,
@@ -109,10 +109,10 @@ class NativeRemoteEngine(InferenceEngine):
 
     @property
     def servers(self) -> list[str]:
-        return self._members.addresses
+        return self._pool.addresses
 
     def initialize(self) -> None:
-        self._members.open()
+        self._pool.open()
 
     def destroy(self) -> None:
         """From any thread. Cancels pending calls."""
@@ -133,7 +133,7 @@ class NativeRemoteEngine(InferenceEngine):
         `weights` is the update that brings these, by default the last one noted here. RuntimeError
         if it serves another model, or lacks the weights and no update can bring them.
         """
-        self._members.join(address, None if weights is None else _weight_order(weights))
+        self._pool.join(address, None if weights is None else _weight_order(weights))
         client = self._client
         if client is not None and not client.events.is_closed():
             client.events.call_soon_threadsafe(client.add_server, address)
@@ -145,55 +145,55 @@ class NativeRemoteEngine(InferenceEngine):
             client = None
         if client is not None and runs_here(client.events):
             raise RuntimeError("leave blocks: call it from another thread than agenerate")
-        self._members.leave(address)
+        self._pool.leave(address)
         if client is not None:
             drained = asyncio.run_coroutine_threadsafe(client.drain(address), client.events)
             drained.result(self._request_timeout_s)
 
     def pause_generation(self) -> None:
-        self._members.set_paused(True)
+        self._pool.set_paused(True)
 
     def continue_generation(self) -> None:
-        self._members.set_paused(False)
+        self._pool.set_paused(False)
 
     def update_weights(
         self,
         meta: WeightUpdateMeta,
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        self._members.expect_weights(meta.version)
+        self._pool.expect_weights(meta.version)
         if meta.type == "xccl" and named_tensors is not None:
-            return self._collective.send(self._members.controls, meta, named_tensors)
+            return self._collective.send(self._pool.controls, meta, named_tensors)
         if meta.type == "delta" and named_tensors is not None:
-            return self._delta.send(self._members, meta, named_tensors)
+            return self._delta.send(self._pool, meta, named_tensors)
         if meta.type == "direct" or named_tensors is not None:
             raise ValueError(
                 "a server in another process cannot take tensors directly; "
                 "set actor.weight_update_mode to shm or disk"
             )
         order = _weight_order(meta)
-        self._members.on_all(lambda control: control.post("/update_weights", **order))
-        self._members.remember_weights(meta.version, _lasting_order(meta))
+        self._pool.on_all(lambda control: control.post("/update_weights", **order))
+        self._pool.remember_weights(meta.version, _lasting_order(meta))
 
     def expect_weights(self, version: int) -> None:
-        self._members.expect_weights(version)
+        self._pool.expect_weights(version)
 
     @property
     def newest_version(self) -> int | None:
-        return self._members.newest_version
+        return self._pool.newest_version
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
-        self._members.note_weights(meta.version, _lasting_order(meta))
+        self._pool.note_weights(meta.version, _lasting_order(meta))
 
     def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
         """Each server scores a share of the rows."""
         rows = token_lists(data)
-        count = len(self._members.controls)
+        count = len(self._pool.controls)
         shares = [rows[index::count] for index in range(count)]
         scores: list[list[float]] = [[] for _ in rows]
         with ThreadPoolExecutor(count, thread_name_prefix="native-score") as pool:
             answers = pool.map(
-                lambda index: self._members.on_one(index, lambda c: _post_score(c, shares[index])),
+                lambda index: self._pool.on_one(index, lambda c: _post_score(c, shares[index])),
                 range(count),
             )
             for index, answer in enumerate(answers):
@@ -203,21 +203,21 @@ class NativeRemoteEngine(InferenceEngine):
     def offload(self, tags: Sequence[str] | None = None) -> None:
         """The time until `onload` does not count towards the timeout of waiting requests."""
         self._deadlines.stop()
-        self._members.offload(tags)
+        self._pool.offload(tags)
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        self._members.onload(tags)
-        if not self._members.offloaded:
-            self._deadlines.go_on()
+        self._pool.onload(tags)
+        if not self._pool.offloaded:
+            self._deadlines.resume()
 
     def get_version(self) -> int:
         """The oldest version any server serves."""
-        return min(self._members.on_all(served_version).values())
+        return min(self._pool.on_all(served_version).values())
 
     def stats(self) -> dict[str, float]:
         """Summed over the servers, except the version, which is the oldest; counters of a dead
         server are lost."""
-        answers = list(self._members.on_all(lambda control: control.get("/stats")).values())
+        answers = list(self._pool.on_all(lambda control: control.get("/stats")).values())
         total: dict[str, float] = {}
         for stats in answers:
             for name, value in stats.items():
@@ -227,7 +227,7 @@ class NativeRemoteEngine(InferenceEngine):
             **{name: self._counts[name] for name in _COUNTS},
             "version": min(stats["version"] for stats in answers),
             "servers": len(answers),
-            "restarts": self._members.num_restarts,
+            "restarts": self._pool.num_restarts,
         }
 
     def take_counts(self) -> dict[str, int]:
@@ -240,7 +240,7 @@ class NativeRemoteEngine(InferenceEngine):
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         """Per server address, when it computed after `since` (`time.time()`): for the trace."""
-        answers = self._members.on_all(lambda control: control.get("/busy_intervals", since=since))
+        answers = self._pool.on_all(lambda control: control.get("/busy_intervals", since=since))
         return {
             control.address: [(start, end) for start, end in answer["intervals"]]
             for control, answer in answers.items()
@@ -251,7 +251,7 @@ class NativeRemoteEngine(InferenceEngine):
         client = self._client
         if client is None or client.events.is_closed():
             client = self._client = GenerateClient(
-                self._members,
+                self._pool,
                 self._token,
                 deadlines=self._deadlines,
                 retries=self._request_retries,
@@ -367,16 +367,16 @@ class DeltaSender:
 
     def send(
         self,
-        members: Members,
+        pool: ServerPool,
         meta: WeightUpdateMeta,
         named_tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         how = {"bucket_bytes": meta.weight_chunked_mem_mb << 20, "key": meta.key}
         try:
             self._publisher.publish(named_tensors, meta.path, meta.version, **how)
-            if not _told_all(members, meta):
+            if not _told_all(pool, meta):
                 self._publisher.publish_whole(meta.path, meta.version, **how)
-                _told_all(members, meta)
+                _told_all(pool, meta)
         except BaseException:
             self._publisher.forget()
             raise
@@ -384,7 +384,7 @@ class DeltaSender:
             remove_old_versions(Path(meta.path).parent)
 
 
-def _told_all(members: Members, meta: WeightUpdateMeta) -> bool:
+def _told_all(pool: ServerPool, meta: WeightUpdateMeta) -> bool:
     """Whether every server has the version now; False when one lacks the base of the delta."""
     order = {"path": meta.path, "key": meta.key, "version": meta.version}
     order["recompute_kv"] = meta.recompute_kv
@@ -400,4 +400,4 @@ def _told_all(members: Members, meta: WeightUpdateMeta) -> bool:
             return False
         return True
 
-    return all(members.on_all(tell).values())
+    return all(pool.on_all(tell).values())

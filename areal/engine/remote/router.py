@@ -1,15 +1,15 @@
 """Which server gets a request: samples of one prompt together, the rest by load.
 
-    server = fleet.take(prompt, num_tokens)     # where to send it
-    ...                                         # its reply, or its loss: fleet.avoid(server)
-    fleet.give_back(server, prompt, num_tokens)
+    server = router.take(prompt, num_tokens)     # where to send it
+    ...                                         # its reply, or its loss: router.avoid(server)
+    router.give_back(server, prompt, num_tokens)
 
 A server computes and caches a prompt once, so a request whose prompt is in flight goes to the same
 server; any other goes to the one with the fewest tokens in flight. A server that lost a connection
 gets new prompts only if all have, for a while. Servers may be added and removed; requests of a
 removed server are given back like the rest.
 
-`SharedWork` is single-flight: concurrent callers with one key share one task, which continues if
+`SingleFlight` is single-flight: concurrent callers with one key share one task, which continues if
 one of them is cancelled. Both are used on one event loop, hence without locks.
 """
 
@@ -46,7 +46,7 @@ class _Group:
     size: int = 0
 
 
-class Fleet:
+class RequestRouter:
     def __init__(self, addresses: Iterable[str]) -> None:
         self.servers = [Server(address) for address in addresses]
         self._groups: dict[tuple[int, ...], _Group] = {}  # by prompt
@@ -90,7 +90,7 @@ def retry_delay_s(attempts: int) -> float:
     return min(_BACKOFF_S * 2 ** (attempts - 1), _MAX_BACKOFF_S)
 
 
-class SharedWork:
+class SingleFlight:
     def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[Any]] = {}
 

@@ -19,7 +19,7 @@ Copies of the client in other processes start no server; they find the new addre
     owner (the controller)               writes: address by slot, again after a restart; or why
                                          there is no server any more
     copy (training rank, rollout worker) reads: after a lost connection, until the slot has another
-                                         address or the old one answers (`FollowedSeats`)
+                                         address or the old one answers (`FollowedSlots`)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from areal.engine.remote.server_control import (
     ServerRefusedError,
     on_all,
 )
-from areal.engine.remote.server_process import ServerProcess, ServerSeats
+from areal.engine.remote.server_process import ServerProcess, ServerSlots
 from areal.utils import logging
 from areal.utils.fs import atomic_write_text
 from areal.utils.waits import waiting
@@ -53,7 +53,7 @@ T = TypeVar("T")
 _COME_BACK_S = 2.0  # grace for a live server whose connection broke
 
 
-class Members:
+class ServerPool:
     """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
     bounds restarts between two weight updates. `address_file` is where copies find the address of a
     restarted server; without it they only retry."""
@@ -73,7 +73,7 @@ class Members:
         self._timeout_s = timeout_s
         self._setup_timeout_s = setup_timeout_s
         self._processes = processes
-        self._seats = ServerSeats(addresses, processes, max_restarts=max_restarts)
+        self._seats = ServerSlots(addresses, processes, max_restarts=max_restarts)
         self._file = None if address_file is None else AddressFile(address_file)
         self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
         self._left_out: set[str] = set()  # addresses
@@ -90,7 +90,7 @@ class Members:
         left = {"_changing": None, "_processes": (), "newest_version": None, "_is_copy": True}
         if self._file is not None:
             left["_follows"] = True
-            left["_seats"] = FollowedSeats(
+            left["_seats"] = FollowedSlots(
                 self._seats.addresses, self._token, self._file, timeout_s=self._setup_timeout_s
             )
         return {**self.__dict__, **left}
@@ -380,7 +380,7 @@ class AddressFile:
         atomic_write_text(self._path, json.dumps(content), durable=False)
 
 
-class FollowedSeats:
+class FollowedSlots:
     """The server slots (server_process.py) of a copy of the client: it starts no server, and waits
     up to `timeout_s` for the owner, which also notices the end of a process."""
 

@@ -1,12 +1,12 @@
 """Processes of inference servers: launch, restart on death, and hosting in scheduler workers.
 
     process = ServerProcess(lambda: launch_native_server(path, token=token))
-    seats = ServerSeats([process.address], [process], max_restarts=3)
+    seats = ServerSlots([process.address], [process], max_restarts=3)
     ...                                                # a connection to `address` was lost
     address = seats.replace(address, prepare)          # unchanged while the process runs
     process.close()
 
-`ServerSeats` are a client's server slots. `prepare` brings a new server to the state of the dead
+`ServerSlots` are a client's server slots. `prepare` brings a new server to the state of the dead
 one (weights, pause); its in-flight requests are up to the client.
 
 `launch_server` starts a stock server with the interpreter of its own environment, isolated from the
@@ -38,7 +38,7 @@ from areal.api.redact import remember_secret
 from areal.engine.remote.server_control import ControlClient
 from areal.utils import logging
 from areal.utils.child_process import ChildProcess
-from areal.utils.hosted_object import HostedObject, forget_rank
+from areal.utils.hosted_object import HostedObject, clear_rank_env
 from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class ServerProcess:
         self._child.terminate()
 
 
-class ServerSeats:
+class ServerSlots:
     """A client's server slots; each holds one process at a time.
 
     `processes` are in the order of `addresses`; without them, or without a slot, a server is not
@@ -245,7 +245,7 @@ class ServerHost:
 
     def __init__(self, launch: StartServer, *, token: str, **options: Any) -> None:
         remember_secret(token)
-        forget_rank()
+        clear_rank_env()
         self._launch = partial(launch, token=token, **options)
         self._child: ChildProcess | None = None
 

@@ -38,7 +38,7 @@ class WeightReceiver:
         return device_identity(self.device)
 
     def areal_join(self, **place: Any) -> None:
-        """Join a group, leaving the previous one; returns when all members have joined.
+        """Join a group, leaving the previous one; returns when all pool have joined.
 
         `place` is the `GroupPlace` of the server's first worker.
         """

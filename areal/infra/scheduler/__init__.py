@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def open_scheduler(config: SchedulerConfig, jobs: Sequence[Job], *, logs: Path) -> Scheduler:
-    """`jobs` are all jobs of the run. `logs` is the folder of the workers' logs, for schedulers that
-    write them."""
+    """`jobs` are all jobs of the run. `logs` is the folder of the workers' logs, for schedulers
+    that write them."""
     if config.type == "local":
         return LocalScheduler(logs)
     if importlib.util.find_spec("ray") is None:

@@ -60,7 +60,7 @@ class LocalScheduler(Scheduler):
             return ids
         gpus = self._take_gpus(job)
         processes: list[_Process] = []
-        self._processes.own(job, processes)  # before the start: if one fails, delete_workers ends the others
+        self._processes.own(job, processes)  # before the start, so that all can be ended
         self._num_jobs += 1
         rendezvous = f"file://{self._scratch.path}/job{self._num_jobs}"
         for index, id_ in enumerate(ids):
@@ -97,8 +97,8 @@ class LocalScheduler(Scheduler):
             self._free_gpus += process.gpus
 
     def take_free_gpus(self, count: int) -> list[str] | None:
-        """Reserve GPUs permanently for a process that is not a worker (an inference server); None if
-        too few are left."""
+        """Reserve GPUs permanently for a process that is not a worker (an inference server);
+        None if too few are left."""
         if len(self._free_gpus) < count:
             return None
         return [self._free_gpus.pop(0) for _ in range(count)]

@@ -215,8 +215,7 @@ def resources_of(job: Job, index: int) -> dict[str, float]:
 def check_fits(
     role: str, bundles: list[dict[str, float]], others: Sequence[dict[str, float]] = ()
 ) -> None:
-    """GPUAllocationError for a group that cannot be placed beside `others`: Ray would wait
-    forever."""
+    """GPUAllocationError for a group that cannot fit beside `others`: Ray would wait forever."""
     there = ray.cluster_resources()
     for kind in ("CPU", "GPU"):
         wanted = sum(bundle.get(kind, 0) for bundle in bundles)

@@ -1,9 +1,9 @@
 """One PPO training step: the models it needs, the actor's update, and the actor's loss.
 
-    learner = Learner(config, open_engine)      # opens actor, and critic, reference, teacher if any
-    data = learner.train(trajectories)          # one step of all trained models
+    learner = PPOLearner(config, open_engine)  # opens actor, and critic, reference, teacher if any
+    data = learner.train(trajectories)         # one step of all trained models
 
-`Learner` is used by the training loop and by `areal replay`. Its result is a function of the
+`PPOLearner` is used by the training loop and by `areal replay`. Its result is a function of the
 weights, the optimizers, `states()` and the trajectories in order.
 
     data = collect(trajectories)                   # trainer/ppo/batch.py
@@ -71,7 +71,7 @@ class OpenEngine(Protocol):
     ) -> TrainEngine: ...
 
 
-class Learner:
+class PPOLearner:
     def __init__(self, config: PPOConfig, open_engine: OpenEngine) -> None:
         self.engine = open_engine("actor", config.actor)
         self.actor = PPOActor(config.actor, self.engine, config.teacher)

@@ -50,7 +50,7 @@ def streamed(choice, ids, logprobs, sizes, reason):
         if position + size >= len(ids):
             break
         part = slice(position, position + size)
-        chunks += choice.go_on(ids[part], logprobs[part])
+        chunks += choice.advance(ids[part], logprobs[part])
         position += size
     chunks += choice.end(ids[position:], logprobs[position:], reason)
     return [chunk["choices"][0] for chunk in chunks]
@@ -103,5 +103,5 @@ def test_text_before_a_tool_call_is_not_held_back():
     call = parse_chat({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]})
     choice = ChatChoice(head_of(call), 0)
     ids = TOKENIZER.encode("Well, " + CALL)
-    shown = [choice.go_on([token], [0.0]) for token in ids]
+    shown = [choice.advance([token], [0.0]) for token in ids]
     assert "".join(c[0]["choices"][0]["delta"]["content"] for c in shown if c) == "Well,"

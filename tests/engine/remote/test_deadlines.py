@@ -38,7 +38,7 @@ async def test_time_stands_still_for_those_inside_and_those_who_come():
     came = asyncio.create_task(seconds_until_timeout(deadlines))
     done, _ = await asyncio.wait([inside, came], timeout=0.6)
     assert not done
-    deadlines.go_on()
+    deadlines.resume()
     assert await inside >= 0.9 and await came >= 0.9
 
 
@@ -46,5 +46,5 @@ async def test_the_past_of_the_clock_is_nobodys_time():
     deadlines = Deadlines(0.2)
     deadlines.stop()
     await asyncio.sleep(0.3)
-    deadlines.go_on()
+    deadlines.resume()
     assert await seconds_until_timeout(deadlines) >= 0.2

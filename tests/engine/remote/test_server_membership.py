@@ -43,7 +43,7 @@ def servers(tmp_path_factory):
 
 @pytest.fixture
 def root(tmp_path):
-    with PublicationRoot("shm", run_name="members", disk_root=tmp_path) as root:
+    with PublicationRoot("shm", run_name="pool", disk_root=tmp_path) as root:
         yield root
 
 

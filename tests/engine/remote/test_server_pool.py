@@ -1,4 +1,4 @@
-"""Members: a server that cannot be started again is left out, and the last one never.
+"""ServerPool: a server that cannot be started again is left out, and the last one never.
 
 The processes are real and really killed; what answers under their addresses is a few lines of HTTP.
 """
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from areal.api.engine_api import EngineLostError
-from areal.engine.remote.server_pool import Members
+from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
 from areal.utils.child_process import ChildProcess
 
@@ -87,40 +87,40 @@ def test_a_server_is_started_again_then_left_out_and_the_last_is_raised(fakes, c
     launchers = [Launcher(first, again), Launcher(second)]
     processes = [ServerProcess(launcher) for launcher in launchers]
     options = {"timeout_s": 10, "setup_timeout_s": 10, "processes": processes, "max_restarts": 2}
-    members = Members([p.address for p in processes], "token", **options)
+    pool = ServerPool([p.address for p in processes], "token", **options)
     order = {"path": "p", "version": 4, "recompute_kv": True}
     try:
-        members.note_weights(4, order)  # nobody had sent them: both get them now
+        pool.note_weights(4, order)  # nobody had sent them: both get them now
         assert first.version == second.version == 4
-        members.set_paused(True)
+        pool.set_paused(True)
         kill(first, launchers[0])
-        assert members.is_gone(first.address) and not members.is_gone(second.address)
-        answers = members.on_all(lambda control: control.get("/health"))
+        assert pool.is_gone(first.address) and not pool.is_gone(second.address)
+        answers = pool.on_all(lambda control: control.get("/health"))
         assert {control.address for control in answers} == {again.address, second.address}
         # The weights and the pause, before anybody could send it a request.
         assert again.orders == [("/update_weights", order), ("/pause", {})]
-        assert members.addresses == [again.address, second.address] and members.num_restarts == 1
-        assert members.successor(first.address) == again.address
+        assert pool.addresses == [again.address, second.address] and pool.num_restarts == 1
+        assert pool.successor(first.address) == again.address
 
         kill(again, launchers[0])
-        assert members.successor(again.address) is None
+        assert pool.successor(again.address) is None
         assert "no room for another" in caplog.text and "the others go on" in caplog.text
-        assert members.addresses == [second.address]
-        assert members.successor(first.address) is None  # who was slow does not stay behind
-        assert members.on_one(1, lambda control: control.address) == second.address
+        assert pool.addresses == [second.address]
+        assert pool.successor(first.address) is None  # who was slow does not stay behind
+        assert pool.on_one(1, lambda control: control.address) == second.address
 
         kill(second, launchers[1])
-        for call in (members.successor, lambda _: members.on_all(lambda c: c.get("/health"))):
+        for call in (pool.successor, lambda _: pool.on_all(lambda c: c.get("/health"))):
             with pytest.raises(EngineLostError, match="by signal SIGKILL"):
                 call(second.address)
-        assert members.addresses == [second.address]
+        assert pool.addresses == [second.address]
     finally:
         for process in processes:
             process.close()
 
 
 def test_weights_that_cannot_be_sent_again(fakes):
-    members = Members([fakes[0].address], "token", timeout_s=10, setup_timeout_s=10)
-    members.note_weights(0, None)
+    pool = ServerPool([fakes[0].address], "token", timeout_s=10, setup_timeout_s=10)
+    pool.note_weights(0, None)
     with pytest.raises(RuntimeError, match="lacks version 1 of the weights.*shm or disk"):
-        members.note_weights(1, None)
+        pool.note_weights(1, None)

@@ -7,11 +7,11 @@ import gc
 
 import pytest
 
-from areal.engine.remote.router import SharedWork
+from areal.engine.remote.router import SingleFlight
 
 
 async def test_all_get_what_was_done_once():
-    shared, calls = SharedWork(), []
+    shared, calls = SingleFlight(), []
 
     async def work(value: int) -> int:
         calls.append(value)
@@ -25,7 +25,7 @@ async def test_all_get_what_was_done_once():
 
 
 async def test_it_goes_on_when_one_who_waits_is_cancelled():
-    shared, go = SharedWork(), asyncio.Event()
+    shared, go = SingleFlight(), asyncio.Event()
 
     async def work() -> bool:
         return await go.wait()
@@ -39,7 +39,7 @@ async def test_it_goes_on_when_one_who_waits_is_cancelled():
 
 
 async def test_a_failure_is_raised_to_all_who_wait_and_to_nobody_else():
-    shared, complaints = SharedWork(), []
+    shared, complaints = SingleFlight(), []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
 
     async def fail() -> None:
@@ -57,7 +57,7 @@ async def test_a_failure_is_raised_to_all_who_wait_and_to_nobody_else():
 
 
 async def test_close_ends_what_runs():
-    shared = SharedWork()
+    shared = SingleFlight()
     task = shared.start("key", asyncio.sleep, 3600)
     await shared.close()
     with pytest.raises(asyncio.CancelledError):

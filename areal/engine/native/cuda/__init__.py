@@ -1,1 +1,1 @@
-"""Triton kernels of the native engine on CUDA; imported only when CUDA is chosen, or by tests."""
+"""Triton kernels of the native engine; imported only on CUDA, or by tests."""

@@ -1,9 +1,9 @@
 """The loop that decoding and prefill share: softmax(q k^T) v over key tiles gathered by page.
 
-A cache is `[num_pages, K, page_size, H]`: the keys of one head in one page lie together, so a tile
-of TILE tokens is TILE / page_size pieces of page_size * H elements, read in 16 byte accesses. The
-pages of a tile are looked up while the tile before it is still computed: an address is ready when
-its load is due. The softmax is online, in float32 and in base 2.
+A cache is `[num_pages, K, page_size, H]`: the keys of one head in one page are contiguous, so a
+tile of TILE tokens is TILE / page_size pieces of page_size * H elements, read in 16 byte accesses.
+The pages of a tile are looked up while the previous tile is computed, so that addresses are ready
+when its loads are issued. The softmax is online, in float32 and in base 2.
 
 Shapes in the kernels: M query rows, T tokens of a tile, H head dim.
 """
@@ -26,7 +26,7 @@ def attend_tiles(
     pages,  # pointer to the sequence's row of the page table
     begin,
     end,
-    newest,  # last position that may be read: what lies behind it may be anything
+    newest,  # last position that may be read; memory after it is undefined
     page_stride,
     scale_log2e,
     PAGE_SIZE: tl.constexpr,
@@ -42,7 +42,7 @@ def attend_tiles(
     token_T = tl.minimum(begin + tile_T, newest)
     page_T = tl.load(pages + token_T // PAGE_SIZE)
     for start in range(begin, end, TILE):
-        # Past the newest token the newest is read again: never memory that nobody wrote.
+        # Positions past the newest token read the newest again, never undefined memory.
         element_T = page_T.to(tl.int64) * page_stride + (token_T % PAGE_SIZE) * q_MH.shape[1]
         element_TH = element_T[:, None] + dim_H[None, :]
         k_TH = tl.load(keys + element_TH)

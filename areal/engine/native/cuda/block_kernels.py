@@ -1,7 +1,7 @@
 """The parts of a decoder block between its matrix products, each one pass over its data.
 
-They compute what `areal.models.common` computes in float32 steps and round to the model's dtype
-where it rounds, so that decoding and training differ by the order of sums alone.
+They compute the operations of `areal.models.common` in float32 and round to the model's dtype in
+the same places, so that decoding and training differ only in summation order.
 
 Shape legend: T rows, D model dim, F feed-forward dim, N query heads, K key/value heads, H head dim,
 R = H / 2 rotated pairs, X = (N + 2 K) * H.
@@ -47,7 +47,7 @@ def _norm(x_TD, residual_TD, weight_D, eps, out_TD) -> None:
         BLOCK=block,
         ADD=residual_TD is not None,
         OVERLAP=OVERLAP,
-        num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread
+        num_warps=min(max(block // 512, 1), 16),  # 16 elements per thread
         launch_pdl=OVERLAP,
     )  # fmt: skip
 
@@ -113,7 +113,7 @@ def rope_and_cache(
     k_norm_H: torch.Tensor | None,
     eps: float,
 ) -> None:
-    """Norm the heads of q and k (where the model does), rotate them; k and v go to the cache.
+    """Norm the heads of q and k (if the model does), rotate them; write k and v to the cache.
 
     `keys` and `values` are `[num_pages, K, page_size, H]`; row t goes to the flat position
     `write_T[t]` = page * page_size + offset. Rows of one position overwrite each other.
@@ -168,7 +168,7 @@ def _rope_kernel(
         first = _rounded(first * scale * norm_first, dtype)
         second = _rounded(second * scale * norm_second, dtype)
 
-    # One copy per head, where the head's thread has it: sharing a copy would cost barriers.
+    # One copy per head, in its own threads: sharing a copy would need barriers.
     angle = row * R + pair[None, :] + tl.zeros([HEADS, 1], tl.int32)
     cos = tl.load(cos_ptr + angle, loaded, 0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, loaded, 0.0).to(tl.float32)

@@ -1,16 +1,16 @@
 """Attention of decode rows: one new token per row over the whole cached sequence of its slot.
 
-Bound by memory: a row of L tokens moves 4 * L * K * H bytes in bf16 (512 rows of 768 tokens, K = 2,
+Memory-bound: a row of L tokens moves 4 * L * K * H bytes in bf16 (512 rows of 768 tokens, K = 2,
 H = 128: 403 MB, 94 us at 4.3 TB/s). A program takes one (row, key/value head) and computes its G
 query heads together, padded to the 16 rows of a tensor-core product, so every key is read once. A
 tile of 64 tokens is 32 KiB of keys and values, a program buffers two, and three programs fit into a
-multiprocessor: at least 96 KiB on their way, several times the 25 KiB that hide memory's latency.
+multiprocessor: at least 96 KiB in flight, several times the 25 KiB that hide memory latency.
 
-Long rows are cut into splits, so that few rows fill the device and one long row holds up nobody:
-each split leaves (max, sum, acc) in the workspace, and the program that arrives last at its (row,
-head) folds them in the order of the splits: one launch, and the same bits at every replay. With one
-split a row's result depends on nothing but the row. Where rows share their prompts, the first split
-starts from what `prompt_attention` made of them.
+Long rows are cut into splits, so that few rows fill the device and one long row does not delay the
+others: each split writes (max, sum, acc) to the workspace, and the last program of a (row, head)
+folds them in split order: one launch, and the same bits at every replay. With one split a row's
+result depends on the row alone. For rows that share a prompt, the first split starts from the
+result of `prompt_attention`.
 
 Shapes: R rows, S slots, P pages per slot, N query heads, K key/value heads, G = N / K, H head dim.
 """
@@ -33,14 +33,14 @@ from areal.engine.native.cuda.launch import OVERLAP
 from areal.engine.native.cuda.prompt_attention import fold_prompt, prompt_span
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
-_NUM_PROCESSORS = 132  # of an H100 or H200; elsewhere the splits are a little off their best
+_NUM_PROCESSORS = 132  # of an H100 or H200; on other devices the splits are slightly suboptimal
 MAX_SPLITS = 64
 _MAX_GRID_ROWS = 65535  # of the second dimension of a CUDA grid
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How a decode launch is cut; `min_split` tokens of a row are never divided."""
+    """Tiling of a decode launch; a split has at least `min_split` tokens."""
 
     tile: int
     min_split: int
@@ -49,7 +49,7 @@ class DecodeTiles:
 
 
 def tiles_for(num_splits: int) -> DecodeTiles:
-    """Many splits mean few rows: small tiles spread them. One split: one shape for every batch."""
+    """Small tiles for many splits, that is few rows; one shape for every batch with one split."""
     if num_splits <= 4:
         return DecodeTiles(tile=64, min_split=128, num_warps=4, num_stages=3)
     return DecodeTiles(tile=32, min_split=32, num_warps=4, num_stages=4)
@@ -58,8 +58,8 @@ def tiles_for(num_splits: int) -> DecodeTiles:
 def splits_for(num_rows: int, num_kv_heads: int) -> int:
     """Splits (a power of two) for a batch: about 2 programs per multiprocessor.
 
-    Measured on an H200: more splits cost more in what they leave for each other than they balance,
-    and a full batch has programs enough. When only long rows are left, the batch is small again.
+    Measured on an H200: more splits cost more in workspace traffic than they gain in balance, and a
+    full batch has enough programs. When only long rows are left, the batch is small again.
     """
     wanted = 2 * _NUM_PROCESSORS / (num_rows * num_kv_heads)
     return min(MAX_SPLITS, max(1, 2 ** round(math.log2(wanted))))
@@ -67,7 +67,7 @@ def splits_for(num_rows: int, num_kv_heads: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What splits leave for each other. One serves all launches of a stream, one after another."""
+    """Partial results of splits. One workspace serves all launches of a stream, in order."""
 
     acc: torch.Tensor  # [X, H] float32, X: (row, key/value head, split, query head of the group)
     score_max: torch.Tensor  # [X] float32
@@ -84,7 +84,7 @@ class Workspace:
         device: torch.device,
         num_splits: int | None = None,
     ) -> Workspace:
-        """Room for up to `max_rows` rows in `num_splits` splits; None: in those of `splits_for`."""
+        """For up to `max_rows` rows in `num_splits` splits; None: as `splits_for` chooses."""
         pairs = max(
             rows * (num_splits or splits_for(rows, num_kv_heads)) for rows in range(1, max_rows + 1)
         )
@@ -112,8 +112,8 @@ def decode_attention(
 ) -> None:
     """Row r attends to positions 0..num_tokens[slot[r]]-1; one split needs no workspace.
 
-    `shared`: `prompt_attention` has filled its space for these rows. `tiles` is for measuring
-    others than those of `tiles_for`.
+    `shared`: `prompt_attention` has filled its space for these rows. `tiles` overrides `tiles_for`
+    in benchmarks.
     """
     tiles = tiles or tiles_for(num_splits)
     _launch(
@@ -141,10 +141,10 @@ def rows_attention(
     position_T: torch.Tensor,
     out_TNH: torch.Tensor,
 ) -> None:
-    """Prefill rows by the very program that decodes: row t sees 0..position[t] of pages[chunk[t]].
+    """Prefill rows by the decode kernel: row t sees 0..position[t] of pages[chunk[t]].
 
-    A row's bits are those of `decode_attention` with one split; the price is that every row reads
-    its keys for itself.
+    A row's bits are those of `decode_attention` with one split; the cost is that every row reads
+    all its keys.
     """
     for start in range(0, len(q_TNH), _MAX_GRID_ROWS):
         rows = slice(start, start + _MAX_GRID_ROWS)
@@ -211,7 +211,7 @@ def _launch(
     )
 
 
-# One binary serves decode rows and prefill rows, whatever the values and where the indices lie.
+# Not specialized, so that decode rows and prefill rows run one binary, for equal bits.
 @triton.jit(
     do_not_specialize=["length_by_row", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "slots", "lengths", "shared_tokens", "counts"],
@@ -324,7 +324,7 @@ def _decode_kernel(
         tl.store(partial_max + entry_M, max_M, mask=head_M < GROUP)
         tl.store(partial_sum + entry_M, sum_M, mask=head_M < GROUP)
         tl.store(partial_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :], acc_MH, mask=real_M1)
-        # Every thread's stores come before the one thread's release of the counter.
+        # Orders the stores of all threads before one thread's release of the counter.
         tl.debug_barrier()
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == used - 1:
             tl.store(arrived + pair, 0)
@@ -352,13 +352,13 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """Fold the `used` splits of one (row, key/value head), one query head after the other."""
+    """Fold the `used` splits of one (row, key/value head), per query head."""
     split_S = tl.arange(0, NUM_SPLITS)
     there_S = split_S < used
     dim_H = tl.arange(0, HEAD_DIM)
     for head in tl.static_range(GROUP):  # pyright: ignore[reportGeneralTypeIssues]  # unrolled
         entry_S = split_S * GROUP + head
-        # ".cg": from the level-2 cache, where the other programs' stores are.
+        # ".cg" reads from the L2 cache, which has the other programs' stores.
         max_S = tl.load(
             partial_max + entry_S, mask=there_S, other=float("-inf"), cache_modifier=".cg"
         )

@@ -1,24 +1,20 @@
-"""Keys and values on the device: `[num_pages, K, page_size, H]` per layer.
+"""The decoder of models/common as a CUDA step runs it: paged cache, fused form, module form.
 
-A (page, head) is contiguous, so a kernel that reads one head of a sequence reads whole pages.
+`PagedCache` holds keys and values as `[num_pages, K, page_size, H]` per layer. A (page, head) is
+contiguous, so a kernel that reads one head of a sequence reads whole pages.
 
-The decoder of models/common once more, as few kernels: what a CUDA step runs.
+`FusedDecoder` computes `Decoder.forward` with few kernels, on the same parameters: projections that
+read the same input are adjacent in memory (`fuse_linears`), and each parameter becomes a view. So
+loading a weight by name writes where the kernels read, captured graphs stay valid, and a trainer
+that owns the module is not affected. `forward` is for many rows (matrix products by cuBLAS);
+`forward_few` is for 1 to 8 rows, where a step is bound by reading the weights: each kernel reads
+them once, norm and activation included.
 
-It computes what `Decoder.forward` computes, on the same parameters: projections that read the same
-input are laid side by side in memory (`fuse_linears`), and each parameter becomes a view of its
-part. So loading a weight by name writes where the kernels read, captured graphs stay valid, and a
-trainer that owns the module sees nothing of it.
-
-Three forms of one block: `forward` for many rows (matrix products by cuBLAS), `forward_few` for 1
-to 8 rows, where a step is nothing but reading the weights and each kernel reads them once, norm and
-activation included.
+`ModuleDecoder` has the interface of `FusedDecoder` without `forward_few`, for batch-invariant
+numerics: it runs the module itself, whose linear layers are `InvariantLinear`, op by op as the
+trainer does, and adds only the cache.
 
 Shapes: T rows, D model dim, F feed-forward dim, X = (N + 2 K) * H, R = H / 2, V vocabulary.
-
-The decoder as the trainer runs it, for batch-invariant numerics: the module itself, op by op.
-
-Has the surface of `FusedDecoder`, but no form for few rows. The module's linear layers are
-`InvariantLinear`; what it adds is where keys and values go.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
-        # Zeros: a masked position is multiplied by 0, which must not meet a NaN.
+        # Zeros: a masked position is multiplied by 0, and 0 * NaN is NaN.
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 
@@ -68,21 +64,21 @@ class PagedCache:
         return keys, values
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Pages `sources` to pages `targets`, in all layers."""
+        """Copy pages `sources` to pages `targets`, in all layers."""
         self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
 
 
 MAX_FEW_ROWS = 8
-# Up to here reading the weights is most of a matrix product, and cuBLAS does it worse.
+# Up to here a matrix product is bound by reading the weights, where cuBLAS is slower.
 MAX_SKINNY_ROWS = 64
 
-# attend(layer, q_TNH, out_TNH): the back end writes `out`; keys and values are in the cache.
+# attend(layer, q_TNH, out_TNH) writes `out`; keys and values are already in the cache.
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of one forward stand."""
+    """Tokens and positions of the rows of one forward."""
 
     tokens_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int32
@@ -110,10 +106,10 @@ class FusedDecoder:
         self._args = model.args
         self._blocks = [_Block(block) for block in model.blocks]
         self._eps = model.args.norm_eps
-        # What the kernels for few rows take: no feed-forward bias, the whole model on one device.
+        # The kernels for few rows support no feed-forward bias and no tensor parallelism.
         self._is_plain = not model.args.mlp_bias and model.share is None
         self._skinny_space = SkinnyWorkspace.make(model.embedding_weight.device)
-        # Looked up by position: two launches a step instead of seven.
+        # Tables by position: two launches per step instead of seven.
         weight = model.embedding_weight
         positions = torch.arange(model.args.max_position_embeddings, device=weight.device)
         self._cos_table, self._sin_table = model.rope(positions, weight.dtype)
@@ -126,7 +122,7 @@ class FusedDecoder:
         normed_TD = torch.empty_like(residual_TD)
         rms_norm(residual_TD, self._blocks[0].attention_norm.weight, self._eps, normed_TD)
         next_norms = [block.attention_norm for block in self._blocks[1:]] + [self._norm]
-        # In float32 its tiles would not fit the shared memory.
+        # float32 tiles would not fit into shared memory.
         halves = residual_TD.element_size() == 2
         skinny = len(residual_TD) <= MAX_SKINNY_ROWS and self._is_plain and halves
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
@@ -140,7 +136,7 @@ class FusedDecoder:
         return normed_TD
 
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
-        """The same for at most MAX_FEW_ROWS rows of a model without feed-forward biases."""
+        """The same for at most MAX_FEW_ROWS rows; requires `can_run_few`."""
         model = self._model
         x_TD = F.embedding(rows.tokens_T, model.embedding_weight)
         cos_TR, sin_TR = self._rope(rows.positions_T)
@@ -170,7 +166,7 @@ class FusedDecoder:
         return out
 
     def _project_back(self, x: torch.Tensor, linear: nn.Linear, skinny: bool) -> torch.Tensor:
-        """To the model's dim; the module itself sums over the ranks, where there are several."""
+        """To the model dim; with several ranks the module itself sums over them."""
         return self._project(x, linear.weight, linear.bias, True) if skinny else linear(x)
 
     def _activate(self, x_TD: torch.Tensor, block: _Block, skinny: bool) -> torch.Tensor:
@@ -182,7 +178,7 @@ class FusedDecoder:
         return activated
 
     def _rope(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # A row that ran past its end may stand past the table: its result is dropped anyway.
+        # A row that ran past its end may exceed the table; its result is dropped.
         inside_T = positions_T.clamp(max=len(self._cos_table) - 1)
         return F.embedding(inside_T, self._cos_table), F.embedding(inside_T, self._sin_table)
 
@@ -221,9 +217,9 @@ class FusedDecoder:
 
 
 def fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights [sum of outputs, D] and biases in one piece; the modules' own become views of it.
+    """Fused weights [sum of outputs, D] and biases; the modules' own become views of them.
 
-    Linears that are fused already (a second engine on one model) keep their storage.
+    Linears that are already fused (a second engine on one model) keep their storage.
     """
     biases = [x.bias for x in linears if x.bias is not None]
     return _fuse([x.weight for x in linears]), _fuse(biases) if biases else None

@@ -1,10 +1,10 @@
-"""How kernels follow each other on the device.
+"""Overlap of consecutive kernels on the device.
 
-With `OVERLAP` a kernel is launched with `launch_pdl=True` and may start while the one before it
+With `OVERLAP` a kernel is launched with `launch_pdl=True` and may start while the previous one
 still runs (programmatic dependent launch, Hopper and later). Every such kernel calls `gdc_wait`
-before it touches anything but weights, and only then `gdc_launch_dependents`: so what ran two
-kernels ago has always ended, and weights may be written by any kernel but the one right before.
-A forward starts with kernels launched the ordinary way (embedding), so an update always ends first.
+before it accesses anything but weights, and only then `gdc_launch_dependents`: so the kernel before
+the previous one has always ended, and any kernel but the previous one may write weights. A forward
+starts with ordinary launches (embedding), so a weight update always ends first.
 """
 
 from __future__ import annotations

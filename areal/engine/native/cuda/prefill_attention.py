@@ -1,24 +1,19 @@
-"""Causal attention of prompt chunks over their pages, whatever lies in the cache before them.
+"""Causal attention of prompt chunks over their pages: our kernel, and FlashInfer's if installed.
 
-Bound by arithmetic: a chunk of L rows from position 0 costs 2 * N * H * L^2 operations (32 prompts
-of 2048, N = 12, H = 128: 412 GFLOP, 0.9 ms at 450 TFLOP/s). The G query heads of a key/value head
-are packed with consecutive rows into one tile of 128, the rows that two warpgroups multiply: a tile
-spans only 128 / G tokens, so few keys are read above the diagonal, short chunks fill it, and a tile
-of keys serves G heads at once. Keys come 64 at a time: scores and sums stay in registers.
+Compute-bound: a chunk of L rows from position 0 costs 2 * N * H * L^2 operations (32 prompts of
+2048, N = 12, H = 128: 412 GFLOP, 0.9 ms at 450 TFLOP/s). The G query heads of a key/value head are
+packed with consecutive rows into one tile of 128, the rows that two warpgroups multiply: a tile
+spans only 128 / G tokens, so few keys above the diagonal are read, short chunks fill it, and a tile
+of keys serves G heads. Keys come 64 at a time: scores and sums stay in registers.
 
-Shapes: T rows of all chunks, C chunks, P pages, N query heads, K key/value heads, G = N / K, H head
-dim; M = (row, query head of the group) pairs of a tile.
+FlashInfer is optional: it is tried once, when the engine starts. Its first start on a machine
+compiles its kernel, which takes minutes. Measured on an H200 (benchmark/kernels.py), a prefill of
+32 prompts of 2048 tokens takes 1.0 ms per layer instead of 1.2, one of 32768 tokens 6.2 instead of
+7.9. Decoding uses our kernel, which overlaps with its neighbours: with FlashInfer's, steps of 1 and
+of 64 rows were 2 to 18 % longer.
 
-FlashInfer's attention for prefill, where it is installed.
-
-FlashInfer is no dependency: whether it can run is tried once, when the engine starts. The first
-time on a machine it compiles its kernel then, which takes minutes. Measured on an H200
-(benchmark/kernels.py), a prefill of 32 prompts of 2048 tokens takes 1.0 ms a layer instead of 1.2,
-one of 32768 tokens 6.2 instead of 7.9. Decoding stays with our kernel: inside the step, where ours
-overlaps with its neighbours, FlashInfer's made steps of 1 and of 64 rows 2 to 18 % longer.
-
-Shapes: T rows of all chunks, C chunks, P pages of a chunk, N query heads, K key/value heads, H head
-dim.
+Shapes: T rows of all chunks, C chunks, P pages of a chunk, N query heads, K key/value heads,
+G = N / K, H head dim; M = (row, query head of the group) pairs of a tile.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ class PrefillTiles:
 
 
 def tiles_for(max_rows: int, group: int, dtype: torch.dtype) -> PrefillTiles:
-    """Chunks of few rows take small tiles. So does float32, which has no tensor-core product."""
+    """Small tiles for chunks of few rows, and for float32, which has no tensor-core product."""
     if max_rows * group <= 16 or dtype == torch.float32:
         pairs = max(16, int(triton.next_power_of_2(group)))
         return PrefillTiles(pairs=pairs, keys=64, num_warps=4, num_stages=3)
@@ -71,7 +66,7 @@ def prefill_attention(
     """Chunk c owns rows first_row[c]..first_row[c+1]-1, at most `max_rows`, at the positions from
     first_position[c] on; a row attends to its page table's positions up to its own.
 
-    `tiles` is for measuring others than those of `tiles_for`.
+    `tiles` overrides `tiles_for` in benchmarks.
     """
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
@@ -101,7 +96,7 @@ def prefill_attention(
     )
 
 
-# The page table's width differs from one batch to the next: it must not cost a compilation.
+# The page table's width varies by batch and must not trigger recompilation.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["page_table", "first_rows", "first_positions"],
@@ -125,7 +120,7 @@ def _prefill_kernel(
     PAIRS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # The last rows of a chunk see the most keys: they start first, and the short ones fill up.
+    # The last rows of a chunk have the most keys, so they start first for balance.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     chunk = tl.program_id(2).to(tl.int64)
@@ -216,7 +211,7 @@ class FlashInferPrefill:
         self, num_rows_C: np.ndarray, first_position_C: np.ndarray, pages_CP: np.ndarray
     ) -> None:
         """Lays out the chunks for the `attend` calls that follow."""
-        # The plan before this one may still be on its way from the memory this one is written to.
+        # The previous plan may still be copied from the memory that this one is written to.
         self._planned.synchronize()
         num_tokens_C = first_position_C + num_rows_C
         num_pages_C = -(-num_tokens_C // self._page_size)
@@ -250,9 +245,9 @@ def flashinfer_prefill(keys: torch.Tensor, num_heads: int) -> FlashInferPrefill 
     """For a cache like `keys` `[num_pages, K, page_size, H]`; None where FlashInfer cannot run."""
     if not _may_run(keys):
         return None
-    # Said before: a start that takes too long ends with this line as its last.
+    # Logged first, so that a start that times out ends with this line.
     logger.info("trying FlashInfer for prefill: its first time on a machine takes minutes")
-    # No compiler, or one that fails, or a version with other functions: ours does as well.
+    # On any failure (no compiler, another version of FlashInfer) our kernel is used.
     try:
         return _tried(keys, num_heads)
     except (ImportError, RuntimeError, OSError, TypeError) as error:
@@ -270,7 +265,7 @@ def _may_run(keys: torch.Tensor) -> bool:
 
 
 def _tried(keys: torch.Tensor, num_heads: int) -> FlashInferPrefill:
-    """One token's prefill, for which the kernel is compiled."""
+    """Prefills one token, which compiles the kernel."""
     prefill = FlashInferPrefill(keys, num_heads)
     prefill.plan(np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 1), np.int64))
     q_TNH = torch.zeros(1, num_heads, keys.shape[3], dtype=keys.dtype, device=keys.device)

@@ -1,7 +1,7 @@
-"""The device program of the engine's work: kernels in order, no streams, graphs or waits.
+"""The kernel sequences of prefill, decode step and draw, without streams, graphs or waits.
 
 `CudaRunner` captures `step` and launches the rest. Nothing here reads a value back, so everything
-can run ahead of the host; all tensors it changes (cache, slots) are made once.
+can run ahead of the host; all tensors it changes (cache, slots) are allocated once.
 
 Shapes: R rows of a decode step, S slots, C chunks, T prefill rows, P pages, D model dim.
 """
@@ -61,7 +61,7 @@ class DeviceProgram:
         """`max_rows`: most rows of a decode step.
 
         `batch_invariant`: one kernel per weight and no split of a row's attention, so that a row's
-        bits depend on nothing beside it (models/common/invariant.py).
+        bits do not depend on other rows (models/common/invariant.py).
         """
         args, weight = model.args, model.embedding_weight
         self.device = weight.device
@@ -99,19 +99,19 @@ class DeviceProgram:
         )
 
     def share_prompts(self, slots: np.ndarray, num_rows: int) -> np.ndarray | None:
-        """Which rows of a step read their prompts together; None: it would not pay."""
+        """Which rows of a step read their prompts together; None if it is not worthwhile."""
         if self._prompt_space is None:
             return None
         first_page, prompt = self.slots.shared_prompts(slots, self.cache.page_size)
         return share_prompts(first_page, prompt, num_rows, self._prompt_space)
 
     def new_shared(self, num_rows: int) -> SharedPrompts:
-        """For `step`, which reads what is copied to its `flat`."""
+        """Buffers for `step`; the plan is copied into their `flat`."""
         assert self._prompt_space is not None, "where nothing is shared, no step asks for it"
         return SharedPrompts.make(num_rows, self._prompt_space)
 
     def begin(self) -> None:
-        """The next `step` or `draw` writes to row 0 of its outputs, the one after it to row 1."""
+        """Reset the output row: the next `step` or `draw` writes row 0, the one after it row 1."""
         self._step_count.zero_()
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
@@ -157,7 +157,7 @@ class DeviceProgram:
         tokens_KR: torch.Tensor,
         logprobs_KR: torch.Tensor,
     ) -> None:
-        """A token for each slot from its newest hidden state; the slots move on by one."""
+        """A token for each slot from its newest hidden state; the slots advance by one."""
         slots = self.slots
         token_R = torch.empty_like(slot_R)
         logprob_R = torch.empty_like(slot_R, dtype=torch.float32)
@@ -180,7 +180,7 @@ class DeviceProgram:
         token_R: torch.Tensor,
         logprob_R: torch.Tensor,
     ) -> torch.Tensor:
-        """The log-probabilities in the trainer's arithmetic, where nothing was cut away."""
+        """Recompute log-probabilities in the trainer's arithmetic, for rows without top-k/top-p."""
         options, slot_R = self.slots.sampling, slot_R.long()
         scaled_RV = logits_RV / options.temperature_S[slot_R, None]
         exact_R = row_logprobs(scaled_RV, token_R.long())

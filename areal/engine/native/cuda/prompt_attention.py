@@ -1,9 +1,9 @@
-"""Attention of decode rows to a prompt they share: its keys are read once for many of them.
+"""Attention of decode rows to a shared prompt, whose keys are read once for many rows.
 
-A program takes a part of a prompt and a bundle of its rows (shared_prompts.py), with the G query
-heads of a key/value head each: up to 128 queries, which two warpgroups multiply with a tile of
-keys. It leaves (max, sum, acc) of every row; `decode_attention` adds the parts up (`fold_prompt`)
-and goes on from there with what a row has for itself.
+A program takes a part of a prompt and a bundle of its rows (shared_prompts.py), each with the G
+query heads of a key/value head: up to 128 queries, which two warpgroups multiply with a tile of
+keys. It writes (max, sum, acc) of every row; `decode_attention` folds the parts (`fold_prompt`) and
+continues with the row's own tokens.
 
 Shapes: R rows, B bundles, N query heads, K key/value heads, G = N / K, H head dim; M = (row of the
 bundle, query head of the group) pairs.
@@ -100,7 +100,7 @@ def _prompt_kernel(
         device.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     num_bundles, parts = tl.load(counts), tl.load(counts + 1)
-    # The parts of a prompt start together.
+    # The parts of a prompt are adjacent programs, so they start together.
     bundle = tl.program_id(1) // tl.maximum(parts, 1)
     part = tl.program_id(1) % tl.maximum(parts, 1)
     if bundle >= num_bundles:
@@ -168,7 +168,7 @@ def fold_prompt(
     num_parts,
     GROUP: tl.constexpr,
 ):
-    """Add what the parts of the row's prompt left to (max, sum, acc)."""
+    """Fold the partial results of the row's prompt into (max, sum, acc)."""
     head_M = tl.arange(0, max_M.shape[0])
     dim_H = tl.arange(0, acc_MH.shape[1])
     real_M = head_M < GROUP

@@ -1,11 +1,10 @@
 """The CUDA runner: whole decode steps as CUDA graphs that run ahead of the host.
 
-A decode step of R rows is captured once per bucket of R, and once more where rows share prompts:
-embedding, layers, LM head, sampling, and the update of the slots it samples for, so that its output
-is the next step's input and a launch is `num_steps` replays. The host uploads which slots run and
-reads tokens back when an event says they are there. Everything runs on one stream of the engine's
-own: what is launched later sees what was launched before, and a trainer in the same process keeps
-its stream.
+A decode step of R rows is captured once per bucket of R, and once more for rows that share prompts:
+embedding, layers, LM head, sampling, and the update of the sampled slots, so that its output is the
+next step's input and a launch is `num_steps` replays. The host uploads which slots run and reads
+tokens back when an event signals the copy. Everything runs in order on one stream of the engine; a
+trainer in the same process keeps its own.
 
 Prefill is not captured: its shapes vary, and its kernels are long enough to hide their launches.
 
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
 
-# Rows are padded to the next of these; a graph per bucket.
+# Rows are padded to the next bucket; one graph per bucket.
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 4097, 64))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """Tokens on their way to pinned memory; `event` says when they are there."""
+    """Tokens being copied to pinned memory; `event` signals completion."""
 
     tokens_KR: torch.Tensor
     logprobs_KR: torch.Tensor
@@ -57,7 +56,7 @@ class DeviceTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured step, its fixed inputs and outputs."""
+    """One captured step with its fixed inputs and outputs."""
 
     graph: torch.cuda.CUDAGraph
     slot_R: torch.Tensor
@@ -128,7 +127,7 @@ class CudaRunner:
             self._program.copy_pages(sources, targets)
 
     def load(self, model_weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Weights that lie in the model already (a trainer's own) cost nothing."""
+        """Weights that are the model's own storage (a colocated trainer's) are not copied."""
         theirs = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(theirs)
         with torch.cuda.stream(self.stream):
@@ -137,12 +136,12 @@ class CudaRunner:
         theirs.wait_stream(self.stream)  # the sources may change as soon as this returns
 
     def _capture(self, bucket: int, is_shared: bool) -> _Graph:
-        """Records the step of `bucket` rows; its rows are scratch while it warms up."""
+        """Captures the step of `bucket` rows; warm-up uses scratch rows."""
         program = self._program
         slot_R = torch.full((bucket,), program.slots.scratch, dtype=torch.int32).to(self._device)
         outputs = program.new_outputs(self.steps_per_launch, bucket)
         shared = program.new_shared(bucket) if is_shared else None
-        program.step(slot_R, *outputs, shared)  # compiles kernels, makes cuBLAS's workspace
+        program.step(slot_R, *outputs, shared)  # compiles kernels, allocates cuBLAS's workspace
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: a trainer on another thread may allocate meanwhile.

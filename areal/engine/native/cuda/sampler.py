@@ -1,32 +1,28 @@
-"""The kernels of one draw: adjust and cut a row's logits, race the tokens, name the winner.
+"""Draw one token per row on the device, and its log-probability, without the host.
 
-`cut_kernel`, one program per row, takes the frequency penalty from the logits, bans stop tokens,
-and finds what top-k and top-p leave: the first tokens of the order (logit descending, token
-ascending), told by the last one, as a logit `threshold` and, among the tokens of exactly that
-logit, the `last` token kept. Rows without such options leave at once. A row with a cut is read
-about a dozen times, from the L2 cache mostly.
+Semantics are those of `areal/engine/native/sampler.py`: softmax(logits / temperature) with stop
+tokens banned before `min_output` tokens, cut to `top_k`, then to `top_p`, renormalised; greedy rows
+take the most likely token and its log-probability under the uncut distribution. The arithmetic is
+float32, accurate to 1e-5 in a log-probability. A seed fixes the draw whatever else is in the batch,
+but not to the CPU sampler's token: the hash is per token, so that parts of the vocabulary are
+independent.
+
+`cut_kernel`, one program per row, subtracts the frequency penalty, bans stop tokens, and finds the
+top-k and top-p cut in the order (logit descending, token ascending), as a logit `threshold` and,
+among the tokens of exactly that logit, the `last` token kept. Rows without such options return at
+once. A row with a cut is read about a dozen times, mostly from the L2 cache.
 
 `race_kernel`, one program per (row, part of the vocabulary), reads the logits once. Token v gets an
 exponential variable E(v), a hash of (seed, index, v), and the smallest E(v) / exp(x(v)) wins: the
-winner is distributed as softmax(x), and depends on nothing but its own row. The maximum and the
-sum of exp come with it. `finish_kernel` races the winners of a row's parts.
+winner is distributed as softmax(x), and depends on its own row alone. It also computes the maximum
+and the sum of exp. `finish_kernel` races the winners of a row's parts.
 
 A logit that is not finite makes the sum, and so the log-probability, NaN. Comparisons are written
-so that NaN is never dropped, and no loop waits for it.
+so that NaN is never dropped, and no loop depends on it to end.
 
-Shapes: R rows, S slots, V vocabulary, W parts (`splits`) of the vocabulary, M stop tokens of a
-slot, C tokens of history. A name without a suffix is a scalar, or a tile of the vocabulary.
-
-Draw one token per row on the device, and its log-probability, without the host.
-
-The meaning is that of `areal/engine/native/sampler.py`: softmax(logits / temperature) with stop
-tokens banned before `min_output` tokens, cut to `top_k`, then to `top_p`, renormalised; greedy rows
-take the most likely token and its log-probability under the uncut distribution. The arithmetic is
-float32, good to 1e-5 in a log-probability. A seed fixes the draw here too, whatever else is in the
-batch, but it is another draw from the same distribution than the CPU sampler's: the hash is taken
-per token, so that parts of the vocabulary need not know of each other.
-
-Shapes: R rows, S slots, V vocabulary, W parts of the vocabulary, M = MAX_STOP_IDS, C history.
+Shapes: R rows, S slots, V vocabulary, W parts (`splits`) of the vocabulary, M = MAX_STOP_IDS stop
+tokens of a slot, C tokens of history. A name without a suffix is a scalar, or a tile of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -41,15 +37,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from areal.engine.native.cuda.launch import OVERLAP
 from areal.engine.native.sampler import MAX_STOP_IDS
 
-# Loops and calls inside kernels are compiled; as Python, Triton has them raise.
+# Loops and calls inside kernels are compiled; Triton types them as raising in plain Python.
 # pyright: reportGeneralTypeIssues=false
 
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _INF = tl.constexpr(float("inf"))
-# exp(-40) of 2**18 tokens is below 2**-24, a float32 sum's resolution: top-p never reaches deeper.
+# exp(-40) of 2**18 tokens is below 2**-24, a float32 sum's resolution: top-p never cuts deeper.
 _DEPTH = tl.constexpr(40.0)
-# Quarters of a bracket of any float32 values, 2**277 of the smallest apart; a dozen is usual.
+# Enough to narrow a bracket of any float32 values (2**277 subnormals) by quarters; usually a dozen.
 _MAX_PASSES = tl.constexpr(140)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
@@ -109,7 +105,7 @@ def race_kernel(
         dropped = (x < threshold) | ((x == threshold) & (token > tl.load(last_R + row)))
         x = tl.where(dropped, -_INF, x)
     highest = tl.max(x, 0)
-    # -inf - -inf would be NaN where nothing is left.
+    # Avoids -inf - -inf = NaN if no token is left.
     base = tl.where(highest == -_INF, 0.0, highest)
     log2_weight = (x - base) * (_LOG2E / tl.load(temperature_S + slot))
     if tl.load(greedy_S + slot) != 0:
@@ -143,7 +139,7 @@ def finish_kernel(
     sum_W = tl.load(sum_RW + part, mask=exists, other=0.0)
     total = tl.sum(sum_W * tl.exp2((highest_W - highest) * scale), 0)
 
-    # Where NaN is around a winner may be no token: any valid one will do.
+    # With NaN the winner may be no token; any valid one will do.
     token_W = tl.load(token_RW + part, mask=exists, other=0)
     token_W = tl.maximum(tl.minimum(token_W, vocab_size - 1), 0)
     if tl.load(greedy_S + slot) != 0:
@@ -164,7 +160,7 @@ def finish_kernel(
 def _race(log2_weight, w, BLOCK: tl.constexpr):
     """The index of the smallest exponentials(w) / weight; weights are at most 1.
 
-    The logarithm is half of the work, and seldom needed: E = -log(1 - w) lies between w and
+    The logarithm is half of the work, and rarely needed: E = -log(1 - w) is between w and
     w / (1 - w). So with t = w / weight, of which `first` is the smallest, E / weight is at most
     first / (1 - first) for that token and at least t for another.
     """
@@ -172,7 +168,7 @@ def _race(log2_weight, w, BLOCK: tl.constexpr):
     t = w * tl.exp2(-log2_weight)
     first = tl.min(t, 0)
     reach = tl.where(first < 1.0, first / (1.0 - first), _INF)
-    # One sum tells how many are in reach (BLOCK for each) and, if it is one, which.
+    # One sum encodes how many are in reach (BLOCK each) and, if it is one, its index.
     rivals = tl.sum(tl.where(t <= reach, BLOCK + index, 0), 0)
     winner = rivals - BLOCK
     if rivals >= 2 * BLOCK:
@@ -182,7 +178,7 @@ def _race(log2_weight, w, BLOCK: tl.constexpr):
 
 @triton.jit
 def draw_keys(seed, index):
-    """Two uint32 keys of a draw: splitmix64's mixer, twice, as the CPU sampler's u."""
+    """Two uint32 keys of a draw: splitmix64's mixer, twice, like the CPU sampler's u."""
     state = _mix64(seed.to(tl.uint64) + _GOLDEN) + index.to(tl.uint64) * _GOLDEN
     key = _mix64(state)
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -202,7 +198,7 @@ def uniforms(key_0, key_1, token):
 def exponentials(w):
     """-log(1 - w): variables of mean 1 where w is uniform.
 
-    A large vocabulary is won by tiny ones. 1 - w would round them away, so they take the series.
+    In a large vocabulary tiny values win. 1 - w would round them away, so they use the series.
     """
     series = w * (1.0 + w * (0.5 + w * (1.0 / 3.0)))
     rest = tl.maximum(1.0 - w, 2.0**-25)  # the largest integers round up to w = 1
@@ -218,7 +214,7 @@ def _mix64(x):
 
 @triton.jit
 def _penalise(logits, vocab_size, penalty, history, num_tokens):
-    """Take `penalty` from a logit once per occurrence. Equal terms: their order changes no bit."""
+    """Subtract `penalty` once per occurrence. The terms are equal, so order changes no bit."""
     for start in range(0, num_tokens, 512):
         place = start + tl.arange(0, 512)
         token = tl.load(history + place, mask=place < num_tokens, other=-1)
@@ -276,7 +272,7 @@ def _search(
         for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
             token = start + tl.arange(0, BLOCK)
             x = tl.load(logits + token, mask=token < vocab_size, other=-_INF)
-            # No need to look at the cut given: a pivot is above its threshold, or at `low`.
+            # The given cut needs no check: a pivot is above its threshold, or at `low`.
             weight = 1.0 if BY_COUNT else tl.exp2((x - highest) * scale)
             sum_1 += tl.where(x >= pivot_1, weight, 0.0)
             sum_2 += tl.where(x >= pivot_2, weight, 0.0)
@@ -349,7 +345,7 @@ def _mass(
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """How each slot samples."""
+    """Sampling options by slot."""
 
     temperature_S: torch.Tensor  # float32, above 0
     top_k_S: torch.Tensor  # int32, at least 1; V or more: no cut
@@ -360,12 +356,12 @@ class DeviceSampling:
     min_output_S: torch.Tensor  # int32, stop tokens are banned before this many
     frequency_penalty_S: torch.Tensor  # float32
     stop_ids_SM: torch.Tensor  # int32, padded with -1
-    history_SC: torch.Tensor  # int32, tokens drawn; read where there is a penalty
+    history_SC: torch.Tensor  # int32, tokens drawn; read only with a penalty
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTiles:
-    """How the vocabulary is laid out over programs.
+    """Partition of the vocabulary over programs.
 
     The same for every number of rows, so that a row's log-probability has the same bits in every
     batch: a part is `block` tokens, and a single row still has dozens of them.
@@ -380,7 +376,7 @@ class SamplingTiles:
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """What the kernels of one draw leave for each other."""
+    """Intermediate results of the kernels of one draw."""
 
     tiles: SamplingTiles
     threshold_R: torch.Tensor  # float32
@@ -421,7 +417,7 @@ def sample_rows(
 
     The float32 logits are changed in place where a penalty or a ban applies.
     """
-    assert logits_RV.dtype == torch.float32  # penalties add up in place: bfloat16 would lose them
+    assert logits_RV.dtype == torch.float32  # penalties accumulate in place
     (num_rows, vocab_size), row_stride = logits_RV.shape, logits_RV.stride(0)
     num_splits, tiles = workspace.highest_RW.shape[1], workspace.tiles
     cut_kernel[(num_rows,)](

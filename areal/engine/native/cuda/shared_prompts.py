@@ -1,12 +1,12 @@
-"""Which rows of a decode step read their prompt together, said by the host and held on the device.
+"""Which rows of a decode step read their prompt together: decided on the host, held on the device.
 
-The samples of a prompt hold the same pages. A decode row reads them alone, and while its siblings
-run at the same time the device's cache serves most of that; but it is slower than not to read: 512
-rows, 16 to a prompt of 2048 tokens, K = 2, H = 128, ask for 1.07 GB a layer, of which 67 MB differ.
-So where enough can be saved, rows of one prompt form bundles, and `prompt_attention` reads it once
-for each bundle. `share_prompts` decides before a launch; `SharedPrompts` are the tensors that a
-captured graph reads, `PromptSpace` what the prompts leave for the rows. A prompt is cut into parts,
-so that few prompts fill the device.
+The samples of a prompt share its pages. If each decode row reads them alone, the L2 cache serves
+most of it while siblings run concurrently, but not reading is faster still: 512 rows, 16 per prompt
+of 2048 tokens, K = 2, H = 128, read 1.07 GB per layer, of which 67 MB are distinct. So if it saves
+enough, rows of one prompt form bundles, and `prompt_attention` reads the prompt once per bundle.
+`share_prompts` decides before a launch; `SharedPrompts` are the tensors that a captured graph
+reads, `PromptSpace` holds partial results for the rows. A prompt is cut into parts, so that few
+prompts fill the device.
 
 Shapes: R rows, B bundles, H head dim.
 """
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-PROMPT_TILE = 64  # keys; what is shared is a multiple of it
-_PROGRAMS = 132  # one for each processor of an H100 or H200
-_MAX_PARTS = 16  # a row adds them up one after the other
+PROMPT_TILE = 64  # keys; shared lengths are multiples of it
+_PROGRAMS = 132  # one per multiprocessor of an H100 or H200
+_MAX_PARTS = 16  # a row folds them sequentially
 _MIN_SHARERS = 4  # rows of a bundle
-# Of a layer. On an H200 a launch costs 17 us more, and spares 1 us for 8.5 MB.
+# Per layer. On an H200 a launch costs 17 us more, and saves 1 us per 8.5 MB.
 MIN_SAVED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What the kernels must know of a model's attention."""
+    """Attention shapes of a model."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,7 +37,7 @@ class Heads:
 
     @property
     def pairs(self) -> int:
-        """Of a program: a power of two. In float32 there is no tensor-core product to feed."""
+        """Per program: a power of two; fewer in float32, which has no tensor-core product."""
         return 128 if self.dtype.itemsize == 2 else 64
 
     @property
@@ -46,12 +46,12 @@ class Heads:
 
     @property
     def can_share(self) -> bool:
-        """Halves of what a program holds must not fall below _MIN_SHARERS."""
+        """Whether half a program's rows are at least _MIN_SHARERS."""
         return self.rows_of_bundle >= 2 * _MIN_SHARERS
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in a layer."""
+        """Bytes of one token's keys and values in a layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
@@ -62,13 +62,13 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpace:
-    """What prompts leave for decode rows: one serves all launches of a stream."""
+    """Partial results of prompts for decode rows; one serves all launches of a stream."""
 
     acc: torch.Tensor  # [X, H] float32, X: (row, key/value head, part, query head of the group)
     score_max: torch.Tensor  # [X] float32
     weight_sum: torch.Tensor  # [X] float32
     heads: Heads
-    num_pairs: int  # (row, part) pairs there is room for
+    num_pairs: int  # capacity in (row, part) pairs
 
     @classmethod
     def make(cls, max_rows: int, heads: Heads, device: torch.device) -> PromptSpace:
@@ -87,16 +87,16 @@ class PromptSpace:
 class SharedPrompts:
     """Which rows of a step read how many tokens together; int32 on the device."""
 
-    flat: torch.Tensor  # all of the others, for one copy
-    shared_R: torch.Tensor  # leading tokens a row need not read itself, a multiple of PROMPT_TILE
-    member_R: torch.Tensor  # rows, those of a bundle one after the other
+    flat: torch.Tensor  # storage of all others, for a single copy
+    shared_R: torch.Tensor  # leading tokens read by the bundle, a multiple of PROMPT_TILE
+    member_R: torch.Tensor  # rows, grouped by bundle
     bundle_B2: torch.Tensor  # first of member_R, number of rows
     counts: torch.Tensor  # bundles, parts of a prompt
     space: PromptSpace
 
     @classmethod
     def make(cls, num_rows: int, space: PromptSpace) -> SharedPrompts:
-        """For a step of `num_rows` rows: nobody shares anything."""
+        """For a step of `num_rows` rows, initially without sharing."""
         sizes = _flat_sizes(num_rows)
         flat = torch.zeros(sum(sizes), dtype=torch.int32, device=space.acc.device)
         shared_R, member_R, bundles, counts = flat.split(sizes)
@@ -110,10 +110,10 @@ def _flat_sizes(num_rows: int) -> list[int]:
 def share_prompts(
     first_page: np.ndarray, prompt: np.ndarray, num_rows: int, space: PromptSpace
 ) -> np.ndarray | None:
-    """What `SharedPrompts.flat` of a step of `num_rows` rows must hold; None: it would not pay.
+    """Content of `SharedPrompts.flat` for a step of `num_rows` rows; None if not worthwhile.
 
-    Of each row that is not padding: the first page of its prompt (rows with the same one have the
-    same prompt), and its leading tokens in pages that others may hold as well.
+    Inputs per row that is not padding: the first page of its prompt (equal for the same prompt),
+    and the number of its leading tokens in pages that may be shared.
     """
     heads, groups = space.heads, _groups(first_page, prompt)
     saved = sum((len(rows) - 1) * tokens for rows, tokens in groups)
@@ -135,7 +135,7 @@ def share_prompts(
 
 
 def _groups(first_page: np.ndarray, prompt: np.ndarray) -> list[tuple[np.ndarray, int]]:
-    """Rows of a prompt that may read it together, and how many tokens of it."""
+    """Rows that may read their prompt together, and how many tokens of it."""
     order = np.argsort(first_page, kind="stable")
     edges = np.flatnonzero(np.diff(first_page[order])) + 1
     groups = ((rows, int(prompt[rows[0]])) for rows in np.split(order, edges))

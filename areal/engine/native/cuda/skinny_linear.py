@@ -1,19 +1,18 @@
-"""Linear layers of up to 128 rows: more than small_linear's, too few to be bound by arithmetic.
+"""Linear layers of up to 128 rows: more than small_linear.py handles, too few to be compute-bound.
 
     skinny_linear         out = x W' (+ bias)
     skinny_gate_up_silu   silu(x W1') * (x W3'), W1 above W3 in one weight
 
-A program computes a tile of outputs for all rows of x. The weight is the left side of the product,
-whose tiles are 64 rows at least, and x the right side, whose tile is no wider than its rows need.
-The weight comes from memory once; x comes from the level-2 cache once per tile of outputs, so a
-tile has more outputs than x has rows where it can: what the cache delivers is the second limit.
+A program computes a tile of outputs for all rows of x. The weight is the left operand, whose tiles
+have at least 64 rows, and x the right operand, whose tile is only as wide as its rows need. The
+weight is read from memory once; x is read from the L2 cache once per tile of outputs. L2 bandwidth
+is the second limit, so a tile has more outputs than x has rows if possible.
 
-Where the tiles of outputs are too few for the device, D is cut into parts: each leaves float32 sums
-in the workspace, and the program that arrives last at its tile adds them in the order of the parts:
-one launch, and the same bits at every replay. Where the device can, a kernel starts while the one
-before it ends (see launch.py) and calls its first columns of the weight into the level-2 cache.
-Sums are float32; results are rounded where the separate layers round theirs. All tensors are
-contiguous.
+If the tiles of outputs are too few for the device, D is cut into parts: each writes float32 sums to
+the workspace, and the last program of a tile adds them in the order of the parts: one launch, and
+the same bits at every replay. If the device supports it, a kernel starts while the previous one
+ends (launch.py) and prefetches its first columns of the weight into the L2 cache. Sums are float32;
+results are rounded where the separate layers round theirs. All tensors are contiguous.
 
 Shape legend: M rows of x, D and N features in and out, F features of the gate.
 """
@@ -33,8 +32,8 @@ from triton.language.extra import cuda as device
 from areal.engine.native.cuda.launch import OVERLAP
 
 MAX_ROWS = 128
-_NUM_PROCESSORS = 132  # of an H100 or H200; elsewhere the parts are a little off their best
-_SHARED_BYTES = 224 * 2**10  # of one of them, less what each program is charged besides
+_NUM_PROCESSORS = 132  # of an H100 or H200; on other devices the parts are slightly suboptimal
+_SHARED_BYTES = 224 * 2**10  # per multiprocessor, less the overhead of each program
 _MAX_SPLIT_TILES = 512
 _MAX_PARTIAL_SUMS = 8 * 2**20
 
@@ -44,15 +43,15 @@ class Plan:
     rows: int  # of the weight, in one program (2 make one gated output); from 64 on wgmma
     block: int  # elements of D in one tile
     warps: int
-    stages: int  # tiles on their way or in use
+    stages: int  # tiles in flight or in use
     parts: int = 1  # of D
-    ahead: int = 256  # columns of a part called into the cache before the kernel's turn
+    ahead: int = 256  # columns of a part prefetched into the L2 cache
     overlap: bool = OVERLAP
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyWorkspace:
-    """What parts leave for each other. One serves all launches of a stream, one after another."""
+    """Partial sums of parts. One workspace serves all launches of a stream, in order."""
 
     sums: torch.Tensor  # float32, per (tile of outputs, part): [rows of the weight, rows of x]
     arrived: torch.Tensor  # [tiles] int32, 0 between launches
@@ -66,7 +65,7 @@ class SkinnyWorkspace:
 
 
 # (padded rows of x, rows of the weight, D) -> a plan that beats `_default_plan`: the linears of
-# Qwen2.5 7B on an H200, each chosen alone; together they shorten a whole step by 3 to 5 %.
+# Qwen2.5 7B on an H200, tuned one by one; together they shorten a step by 3 to 5 %.
 PLANS: dict[tuple[int, int, int], Plan] = {
     (32, 4608, 3584): Plan(64, 64, 4, 8),
     (32, 3584, 3584): Plan(64, 128, 4, 6),
@@ -80,7 +79,7 @@ PLANS: dict[tuple[int, int, int], Plan] = {
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of x in the kernel: every number of rows of one size takes the same plan."""
+    """Rows of x in the kernel, rounded up so that few plans and binaries exist."""
     return max(16, int(triton.next_power_of_2(num_rows)))
 
 
@@ -90,9 +89,9 @@ def plan_for(num_rows: int, weight_rows: int, dim: int) -> Plan:
 
 
 def _default_plan(padded: int, weight_rows: int, dim: int) -> Plan:
-    """All programs resident at once, so that none comes late, with as many stages as fit then.
+    """All programs resident at once, in a single wave, with as many stages as fit then.
 
-    The last to arrive reads the sums of all parts alone: as few parts as fill the device once.
+    One program adds the sums of all parts, so there are only as many parts as fill the device.
     """
     rows = 128 if weight_rows >= 3072 else 64
     tiles = -(-weight_rows // rows)
@@ -158,7 +157,7 @@ def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, gated) -> None:
 
 @triton.jit
 def _weight_rows(index, N, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """int64: the gates of a program's outputs, then their ups; past the end, the last once more."""
+    """int64: the gates of a program's outputs, then their ups; past the end, the last repeats."""
     first = tl.program_id(0) * ROWS
     if GATED:
         HALF: tl.constexpr = ROWS // 2
@@ -173,7 +172,7 @@ def _call_ahead(
     weight_ptr, N, D, begin, end,
     ROWS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Into the level-2 cache: the first AHEAD columns of the program's part, a row per thread."""
+    """Prefetch the first AHEAD columns of the program's part into the L2 cache, one row a thread."""
     lane = tl.arange(0, LANES)
     row = _weight_rows(lane % ROWS, N, ROWS, GATED)
     address = (weight_ptr + row * D + begin).to(tl.int64, bitcast=True)
@@ -232,13 +231,13 @@ def _skinny_kernel(
         real = (row < M)[None, :]
         sums_ptr += tile * PARTS * ROWS * BLOCK_M
         tl.store(sums_ptr + part * ROWS * BLOCK_M + place, sums, real)
-        # Every thread's stores come before the one thread's release of the counter.
+        # Orders the stores of all threads before one thread's release of the counter.
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
             tl.store(arrived_ptr + tile, 0)
             total = tl.zeros([ROWS, BLOCK_M], tl.float32)
             for other in tl.static_range(PARTS):
-                # ".cg": from the level-2 cache, where the other programs' stores are.
+                # ".cg" reads from the L2 cache, which has the other programs' stores.
                 other_ptr = sums_ptr + other * ROWS * BLOCK_M + place
                 total += tl.load(other_ptr, real, 0.0, cache_modifier=".cg")
             _write(total, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED)
@@ -254,7 +253,7 @@ def _write(
     row = tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     if GATED:
-        # A gate and its up are half a tile apart: registers of one thread.
+        # A gate and its up are half a tile apart, in registers of one thread.
         gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up

@@ -1,8 +1,8 @@
-"""The scheduler's slot table on the device, brought up to date row by row before each launch.
+"""The scheduler's slot table on the device, updated row by row before each launch.
 
-The host knows which sequence a slot holds, its pages and its options; the device alone knows the
-newest token. A slot is uploaded when it has a new sequence, its page table when it has grown. The
-last slot is scratch: rows that only fill up a batch point to it.
+The host has the sequence of a slot, its pages and its options; only the device has the newest
+token. A slot is uploaded when it has a new sequence, its page table when it has grown. The last
+slot is scratch, for padding rows of a batch.
 
 Shapes: S slots (the last is scratch), P pages per slot, C context.
 """
@@ -29,7 +29,7 @@ class DeviceSlots:
         self.device = device
         self.scratch = num_slots
         self._table = table
-        self._generation = np.zeros(num_slots, np.int64)  # what the device has
+        self._generation = np.zeros(num_slots, np.int64)  # as uploaded
         self._num_pages = np.zeros(num_slots, np.int64)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -52,7 +52,7 @@ class DeviceSlots:
         )
 
     def update(self, slots: np.ndarray) -> None:
-        """Bring `slots` up to date; nothing else has to be."""
+        """Upload changes of `slots` only."""
         table = self._table
         new = slots[self._generation[slots] != table.generation[slots]]
         if new.size:
@@ -62,12 +62,12 @@ class DeviceSlots:
             self._upload_pages(grown)
 
     def shared_prompts(self, slots: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first page of each, and the tokens of its prompt in pages that others may hold."""
+        """First page of each, and the number of its prompt tokens in pages that may be shared."""
         table = self._table
         return table.pages[slots, 0], table.num_shared[slots] * page_size
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """Asynchronous: pinned memory is kept by the allocator until the copy is done."""
+        """Asynchronous: the allocator keeps pinned memory until the copy is done."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
@@ -102,7 +102,7 @@ class DeviceSlots:
         self._generation[slots] = table.generation[slots]
 
     def _stop_ids(self, slots: np.ndarray) -> np.ndarray:
-        """Needed while stop tokens are banned: those of requests with `min_new_tokens`."""
+        """Stop tokens of requests with `min_new_tokens`, which are banned at first."""
         ids = np.full((len(slots), MAX_STOP_IDS), -1, np.int32)
         for row in np.flatnonzero(self._table.min_output[slots]).tolist():
             stop_ids = sorted(self._table.sequences[slots[row]].stop_ids)
@@ -110,7 +110,7 @@ class DeviceSlots:
         return ids
 
     def _upload_history(self, slots: np.ndarray) -> None:
-        """Outputs a sequence had before it was preempted, where a penalty counts them."""
+        """Outputs of preempted sequences from before, for those with a frequency penalty."""
         for slot in slots[self._table.frequency_penalty[slots] != 0].tolist():
             output = self._table.sequences[slot].output_tokens
             if output:

@@ -1,19 +1,18 @@
-"""Linear layers of 1 to 8 rows: the weight is read once, at the speed of the memory.
+"""Linear layers of 1 to 8 rows: the weight is read once, at memory bandwidth.
 
     small_linear        out = x W' (+ bias) (+ residual, which may be `out` itself)
     norm_linear         the same of rms_norm(x)
     norm_gate_up_silu   silu(rms_norm(x) W1') * (rms_norm(x) W3'), W1 above W3 in one weight
 
-A program computes a few outputs of every row of x and walks over D. One row multiplies on the
-ordinary cores, its next tile of the weight held in registers; where a tile spans D, x is read and
-normed once per program, which walks over outputs instead. More rows multiply on the tensor cores,
-their tiles on the way through shared memory. Sums are float32. The norm costs no pass of its own:
-its root mean square is one factor per row, gathered in the same walk and applied to the sums.
-Results are rounded where the separate layers round theirs, but for the norm's. All tensors are
-contiguous.
+A program computes a few outputs of every row of x and loops over D. One row multiplies on the CUDA
+cores, with the next tile of the weight in registers; if a tile spans D, x is read and normed once
+per program, which loops over outputs instead. More rows multiply on the tensor cores, with tiles
+pipelined through shared memory. Sums are float32. The norm needs no pass of its own: its root mean
+square is one factor per row, accumulated in the same loop and applied to the sums. Results are
+rounded where the separate layers round theirs, except the norm's. All tensors are contiguous.
 
-Where the device can, a kernel starts while the one before it ends (see launch.py); for one row it
-fetches its first tile of the weight before it waits for that one's results.
+If the device supports it, a kernel starts while the previous one ends (launch.py); for one row it
+loads its first tile of the weight before it waits for the previous kernel's results.
 
 Shape legend: M rows of x, D and N features in and out, F features of the gate.
 """
@@ -49,8 +48,8 @@ class Plan:
         return self.rows >= 16
 
 
-# [outputs, D] of a layer -> how its weight is read; the others take the default. A weight of a few
-# MB is all latency: many programs, all of their bytes requested at once.
+# [outputs, D] of a layer -> its plan; others take the default. A weight of a few MB is bound by
+# latency: many programs request all bytes at once.
 ONE_ROW_DEFAULT = Plan(rows=4, block=1024, warps=4)
 ONE_ROW_PLANS: dict[tuple[int, int], Plan] = {
     (2048, 1536): Plan(rows=2, block=2048, warps=4),
@@ -137,7 +136,7 @@ def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=
 
 @triton.jit
 def _weight_rows(group, N, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """int64 [ROWS]: gate and up of one output side by side; past the end, the last once more."""
+    """int64 [ROWS]: gate and up of one output side by side; past the end, the last repeats."""
     index = group * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(index // 2, N - 1) + index % 2 * N if GATED else tl.minimum(index, N - 1)
     return rows.to(tl.int64)

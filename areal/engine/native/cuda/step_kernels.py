@@ -1,11 +1,11 @@
-"""The bookkeeping of a decode step on the device: what the host would otherwise do between steps.
+"""Slot updates of a decode step on the device, so that steps need no host in between.
 
-`prepare_decode` turns the slots of a step's rows into tokens, positions and cache places;
-`finish_decode` writes the sampled tokens back to their slots. So steps follow each other without
-the host, which reads the tokens of the last K steps from a ring when it likes.
+`prepare_decode` turns the slots of a step's rows into tokens, positions and cache positions;
+`finish_decode` writes the sampled tokens back to their slots. The host reads the tokens of the last
+K steps from a ring later.
 
-Rows of a batch that is not full point at the last slot, a scratch slot: it has one token, its pages
-are page 0, and it never changes.
+Padding rows of a batch use the last slot, a scratch slot: it has one token, its pages are page 0,
+and it never changes.
 
 Shape legend: R rows, S slots, P pages per slot, C remembered outputs per slot, K steps of the ring.
 """
@@ -36,7 +36,7 @@ def prepare_decode(
     """`num_tokens` counts the newest token, whose key and value this step writes.
 
     A position past the page table is written to page 0, the scratch page: a sequence that has
-    ended may run a few steps more before the host takes it out.
+    ended may run a few more steps before the host removes it.
     """
     num_rows = slot_R.shape[0]
     _prepare_kernel[(triton.cdiv(num_rows, _BLOCK),)](
@@ -78,8 +78,8 @@ def finish_decode(
 ) -> None:
     """Append each row's token to its slot and to row `step_count % K` of the ring; count the step.
 
-    The ring may be wider than R. A full history forgets later tokens. One program does it all, so
-    that the count is read by every row before it is advanced.
+    The ring may be wider than R. A full history drops later tokens. A single program does it all,
+    so that every row reads the count before it is advanced.
     """
     _finish_kernel[(1,)](
         slot_R, token_R, logprob_R, last_token_S, num_tokens_S, num_output_S, history_SC,
@@ -115,5 +115,5 @@ def _finish_kernel(
         tl.store(history_ptr + slot * C + num_output, token, live & (num_output < C))
         tl.store(num_tokens_ptr + slot, num_tokens + 1, live)
         tl.store(num_output_ptr + slot, num_output + 1, live)
-    tl.debug_barrier()  # no warp may still have to read the count
+    tl.debug_barrier()  # all warps have read the count
     tl.store(step_count_ptr, step + 1)

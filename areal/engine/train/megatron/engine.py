@@ -34,7 +34,7 @@ from areal.engine.train import base, checkpoint
 from areal.engine.train.export import Weights, hand_over, refuse_optimizer, save_beside, sender
 from areal.engine.train.fit import check_megatron
 from areal.engine.train.megatron.layout import Layout, enter_layout, run_micro_batches
-from areal.engine.train.megatron.model import Stage, build_stages
+from areal.engine.train.megatron.model import MegatronStage, build_stages
 from areal.engine.train.megatron.optimizer import ShardedOptimizer
 from areal.engine.train.megatron.weights import (
     drawn_weights,
@@ -64,7 +64,7 @@ class MegatronEngine(base.Backend):
         self._seed = seed
         self._version = 0
         self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
-        self._stages: list[Stage] | None = None
+        self._stages: list[MegatronStage] | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
         self._writers: dist.ProcessGroup | None = None  # of checkpoints; None on one rank
@@ -116,19 +116,21 @@ class MegatronEngine(base.Backend):
         if optimizer is not None and ft_spec is not None:
             self._optimizer = ShardedOptimizer(stages, optimizer, ft_spec.total_train_steps)
 
-    def _build_stages(self) -> list[Stage]:
+    def _build_stages(self) -> list[MegatronStage]:
         config = self.config
         args = decoder_args(self._hf_config, is_critic=config.is_critic)
         check_megatron(config, args, self._strategy)
         return build_stages(args, self.layout, config, dtype=self._dtype(), device=self.device)
 
-    def _fill(self, stages: list[Stage]) -> None:
+    def _fill(self, stages: list[MegatronStage]) -> None:
         if self.config.init_from_scratch:
             fill(stages, drawn_weights(self._hf_config, self._seed, self.config.is_critic))
         else:
             self._fill_from(stages, self._folder, new_critic=self.config.is_critic)
 
-    def _fill_from(self, stages: list[Stage], path: str | Path, *, new_critic: bool) -> None:
+    def _fill_from(
+        self, stages: list[MegatronStage], path: str | Path, *, new_critic: bool
+    ) -> None:
         with folder_weights(
             self._hf_config, path, is_critic=self.config.is_critic, new_critic=new_critic
         ) as read:
@@ -141,7 +143,7 @@ class MegatronEngine(base.Backend):
             torch.cuda.empty_cache()
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[MegatronStage]:
         """This rank's stages: one, or several with a virtual pipeline."""
         return base.require_model(self._stages)
 
@@ -230,7 +232,7 @@ class MegatronEngine(base.Backend):
 class _Parts(nn.Module):
     """Stages as one module for the checkpoint: parameter names that identify a rank's shards."""
 
-    def __init__(self, stages: list[Stage]) -> None:
+    def __init__(self, stages: list[MegatronStage]) -> None:
         super().__init__()
         self._tensors = part_names(stages)
 

@@ -47,7 +47,7 @@ def build_stages(
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[Stage]:
+) -> list[MegatronStage]:
     """This rank's pipeline stages, in the order of their layers, with undefined weights."""
     num_stages = config.megatron.virtual_pipeline_parallel_size
     transformer = _transformer_config(args, layout, num_stages, dtype, device)
@@ -56,7 +56,9 @@ def build_stages(
         transformer.recompute_method = "uniform"
         transformer.recompute_num_layers = 1
     # `.to`, because megatron-core creates the router's weight on the CPU.
-    return [Stage(args, layout, config, transformer, n).to(device) for n in range(num_stages)]
+    return [
+        MegatronStage(args, layout, config, transformer, n).to(device) for n in range(num_stages)
+    ]
 
 
 def padded_vocab_size(args: DecoderArgs, layout: Layout) -> int:
@@ -181,7 +183,7 @@ class CoreAttention(nn.Module):
         return packed_seq_params.attend(self.layer, q_tNH, k_tKH, v_tKH).flatten(1)
 
 
-class Stage(GPTModel):
+class MegatronStage(GPTModel):
     """Stage `number` of this rank's stages; the model's first stage has the embedding, its last
     one the head."""
 

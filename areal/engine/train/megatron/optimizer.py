@@ -29,7 +29,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from areal.api.config.train_engine import OptimizerConfig
-from areal.engine.train.megatron.model import Stage
+from areal.engine.train.megatron.model import MegatronStage
 from areal.engine.train.megatron.weights import part_names
 from areal.engine.train.optimizer import scheduled_lr
 from areal.utils import logging
@@ -40,7 +40,9 @@ logger = logging.getLogger("Optimizer")
 class ShardedOptimizer:
     """Trains `models`, the wrapped stages to pass to the schedule. All ranks call."""
 
-    def __init__(self, stages: list[Stage], config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, stages: list[MegatronStage], config: OptimizerConfig, total_steps: int
+    ) -> None:
         self.num_skipped_steps = 0
         self.lr_step = 0
         self._stages = stages

@@ -35,7 +35,7 @@ from safetensors import safe_open
 from torch import nn
 
 from areal.engine.train.megatron.layout import Layout
-from areal.engine.train.megatron.model import Stage, padded_vocab_size
+from areal.engine.train.megatron.model import MegatronStage, padded_vocab_size
 from areal.models.common.args import DecoderArgs
 from areal.models.hf_io import (
     SCORE_HEAD,
@@ -84,7 +84,7 @@ class Piece:
         return tuple(shape)
 
 
-def named_pieces(stages: list[Stage]) -> dict[str, tuple[Piece, nn.Parameter]]:
+def named_pieces(stages: list[MegatronStage]) -> dict[str, tuple[Piece, nn.Parameter]]:
     """This rank's parameters by name, with global layer and expert indices."""
     pieces = {}
     for stage in stages:
@@ -94,7 +94,7 @@ def named_pieces(stages: list[Stage]) -> dict[str, tuple[Piece, nn.Parameter]]:
     return pieces
 
 
-def mark_parts(stages: list[Stage]) -> None:
+def mark_parts(stages: list[MegatronStage]) -> None:
     """Mark parameters that are sharded over tensor ranks.
 
     megatron-core marks them when it draws weights; unmarked, the gradient norm counts them once.
@@ -107,7 +107,7 @@ def mark_parts(stages: list[Stage]) -> None:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
-def part_names(stages: list[Stage]) -> dict[str, nn.Parameter]:
+def part_names(stages: list[MegatronStage]) -> dict[str, nn.Parameter]:
     """This rank's tensors by name; two ranks share a name exactly if they hold the same shard."""
     tensors = {}
     for name, (piece, parameter) in named_pieces(stages).items():
@@ -119,7 +119,7 @@ def part_names(stages: list[Stage]) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def fill(stages: list[Stage], read: Callable[[str], torch.Tensor]) -> None:
+def fill(stages: list[MegatronStage], read: Callable[[str], torch.Tensor]) -> None:
     """Load every parameter; `read` returns the unsharded tensor of a Hugging Face name."""
     for piece, parameter in named_pieces(stages).values():
         whole = piece.fuse([read(name) for name in piece.hf_names])
@@ -131,7 +131,7 @@ def fill(stages: list[Stage], read: Callable[[str], torch.Tensor]) -> None:
 
 @torch.no_grad()
 def stream(
-    stages: list[Stage],
+    stages: list[MegatronStage],
     value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, unsharded tensor) of each weight, or of what `value` takes from it.
@@ -181,7 +181,7 @@ def _gather(piece: Piece, part: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _move(
-    whole: torch.Tensor | None, shape: tuple[int, ...], owner: int, stage: Stage
+    whole: torch.Tensor | None, shape: tuple[int, ...], owner: int, stage: MegatronStage
 ) -> torch.Tensor | None:
     """From its owner to rank 0."""
     if dist.get_rank() == owner:
@@ -194,7 +194,7 @@ def _move(
     return whole
 
 
-def _global_name(name: str, stage: Stage) -> str:
+def _global_name(name: str, stage: MegatronStage) -> str:
     if match := _LAYER.fullmatch(name):
         layer: Any = stage.decoder.layers[int(match[1])]
         rest = match[2]
