@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.rollout.ledger import read_balance, read_reasons, read_task
+    from areal.rollout.ledger_balance import read_balance, read_reasons, read_task
     from areal.run.database import open_read_only
     from areal.run.paths import RunPaths
 

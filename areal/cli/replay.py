@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.trainer.replay import read_recording
+    from areal.trainer.recording import read_recording
 
     recording = read_recording(args.folder, args.step)
     from areal.trainer.replay import replay

@@ -1,7 +1,7 @@
 """Model definitions shared by training and decoding, found by the `model_type` of a config.json.
 
 To add a family: a file like `qwen3.py` and its rows in `_FAMILIES`, or from outside
-`register_model_spec`. A family is imported when a model of it is asked for, and torch with it.
+`register_model_spec`. A family, and torch with it, is imported when a model of it is requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from areal.models.common.args import DecoderArgs
 from areal.models.spec import ModelSpec
 from areal.utils.model_files import language_config
 
-# model_type -> the module that has its SPEC
+# model_type -> the module with its SPEC
 _FAMILIES = {
     "gemma3_text": "areal.models.gemma3",
     "llama": "areal.models.llama",
@@ -27,7 +27,7 @@ _registered: dict[str, ModelSpec] = {}
 
 
 def register_model_spec(spec: ModelSpec) -> None:
-    """Make a family known by its model types; it goes before one of ours of the same type."""
+    """Register a family by its model types; it takes precedence over a built-in one."""
     for model_type in spec.supported_model_types:
         _registered[model_type] = spec
 
@@ -49,8 +49,8 @@ def get_model_spec(model_type: str) -> ModelSpec:
 
 
 def decoder_args(hf_config: Mapping[str, Any], *, is_critic: bool = False) -> DecoderArgs:
-    """Shape and options of the language model of a config.json; ValueError for what areal's own
-    models do not compute."""
+    """Shape and options of the language model of a config.json; ValueError for features that
+    areal's own models lack."""
     config = language_config(hf_config)
     args = get_model_spec(config["model_type"]).model_args_class.from_hf_config(config)
     return replace(args, is_critic=is_critic)

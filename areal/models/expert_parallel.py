@@ -1,15 +1,15 @@
-"""Experts spread over ranks: rows of tokens travel to the rank that holds their expert, and back.
+"""Expert parallelism: rows of tokens are sent to the rank that holds their expert, and back.
 
     block.feed_forward.experts = SpreadExperts(args, mesh["ep", "etp"])     # on the meta device
 
-Each rank of the axis ep holds E / ep neighbouring experts, whole or, with etp = tp, the same part
-of the columns of each. Its weights are DTensors of the whole stacks, so names, shapes, checkpoints
-and the optimizer know nothing of it.
+Each rank of the axis ep holds E / ep consecutive experts, in full or, with etp = tp, a shard of the
+columns of each. Its weights are DTensors of the full stacks, so names, shapes, checkpoints and the
+optimizer are unaffected.
 
     x_SD by expert -> exchange -> x_QD by rank and expert -> by expert -> experts -> all that back
 
-The exchange is not even: a rank sends each other what its tokens chose, perhaps nothing. How many
-rows come has to be known by the host, which waits for the device once in each layer for that.
+The exchange is uneven: a rank sends each other what its tokens chose, possibly nothing. The host
+needs the number of received rows, so it synchronises with the device once per layer.
 
 Shape legend: S rows sent, Q received, D model dim, E experts, R = ep ranks, L = E / R experts here.
 """
@@ -31,13 +31,13 @@ from areal.models.common.moe import Experts
 if TYPE_CHECKING:
     from areal.models.common.args import DecoderArgs
 
-# The dimension of the experts' columns, cut over etp, and that of the model, which only FSDP cuts.
+# The dimension of the experts' columns, sharded over etp; the model dim is sharded by FSDP only.
 _COLUMNS_DIM = {"w1": 1, "w2": 2, "w3": 1}
 _MODEL_DIM = {"w1": 2, "w2": 1, "w3": 2}
 
 
 class SpreadExperts(Experts):
-    """In the place of `Experts`: the rows and counts of all experts go in. All ranks of ep call."""
+    """Replaces `Experts`, with the rows and counts of all experts. All ranks of ep call."""
 
     w1: DTensor
     w2: DTensor
@@ -69,7 +69,7 @@ class SpreadExperts(Experts):
         return _Exchange.apply(out_QD, num_received, num_sent, self._group)
 
     def shard_placement(self, weight: nn.Parameter, num_shards: int) -> Shard:
-        """Where FSDP cuts one of the weights: whole experts if they divide evenly."""
+        """The dimension FSDP shards: experts if they divide evenly."""
         assert isinstance(weight, DTensor), "the weights are DTensors from the beginning"
         if weight.to_local().shape[0] % num_shards == 0:
             return Shard(0)
@@ -78,8 +78,8 @@ class SpreadExperts(Experts):
 
 
 class WholeTokens(ParallelStyle):
-    """A feed-forward whose experts are cut over tp: it sees the tokens of all ranks of tp, and the
-    partial sums that come out are added up and scattered."""
+    """A feed-forward whose experts are sharded over tp: gathers the tokens of all tp ranks, and
+    reduce-scatters the partial sums."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
@@ -97,7 +97,7 @@ class WholeTokens(ParallelStyle):
 
 
 def _by_expert(received_RL: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[Q] which of the rows, that lie by rank and then by expert, comes next when by expert."""
+    """[Q] permutation of rows from (rank, expert) order to expert order."""
     num_ranks, num_experts = received_RL.shape
     experts_RL = torch.arange(num_experts, device=received_RL.device).expand(num_ranks, -1)
     experts_Q = experts_RL.flatten().repeat_interleave(received_RL.flatten(), output_size=num_rows)
@@ -105,7 +105,7 @@ def _by_expert(received_RL: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """The first `num_sent[0]` rows go to rank 0, and so on; those of the result came likewise."""
+    """All-to-all: the first `num_sent[0]` rows go to rank 0, and so on; the result likewise."""
 
     @staticmethod
     def forward(

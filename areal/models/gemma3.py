@@ -1,6 +1,6 @@
 """Gemma 3 (text): sliding-window layers with a full-attention layer every few, one rope for each of
-the two kinds, norms before and after attention and feed-forward, scaled by 1 + w. Reads the names
-of checkpoints that also see images.
+the two kinds, norms before and after attention and feed-forward, scaled by 1 + w. Also reads the
+language model of multimodal checkpoints.
 
 Shape legend: T tokens, D model dim, N heads, H head dim.
 """
@@ -26,7 +26,7 @@ from areal.models.common.state_dict_adapter import (
 )
 from areal.models.spec import ModelSpec
 
-# Checkpoints leave out what has its usual value.
+# config.json omits default values.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -78,7 +78,7 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_
 
 
 def _rope_configs(hf: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each kind of layer, the keys another family's config.json would have."""
+    """For each kind of layer, the rope keys as in other families' config.json."""
     given = hf.get("rope_parameters") or {}
     windowed = {"rope_theta": hf.get("rope_local_base_freq", 1e4)} | (given.get(_WINDOW) or {})
     whole = {"rope_theta": hf.get("rope_theta", 1e6)} | (hf.get("rope_scaling") or {})
@@ -100,7 +100,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is not supported: remove it from the model's config.json")
 
 
-# In a model of text and images the language model lies one level deeper.
+# In a multimodal checkpoint the language model is nested one level deeper.
 _LANGUAGE_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -133,7 +133,7 @@ class Gemma3StateDictAdapter(StateDictAdapter):
 
 
 class Gemma3Norm(nn.RMSNorm):
-    """RMS norm times 1 + weight, all of it in float32."""
+    """RMS norm times 1 + weight, in float32."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)

@@ -2,8 +2,8 @@
 
 Loading checks every name and shape against the files' headers before the first byte is copied, so a
 wrong checkpoint never leaves a half-loaded model. Memory stays at the model plus one tensor (load)
-or one shard (save). `save_hf` writes into the folder it is given: for all-or-nothing, hand it the
-temporary folder of `areal.utils.fs.atomic_folder`.
+or one shard (save). `save_hf` writes into the given folder: to make it atomic, pass the temporary
+folder of `areal.utils.fs.atomic_folder`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_model(
 ) -> Decoder:
     """The module with undefined weights: follow with `load_hf` or `model.init_weights(seed)`.
 
-    A critic has a score per token in place of the LM head. With `ranks` it is this rank's share.
+    A critic has a score head in place of the LM head. With `ranks` it is this rank's shard.
     """
     is_config = isinstance(path_or_config, Mapping)
     config = language_config(path_or_config if is_config else read_hf_config(path_or_config))
@@ -66,7 +66,7 @@ def has_score_head(path: str | Path) -> bool:
 def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) -> None:
     """Fill `model` from the safetensors of a folder, cast to the model's dtype.
 
-    Every weight must be there but those `without`, which keep the values they have.
+    Every weight must be present except those in `without`, which keep their values.
     """
     files = weight_files(Path(path))
     own = model.hf_shapes()
@@ -80,7 +80,7 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
 
 
 def check_hf_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], *, source: str) -> None:
-    """Refuse a set of named weights that would not fill the model exactly."""
+    """ValueError unless the named weights match the model's exactly."""
     expected, adapter = model.hf_shapes(), model.adapter
     shapes = {adapter.usual_hf_name(name): shape for name, shape in shapes.items()}
     faults = [
@@ -112,7 +112,7 @@ def save_hf(
 ) -> None:
     """Write weights and config.json so that transformers loads the folder.
 
-    The config's dtype is set to that of the first weight, which is the dtype a reader will load in.
+    The config's dtype is set to that of the first weight, which readers load in.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 def _shards(
     weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Consecutive tensors in shards of at most `max_bytes` (a larger tensor goes alone)."""
+    """Consecutive tensors in shards of at most `max_bytes` (a larger tensor is its own shard)."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -180,7 +180,7 @@ def _shards(
 def _save_file(shard: Mapping[str, torch.Tensor], file: Path) -> None:
     try:
         save_file(dict(shard), file, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk comes as this too, and it is no OSError
+    except SafetensorError as error:  # also raised for a full disk, and no OSError
         raise OSError(f"cannot write {file}: {error}. Free space or choose another path") from error
 
 
@@ -189,7 +189,7 @@ def _part_name(index: int) -> str:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Give the parts their final names, which tell the number of shards, and write the index."""
+    """Rename the parts to their final names, which include the shard count; write the index."""
     if len(shards) == 1:
         (folder / _part_name(0)).rename(folder / WEIGHTS_FILE)
         return

@@ -1,13 +1,13 @@
-"""LoRA: small matrices beside frozen weights, merged when the model leaves the engine.
+"""LoRA: low-rank matrices beside frozen weights, merged when weights are exported.
 
-    adapters = Adapters(model, rank=32, alpha=16, target_modules=[])    # before it is cut or loaded
-    adapters.draw(seed)                                                 # after it got its memory
-    adapters.merge(name, weight, dtype)      # the whole weight of that name, with its adapter in it
+    adapters = Adapters(model, rank=32, alpha=16, target_modules=[])    # before sharding or loading
+    adapters.draw(seed)                                                 # after materialisation
+    adapters.merge(name, weight, dtype)      # unsharded weight with its adapter merged
     adapters.save(adapters.tensors(is_receiver=True), folder, base_model)
 
-A fresh adapter changes nothing: one of its two matrices is zero. A critic's score head is trained
-whole and saved beside the adapters. Files are those of peft, by Hugging Face names; peft itself is
-not needed.
+A fresh adapter is a no-op: one of its two matrices is zero. A critic's score head is trained in
+full and saved beside the adapters. Files have peft's format, with Hugging Face names; peft itself
+is not needed.
 
 Shape legend: T tokens, D inputs, N outputs, R rank.
 """
@@ -39,10 +39,10 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class LoraLinear(nn.Linear):
-    """Its state dict is that of the plain layer: checkpoints of the model fit it as they are."""
+    """Its state dict is that of the plain layer, so the model's checkpoints fit unchanged."""
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make and fill another weight
+        nn.Module.__init__(self)  # nn.Linear's own would allocate and fill another weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scaling = alpha / rank
@@ -87,13 +87,13 @@ class Adapters:
             self._layers[name] = layer
 
     def draw(self, seed: int) -> None:
-        """A start that changes nothing; equal on all ranks."""
+        """Initialize as a no-op; equal on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         for layer in self._layers.values():
             draw_adapter(layer.lora_A, layer.lora_B, generator)
 
     def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The whole weight of our name `name`, computed in float32, as `dtype`."""
+        """The unsharded weight of our name `name` with its adapter, summed in float32."""
         layer = self._layers.get(name.removesuffix(".weight"))
         if layer is None:
             return whole(weight, dtype)
@@ -102,7 +102,7 @@ class Adapters:
 
     @torch.no_grad()
     def tensors(self, *, is_receiver: bool) -> Tensors:
-        """(name in the adapter's file, whole tensor) of what is trained, for the receiver."""
+        """(name in the adapter's file, unsharded tensor) of trained weights, for the receiver."""
         for name, parameter in self._trained().items():
             tensor = whole(parameter, parameter.dtype)
             if is_receiver:
@@ -127,7 +127,7 @@ class Adapters:
         (Path(folder) / _CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def load(self, folder: str | Path) -> None:
-        """Take the adapters of a folder that `save` or peft wrote."""
+        """Load a folder that `save` or peft wrote."""
         load_adapter(folder, self._trained(), f"rank {self._rank} on {', '.join(self._targets)}")
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -152,7 +152,7 @@ def draw_adapter(a_RD: torch.Tensor, b_NR: torch.Tensor, generator: torch.Genera
 
 
 def base_model_keys(base_model: str) -> dict[str, str]:
-    """How an adapter's config names the model it was trained on: a folder, or a hub name."""
+    """Keys of an adapter's config that name its base model: a folder, or a hub name."""
     name = hub_name(base_model)
     if name is None:
         return {"base_model_name_or_path": base_model}
@@ -168,7 +168,7 @@ def save_adapter(tensors: Tensors, folder: str | Path) -> None:
 
 
 def load_adapter(folder: str | Path, own: dict[str, nn.Parameter], what: str) -> None:
-    """Fill `own`, by name in the file; `what` describes them where the file does not fit."""
+    """Fill `own`, by name in the file; `what` describes them in error messages."""
     file = Path(folder) / _FILE
     if not file.is_file():
         raise FileNotFoundError(

@@ -5,20 +5,20 @@
     mesh["tp"], mesh.get_group("dp")
 
 Axes from the slowest to the fastest: pp, dp_replicate, dp_shard, cp, tp; so the ranks of one tp
-group, which talk most, are neighbours. Ranks of pp hold other layers and have the same rows of the
-batch. Joined axes of the same mesh:
+group, which communicate most, are neighbours. Ranks of pp hold different layers and have the same
+rows of the batch. Flattened axes of the same mesh:
 
 | axis      | of                         | its ranks                                               |
 |-----------|----------------------------|---------------------------------------------------------|
-| `dp`      | dp_replicate, dp_shard     | have other rows of the batch                            |
+| `dp`      | dp_replicate, dp_shard     | have different rows of the batch                        |
 | `cp_tp`   | cp, tp                     | compute the same rows together; the first is their head |
-| `fsdp`    | dp_shard, cp               | hold a shard each of the weights                        |
-| `fsdp_tp` | dp_shard, cp, tp           | hold a shard each of the routers, and of whole experts  |
+| `fsdp`    | dp_shard, cp               | each hold a shard of the weights                        |
+| `fsdp_tp` | dp_shard, cp, tp           | each hold a shard of the routers, and of uncut experts  |
 | `stage`   | all but pp                 | have the same layers                                    |
 
-Layouts that spread experts (e, or a t of their own: etp is 1 or tp) cut the same ranks once more,
-into axes pp, dp_replicate, efsdp, ep, etp, where efsdp * ep * etp = dp_shard * cp * tp: ep is made
-of neighbours, etp of the ranks of tp, and efsdp is what is left to shard the experts over.
+Layouts with expert parallelism (e, or a t of their own: etp is 1 or tp) have a second mesh of the
+same ranks, with axes pp, dp_replicate, efsdp, ep, etp, where efsdp * ep * etp = dp_shard * cp * tp:
+ep ranks are neighbours, etp are the ranks of tp, and efsdp, the rest, shards the experts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ParallelDims:
 
     @classmethod
     def of(cls, strategy: ParallelStrategy, *, num_replicas: int = 1) -> ParallelDims:
-        """`num_replicas` groups of data-parallel ranks each hold all the weights, in shards."""
+        """`num_replicas` groups of data-parallel ranks each hold a sharded copy of all weights."""
         dp = strategy.data_parallel_size
         if num_replicas < 1 or dp % num_replicas:
             raise ValueError(
@@ -100,7 +100,7 @@ class ParallelDims:
 
     @property
     def efsdp(self) -> int:
-        """Ranks that shard what one rank of ep and etp holds of the experts."""
+        """Ranks over which the experts of one (ep, etp) rank are sharded."""
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     @property
@@ -129,7 +129,7 @@ class ParallelDims:
 
 
 def check_layout(args: DecoderArgs, dims: ParallelDims) -> None:
-    """ValueError, before anything is built, when this model cannot be cut like that."""
+    """ValueError, before anything is built, if the model does not fit these dims."""
     check_heads(args.n_heads, args.n_kv_heads, dims)
     _check_cut({"intermediate_size": args.hidden_dim, "vocab_size": args.vocab_size}, dims)
     if dims.ep * dims.etp > 1:
@@ -146,7 +146,7 @@ def _check_cut(counts: Mapping[str, int], dims: ParallelDims) -> None:
 
 
 def check_heads(n_heads: int, n_kv_heads: int, dims: ParallelDims) -> None:
-    """Heads can be divided among the ranks of t, and what each then has among those of c."""
+    """ValueError unless heads divide evenly among the ranks of t, and then among those of c."""
     _check_cut({"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}, dims)
     heads, kv_heads = n_heads // dims.tp, n_kv_heads // dims.tp
     if heads % dims.cp or (kv_heads % dims.cp and dims.cp % kv_heads):
@@ -175,7 +175,7 @@ def _check_experts(args: DecoderArgs, dims: ParallelDims) -> None:
 
 
 class ParallelMesh:
-    """The ranks by the names of the axes and of the joined ones; `experts`: cut for experts."""
+    """Ranks by axis name, flattened axes included; `experts`: the mesh of expert parallelism."""
 
     def __init__(self, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
         self._mesh = mesh
@@ -184,7 +184,7 @@ class ParallelMesh:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether there are the axes efsdp, ep and etp."""
+        """Whether the axes efsdp, ep and etp exist."""
         return self._experts is not None
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -195,7 +195,7 @@ class ParallelMesh:
             assert self._experts is not None, f"{axes}: this layout spreads no experts"
             return self._experts[axes]
         with warnings.catch_warnings():
-            # torch has no other public way yet to put a joined axis beside another.
+            # torch has no other public way yet to combine a flattened axis with another.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self._mesh[axes]
 
@@ -203,5 +203,5 @@ class ParallelMesh:
         return self[axis].get_group()
 
     def in_replicas(self, axis: str) -> DeviceMesh:
-        """`axis`, beneath dp_replicate when there are replicas: what FSDP shards over."""
+        """The mesh FSDP shards over: `axis`, under dp_replicate if there are replicas."""
         return self["dp_replicate", axis] if self["dp_replicate"].size() > 1 else self[axis]

@@ -1,44 +1,35 @@
-"""What a block keeps of its forward pass for its backward pass; the rest is computed again.
-
-| mode          | kept                                              | computed again               |
-|---------------|---------------------------------------------------|------------------------------|
-| none          | what autograd asks for                            | nothing                      |
-| selective, op | results of matrix products and of attention       | norms, rotation, activations |
-| selective, n  | of every n-th block its input, of the others all  | every n-th block             |
-| full          | the input of each block                           | each block                   |
-| memory_budget | what the compiler chooses within the given memory | the cheapest rest            |
-
-Losses and gradients are those of `none`: the same operations on the same numbers, later.
-
-A compiled block (models/parallelize.py) keeps what `selective, op` keeps without being told: its
-compiler computes again whatever it can fuse into the backward pass. So does `memory_budget`, with
-less: 1.0 is that, 0.0 as little as `full` within each of a block's two compiled halves.
-
-torch.compile for the two halves of each block: one kernel between two matrix products.
-
-Before attention: norm, projections, rotation. After it: projection, residual, norm, feed-forward,
-residual. Attention itself stays outside: it is a kernel of its own already, and what it does
-depends on the lengths of the sequences. All blocks share one compiled program per half, for any
-number of tokens; the first training step and the first pass without gradients wait for it.
-
-Spreading a decoder over a mesh: tensor parallel first, then shards of the weights (FSDP2).
+"""How a decoder is spread over a mesh, compiled, and what it recomputes.
 
     model = build_model(config, device="meta", dtype=torch.float32)
     parallelize(model, mesh, torch.bfloat16)
-    model.to_empty(device=device); load_hf(model, path)      # every rank copies its own part
+    model.to_empty(device=device); load_hf(model, path)      # every rank copies its own shard
 
-Shards are float32 and are the master weights. A block's are gathered when it runs, rounded to the
-compute dtype on the way, and its gradients go back in float32, summed over the ranks (a rank's loss
-is its share of the whole, so a sum and not a mean).
+Activation checkpointing (`checkpoint_blocks`). Losses and gradients are those of `none`:
 
-Tensor parallel: heads, feed-forward columns and rows of the vocabulary are cut over the axis tp.
-Between blocks the tokens are (sequence parallel): a rank holds T / tp rows of the residual stream,
-gathers them before a matrix and scatters the partial sums after it. Experts are not cut: each rank
-sends its own T / tp rows through them, and their weights are sharded over tp like over dp.
+| mode          | kept for backward                                 | recomputed                   |
+|---------------|---------------------------------------------------|------------------------------|
+| none          | what autograd saves                               | nothing                      |
+| selective, op | results of matrix products and of attention       | norms, rotation, activations |
+| selective, n  | the input of every n-th block, all of the others  | every n-th block             |
+| full          | the input of each block                           | each block                   |
+| memory_budget | what the compiler chooses within the given memory | the cheapest rest            |
 
-Expert parallel: each rank of the axis ep holds some of the experts, and rows travel to them
-(models/expert_parallel.py). What a rank holds is sharded over the axis efsdp. With etp = tp experts
-are cut over tp like a dense feed-forward, and see all T rows.
+A compiled block does `selective, op` anyway: its compiler recomputes what it can fuse into the
+backward pass. `memory_budget` keeps less: 1.0 is that, 0.0 as little as `full` within each half.
+
+Compilation (`compile_blocks`) covers the two halves of a block: before attention (norm,
+projections, rotation) and after it (projection, residual, norm, feed-forward, residual). Attention
+stays outside: it is one kernel already and depends on sequence lengths. All blocks share one
+program per half, for any number of tokens, compiled in the first training and inference steps.
+
+Sharding (`parallelize`): tensor parallelism first, then FSDP2.
+- FSDP: shards are float32 and are the master weights. A block is gathered when it runs, rounded to
+  the compute dtype; gradients are reduced in float32 and summed, since a rank's loss is its share.
+- Tensor: heads, feed-forward columns and vocabulary rows are sharded over tp. Between blocks tokens
+  are (sequence parallel): a rank holds T / tp rows of the residual stream, gathers them before a
+  matrix and reduce-scatters after it. Experts get the local rows; FSDP shards them over tp too.
+- Expert: ranks of ep hold some experts each, and rows are exchanged (models/expert_parallel.py);
+  they are sharded over efsdp. With etp = tp experts are sharded over tp and see all T rows.
 
 Shape legend: T tokens, D model dim.
 """
@@ -93,7 +84,7 @@ _EXPENSIVE_OPS = {
 
 
 def checkpoint_blocks(model: Decoder, mode: str, *, selective_option: str, compiled: bool) -> None:
-    """Change what the blocks of `model` keep, in place. Parameters and their names stay."""
+    """Set what the blocks of `model` recompute, in place. Parameters and their names stay."""
     for number, block in enumerate(model.blocks):
         if mode == "full" or (
             mode == "selective" and selective_option != "op" and number % int(selective_option) == 0
@@ -104,7 +95,7 @@ def checkpoint_blocks(model: Decoder, mode: str, *, selective_option: str, compi
 
 
 def _recomputed(forward: Any, *args: Any, **context: Any) -> torch.Tensor:
-    # Nothing random happens in a block, so the state of no generator needs to be kept.
+    # Blocks use no randomness, so no RNG state needs to be saved.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context)
 
 
@@ -120,12 +111,12 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 def compile_blocks(model: Decoder, memory_budget: float | None = None) -> None:
     """Compile the blocks of `model` in place, when they first run.
 
-    memory_budget: the share of the memory kept for the backward pass, 1 being what costs no matrix
-    product twice; None is 1.
+    memory_budget: fraction of the memory kept for the backward pass; 1 recomputes no matrix
+    product; None is 1.
     """
     for block in model.blocks:
         block.before = _half(block, "before", memory_budget)
-        if not isinstance(block.feed_forward, MoE):  # how many rows an expert gets is data
+        if not isinstance(block.feed_forward, MoE):  # rows per expert depend on data
             block.after = _half(block, "after", memory_budget)
 
 
@@ -143,7 +134,7 @@ def _half(block: DecoderBlock, name: str, memory_budget: float | None) -> Callab
 
     def call_within_budget(*tensors: torch.Tensor) -> Any:
         _any_number_of_tokens(tensors)
-        # Around each call, since the first one compiles, and other models have other budgets.
+        # Around each call, since the first one compiles, and models differ in budget.
         with config.patch(activation_memory_budget=memory_budget):
             return run(block, *tensors)
 
@@ -163,10 +154,10 @@ def _any_number_of_tokens(tensors: tuple[torch.Tensor, ...]) -> None:
 def parallelize(
     model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, *, keep_gathered: bool = False
 ) -> None:
-    """Cut a float32 model (or pipeline stage) on the meta device, in place.
+    """Shard a float32 model (or pipeline stage) on the meta device, in place.
 
-    dtype: what it computes in. keep_gathered: blocks stay whole from their first forward pass to
-    `reshard`, for those who run many micro-batches in between.
+    dtype: compute dtype. keep_gathered: blocks stay unsharded from their first forward pass to
+    `reshard`, for callers that run many micro-batches in between.
     """
     if mesh.spreads_experts:
         _spread_experts(model, mesh)
@@ -193,16 +184,16 @@ def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
     if model.norm is not None:
-        plan["norm"] = SequenceParallel(sequence_dim=0)  # a DTensor comes out: see gather_tokens
+        plan["norm"] = SequenceParallel(sequence_dim=0)  # outputs a DTensor: see gather_tokens
     if model.output is not None:
-        plan["output"] = ColwiseParallel()  # cuts its rows; the module itself is never called
+        plan["output"] = ColwiseParallel()  # shards its rows; the module itself is never called
     if model.score is not None:
         plan["score"] = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, tp, plan)
     for block in model.blocks:
         parallelize_module(block, tp, _block_plan(block, sequence, cuts_experts))
-        # Gathered once for the matrices that read it, and still a DTensor: so their partial
-        # gradients are added up before they are scattered.
+        # Gathered once for the matrices that read it, and kept as a DTensor, so that their partial
+        # gradients are summed before the reduce-scatter.
         gather = PrepareModuleOutput(
             output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False
         )
@@ -243,7 +234,7 @@ def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, keep_gathered
         if isinstance(block.feed_forward, MoE):
             _shard_moe(block.feed_forward, mesh, **options)
         fully_shard(block, mesh=weights_mesh, **options)
-    # The head is read after the forward pass has ended, so the root's weights stay whole.
+    # The head is read after the forward pass, so the root's weights stay unsharded.
     fully_shard(model, mesh=weights_mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -261,7 +252,7 @@ def _shard_moe(moe: MoE, mesh: ParallelMesh, **options: Any) -> None:
             shard_placement_fn=lambda weight: experts.shard_placement(weight, num_shards),
             **options,
         )
-    # What is left: the router, and experts that are not spread.
+    # The rest: the router, and experts without expert parallelism.
     sharded = fully_shard(moe, mesh=mesh.in_replicas("fsdp_tp"), **options)
     if spread is not None:
         sharded.set_modules_to_forward_prefetch([spread])
@@ -270,30 +261,30 @@ def _shard_moe(moe: MoE, mesh: ParallelMesh, **options: Any) -> None:
 def gather_tokens(hidden_TD: DTensor, *, partial_grad: bool) -> torch.Tensor:
     """[T, D] on every rank of tp from the T / tp rows each has after the last norm.
 
-    partial_grad: each rank's gradient of the result is a part of a sum over the ranks, as with a
-    head cut over the vocabulary; else all ranks have the same whole gradient.
+    partial_grad: gradients of the result are summed over the ranks, as with a head sharded over
+    the vocabulary; else all ranks have the same full gradient.
     """
     whole_TD = hidden_TD.redistribute(placements=[Replicate()])
     return whole_TD.to_local(grad_placements=[Partial()] if partial_grad else None)
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor itself in `dtype`, or gathered from all ranks, which all call."""
+    """The tensor in `dtype`, gathered if sharded; all ranks call."""
     tensor = tensor.detach().to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or the part of it that this rank holds."""
+    """The tensor, or this rank's shard of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def write_own_part(own: torch.Tensor, whole: torch.Tensor, index: int | None = None) -> None:
-    """Copy into `own`, perhaps a shard, its part of `whole`, which every rank has.
+    """Copy into `own`, possibly a shard, its part of `whole`, which every rank has.
 
-    With `index`, `whole` [1, ...] is row `index` of the parameter alone. What another pipeline
-    stage holds is on the meta device here, and is passed over.
+    With `index`, `whole` [1, ...] is row `index` of the parameter alone. Weights of other pipeline
+    stages are on the meta device, and are skipped.
     """
     if own.is_meta:
         return

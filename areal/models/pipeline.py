@@ -1,15 +1,15 @@
-"""Cutting a decoder into pipeline stages: which rank holds which layers.
+"""Cuts a decoder into pipeline stages.
 
     layout = StageLayout.of(args.n_layers, num_ranks=2, schedule="1F1B")
     stage = cut_stage(model, layout.layers[index], is_first=..., is_last=...)   # on the meta device
 
 The first stage embeds, the last one has the final norm and the head. A rank holds one stage or
-several. Its model keeps its whole structure: what belongs to other ranks stays on the meta device,
-where a tensor has a name and a shape but no memory, so names are those of the whole model and each
-weight has one owner. `is_meta` is the test of "not mine".
+several. Its model keeps the full structure: weights of other ranks stay on the meta device, with a
+name and a shape but no memory, so names are those of the full model and each weight has one owner.
+`is_meta` tests whether a weight belongs to another rank.
 
 A tied head is the embedding, which the first stage owns. The last stage computes with a copy:
-`TiedHead` brings its gradient to the owner and the owner's new weight back.
+`TiedHead` sends its gradient to the owner and the owner's new weight back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal.models.stage_layout import StageLayout
 def cut_stage(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Decoder:
     """A decoder of some of the modules of `model`; both are on the meta device.
 
-    It is called with hidden states in place of tokens unless it is the first stage.
+    Stages other than the first are called with hidden states in place of tokens.
     """
     with torch.device("meta"):
         stage = type(model)(model.args)
@@ -42,7 +42,7 @@ def cut_stage(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -
 
 
 class TiedHead:
-    """The embedding of the first stage and its copy in the last one, in shards of one layout.
+    """The embedding of the first stage and its copy in the last one, sharded alike.
 
     Ranks that hold neither have None for both; all ranks of the pipeline call.
     """
@@ -70,7 +70,7 @@ class TiedHead:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the copy equal to the embedding, which was loaded or updated."""
+        """Update the copy after the embedding was loaded or updated."""
         embedding = None if self._embedding is None else self._embedding.to_local()
         copy = None if self._copy is None else self._copy.to_local()
         arrived = self._pass_on(embedding, copy, source=self._owner, target=self._user)

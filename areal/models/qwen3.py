@@ -69,7 +69,7 @@ class Qwen3StateDictAdapter(StateDictAdapter):
         **EXPERTS_FROM_HF,
         _EXPERT_BIAS: "layers.{}.feed_forward.router.expert_bias",
     }
-    optional = frozenset({_EXPERT_BIAS})  # balancing may begin with a checkpoint that had none
+    optional = frozenset({_EXPERT_BIAS})  # balancing may start from a checkpoint without it
 
 
 class Qwen3Model(Decoder):

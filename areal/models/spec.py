@@ -1,4 +1,4 @@
-"""What a model family must supply to be built, loaded and saved: one `ModelSpec` per family."""
+"""What a model family supplies to be built, loaded and saved: one `ModelSpec` per family."""
 
 from __future__ import annotations
 

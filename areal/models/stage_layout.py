@@ -1,4 +1,4 @@
-"""Which rank of a pipeline holds which layers. Without torch: `areal check` asks it too.
+"""Which rank of a pipeline holds which layers. Without torch: `areal check` uses it too.
 
 layout = StageLayout.of(args.n_layers, num_ranks=2, schedule="1F1B")
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Stages of each rank. A rank of a V has one from each end: its last stage is on the first rank.
+# Stages per rank. In V schedules a rank has one from each end, so the last stage is on rank 0.
 _STAGES_PER_RANK = {
     "1F1B": 1,
     "Interleaved1F1B": 2,
@@ -47,7 +47,7 @@ class StageLayout:
             num_stages = -(-work // layers_per_stage)
             _check_stages(num_stages, num_ranks, schedule, work, layers_per_stage)
         sizes = [work // num_stages] * num_stages
-        # What does not divide goes to the ends first, which have fewer layers for their work.
+        # The remainder goes to the ends first, which have fewer layers for their work.
         for stage in [-1, *range(num_stages - 1)][: work % num_stages]:
             sizes[stage] += 1
         sizes[0] -= embedding_layers
@@ -68,7 +68,7 @@ class StageLayout:
         return len(self.layers)
 
     def rank_of(self, stage: int) -> int:
-        """Round by round; in a V every other round goes back."""
+        """Round-robin; in V schedules every other round is reversed."""
         round_, place = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - place if self.is_v and round_ % 2 else place
 

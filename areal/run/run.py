@@ -46,8 +46,9 @@ from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, StepInfo
 from areal.api.redact import without_secrets
 from areal.run.checkpoints import FrequencyTimer, Saver, save_checkpoint
 from areal.run.database import RunDatabase, Start
-from areal.run.fingerprint import RandomStates, numeric_world, run_identity
+from areal.run.fingerprint import run_identity
 from areal.run.model_paths import actor_section, fetch_models, pin_models
+from areal.run.numerics import RandomStates, numeric_world
 from areal.run.paths import RunPaths
 from areal.run.recover import RecoverError, Recovery, newest_step
 from areal.run.stats_logger import StatsLogger

@@ -19,7 +19,7 @@ from areal.api.cli_args import dump_yaml
 from areal.cli.main import main
 from areal.rollout.trajectory import decode, encode
 from areal.run.database import RunDatabase, Start
-from areal.run.fingerprint import numeric_world
+from areal.run.numerics import numeric_world
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer

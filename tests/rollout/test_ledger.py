@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rollout_world import trajectory
 
 from areal.rollout.failures import describe
-from areal.rollout.ledger import Ledger, Outcome, Resume, read_trained, steps_with_trajectories
+from areal.rollout.ledger import Ledger, Outcome, Resume
+from areal.rollout.ledger_balance import read_trained, steps_with_trajectories
 from areal.rollout.source import Prompt
 from areal.run.database import RunDatabase
 

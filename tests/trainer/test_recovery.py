@@ -19,7 +19,8 @@ from trainer.test_offline_runs import config_of
 from areal.api.config.run import RecoverConfig
 from areal.cli.demo import make_model
 from areal.run.database import RunDatabaseError
-from areal.run.fingerprint import RandomStates, run_identity
+from areal.run.fingerprint import run_identity
+from areal.run.numerics import RandomStates
 from areal.run.paths import RunPaths
 from areal.run.recover import RecoverError
 from areal.trainer.offline import SFTTrainer

@@ -1,6 +1,6 @@
 """Which server gets a request: samples of one prompt together, the rest by load.
 
-    server = router.take(prompt, num_tokens)     # where to send it
+    server = router.take(prompt, num_tokens)    # where to send it
     ...                                         # its reply, or its loss: router.avoid(server)
     router.give_back(server, prompt, num_tokens)
 
@@ -9,8 +9,8 @@ server; any other goes to the one with the fewest tokens in flight. A server tha
 gets new prompts only if all have, for a while. Servers may be added and removed; requests of a
 removed server are given back like the rest.
 
-`SingleFlight` is single-flight: concurrent callers with one key share one task, which continues if
-one of them is cancelled. Both are used on one event loop, hence without locks.
+`SingleFlight`: concurrent callers with one key share one task, which continues if one of them is
+cancelled. Both are used on one event loop, hence without locks.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ A loss function returns the mean over its micro-batch. Each is scaled by its sha
 weight, so the sum is the mean over the whole batch, however it was split.
 
 With data parallelism each rank has some rows of the batch, possibly none. The total weight is
-summed over all ranks. All ranks run the same number of micro-batches, since each one is a
-collective of the back end: ranks with fewer add fillers, one token of weight 0 that no loss
-function sees.
+summed over ranks. All ranks run the same number of micro-batches, since each is a collective: ranks
+with fewer add fillers, one token of weight 0 that no loss function sees.
 """
 
 from __future__ import annotations

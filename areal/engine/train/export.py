@@ -6,8 +6,7 @@ Every rank iterates, because the gathers are collectives; only the receiver gets
 one bucket of unsharded weights exists at a time; its gathers are queued on the device together.
 Pipeline stages gather their own weights and send them to the receiver (`StageLink`).
 
-`sender` and `hand_over` pass the stream to a consumer: an inference engine or a folder.
-`save_beside` adds the files that belong into a Hugging Face folder besides weights.
+`hand_over` passes the stream to a consumer, such as a `sender`; `save_beside` adds other files.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def hand_over(
 
 
 def save_beside(meta: SaveLoadMeta, folder: Path) -> None:
-    """Copy tokenizer and other files; `folder` is the one the model was loaded from."""
+    """Write tokenizer and generation config; `folder` is the one the model was loaded from."""
     if meta.base_model_path is not None:
         folder = model_folder(meta.base_model_path, weights=False)
     generation_config = folder / "generation_config.json"

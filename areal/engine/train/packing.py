@@ -186,7 +186,7 @@ def token_outputs(
 ) -> tuple[torch.Tensor, ...]:
     """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
 
-    At a sequence's last token, log p and entropy are junk.
+    At a sequence's last token, log p and entropy are undefined.
     """
     laid = pack_micro_batch(mb, config, mesh)
     hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend)

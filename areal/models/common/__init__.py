@@ -1,1 +1,1 @@
-"""What every dense decoder family shares: args, rope, attention, feed-forward, decoder, names."""
+"""Modules shared by all decoder families: args, rope, attention, feed-forward, decoder, names."""

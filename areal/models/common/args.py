@@ -3,7 +3,7 @@
 In: the dict of a config.json, old style (`rope_theta` + `rope_scaling`) or transformers 5 style
 (`rope_parameters`). Out: frozen args the modules are built from. What the modules cannot compute
 exactly (an unknown activation or rope type, a window the family does not have) is refused here, so
-that a model that builds is a model that agrees with transformers.
+that every model that builds agrees with transformers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RopeArgs:
 
 
 def _require_scaling_keys(kind: str, values: dict[str, Any], hf: Mapping[str, Any]) -> None:
-    """Fill in the keys that transformers derives, and refuse what is still missing."""
+    """Fill in the keys that transformers derives; ValueError for those still missing."""
     max_positions = hf.get("max_position_embeddings")
     original = hf.get("original_max_position_embeddings") or max_positions
     if original is not None:
@@ -77,13 +77,13 @@ def _require_scaling_keys(kind: str, values: dict[str, Any], hf: Mapping[str, An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEArgs:
-    """Feed-forwards of many experts, of which each token takes a few."""
+    """Mixture of experts: each token uses a few of many feed-forwards."""
 
     num_experts: int
     top_k: int  # experts per token
     hidden_dim: int  # of one expert
-    norm_topk_prob: bool  # the weights of a token's experts add up to 1
-    layers: frozenset[int]  # numbers of the layers that have experts; the others are dense
+    norm_topk_prob: bool  # the weights of a token's experts sum to 1
+    layers: frozenset[int]  # indices of the layers with experts; the others are dense
     expert_bias: bool = False  # choose by probability plus a bias that balances the load
 
     def __post_init__(self) -> None:
@@ -114,15 +114,15 @@ class DecoderArgs:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    activation: str = "silu"  # of the feed-forward: a name in feed_forward.ACTIVATIONS
+    activation: str = "silu"  # of the feed-forward: a name in moe.ACTIVATIONS
     embedding_scale: float = 1.0
     score_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     windows: tuple[int | None, ...] = ()  # how many tokens each layer sees; None, or (): all
-    window_rope: RopeArgs | None = None  # rope of the layers with a window; None: as the others
+    window_rope: RopeArgs | None = None  # rope of layers with a window; None: as the others
     logit_softcap: float | None = None  # logits = cap * tanh(logits / cap)
     moe: MoEArgs | None = None
     initializer_range: float = 0.02
-    is_critic: bool = False  # a score per token in place of the LM head
+    is_critic: bool = False  # a score head in place of the LM head
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -156,7 +156,7 @@ class DecoderArgs:
 
 
 def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
-    """Args of one of `num_ranks` shares. ValueError when the model cannot be cut so often."""
+    """Args of one of `num_ranks` shards. ValueError if the model does not divide evenly."""
     counts = {"num_key_value_heads": args.n_kv_heads, "intermediate_size": args.hidden_dim}
     moe = args.moe
     if moe is not None:

@@ -1,7 +1,8 @@
-"""Causal attention over packed sequences: the training back end of `attend`, in plain torch.
+"""Grouped-query attention: the training back end of `attend`, and the module around any back end.
 
-Sequences lie one after another in a flat row of T tokens; none sees another. Differentiable; no
-state is kept. Three layouts, chosen once per micro-batch:
+`PackedAttention` is causal attention over packed sequences in plain torch. Sequences are
+concatenated in a flat row of T tokens; none sees another. Differentiable and stateless. Three
+layouts, chosen once per micro-batch:
 
 | sequences                | computed as                                                     |
 |--------------------------|-----------------------------------------------------------------|
@@ -9,24 +10,20 @@ state is kept. Three layouts, chosen once per micro-batch:
 | mixed, 16 bits on a GPU  | one call of the kernel for packed sequences                     |
 | mixed otherwise          | rectangles of similar length (within a factor of two), padded   |
 
-Rectangles keep one long sequence from making every short one pay for it. Right padding is harmless
-under a causal mask: a real query never looks right, and what padded queries produce is dropped.
+Rectangles of similar length keep padding small. Right padding is harmless under a causal mask: a
+real query never looks right, and outputs of padded queries are dropped. In a rectangle, a window is
+computed in blocks of queries, each with the keys its window can reach: the cost grows with S times
+the window, and no S x S mask is created.
 
-In a rectangle, a window is computed in blocks of queries, each with the keys its window can reach:
-the cost grows with S times the window, and no S x S mask is ever made.
-
-Shape legend: T packed tokens, N query heads, K key-value heads, H head dim, B x S one rectangle,
-Q queries of a block, W keys it reaches.
-
-Grouped-query attention without the attention itself: projections, QK norm, rotation.
+`Attention` has the projections, QK norm and rotation. Scores and weighted sum belong to `attend`, a
+callable of the caller: packed sequences in training, a paged cache in decoding. So both run the
+same weights through the same code up to there.
 
     out_TNH = attend(attention.layer, *attention.heads(x_TD, cos_TR, sin_TR), ...)
-    x_TD += attention.wo(out_TNH.flatten(1))         # the block's part: see decoder.py
+    x_TD += attention.wo(out_TNH.flatten(1))         # done by the block: see decoder.py
 
-The scores and the weighted sum belong to `attend`, a callable the caller gives: packed sequences in
-training, a paged cache in decoding. So both run the same weights through the same code up to there.
-
-Shape legend: T tokens, D model dim, N query heads, K key-value heads, H head dim, R = H / 2.
+Shape legend: T packed tokens, D model dim, N query heads, K key-value heads, H head dim, R = H / 2,
+B x S one rectangle, Q queries of a block, W keys it reaches.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ from areal.models.common.rope import rotate
 
 # Shorter blocks would recompute more keys than their own for small windows.
 _MIN_QUERY_BLOCK = 256
-# The first that can do it is taken. (By itself torch prefers flash, at half the speed of cuDNN on
-# Hopper.)
+# In order of preference. (By default torch prefers flash, at half the speed of cuDNN on Hopper.)
 _KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -109,9 +105,9 @@ class PackedAttention:
         window: int | None,
         scale: float | None,
     ) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # its import registers operators
+        from torch.nn.attention.varlen import varlen_attn  # importing it registers operators
 
-        # Older releases share key-value heads without being told.
+        # Older releases share key-value heads without the option.
         takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
         gqa: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
         bounds, longest = self._cu_seqlens, self._max_seqlen
@@ -119,12 +115,12 @@ class PackedAttention:
             q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=scale,
             window_size=(-1 if window is None else window - 1, 0), **gqa,
         )  # fmt: skip
-        return cast(torch.Tensor, out_TNH)  # alone: no log-sum-exp was asked for
+        return cast(torch.Tensor, out_TNH)  # no tuple: no log-sum-exp was requested
 
     @cached_property
     def _rectangles(self) -> tuple[list[tuple[torch.Tensor, tuple[int, int]]], torch.Tensor]:
-        """Each rectangle's tokens and shape, and where each token's output lies when the rectangles
-        are laid out one after another."""
+        """Each rectangle's tokens and shape, and the index of each token's output in the
+        concatenated rectangles."""
         starts, lengths, device = self._starts, self._lengths, self._cu_seqlens.device
         slot_T = torch.empty(self.num_tokens, dtype=torch.int64)
         rectangles = []
@@ -159,7 +155,7 @@ def _attend_rows(
     if window is not None and window < shape[1]:
         out_BNSH = _windowed(q_BNSH, k_BKSH, v_BKSH, window, scale)
     else:
-        # Elsewhere there is one kernel, and the choice costs time.
+        # Other devices have a single kernel, and the context manager costs time.
         with sdpa_kernel(_KERNELS, set_priority=True) if q.is_cuda else nullcontext():
             out_BNSH = F.scaled_dot_product_attention(
                 q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale,
@@ -239,10 +235,10 @@ class Attend(Protocol):
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Return [T, N, H]; keys come rotated, ready to be cached.
+        """Return [T, N, H]; keys are rotated, ready to be cached.
 
-        window: how many tokens each one sees, itself and those just before it (None: all before).
-        scale: what scores are multiplied with (None: H ** -0.5).
+        window: number of tokens each one sees, itself included (None: all before it).
+        scale: factor on the scores (None: H ** -0.5).
         """
         ...
 

@@ -1,25 +1,21 @@
-"""Attention whose softmax is only a part of a larger one: kernels that also speak log-sum-exps.
+"""Attention over a prefix tree: a token sees itself and its ancestors. Back end of `attend`.
+
+Tokens of a segment see the earlier tokens of that segment (causal attention within segments) and
+all tokens of each ancestor segment. The descendants of a segment directly follow it in memory, so
+that is one more call per level of the tree: for every segment of the level, all queries below it
+against its keys. No score is computed that a mask would drop, and a group of answers to one prompt
+takes two calls, whatever its size. Windows, and dtypes the kernels lack (float32 on CUDA), use a
+mask, a block of queries at a time.
+
+The calls compute partial softmaxes with kernels that also return log-sum-exps:
 
     out_QNH, lse_NQ = attend_part(q_QNH, k_MKH, v_MKH, part, scale)
     dq, dk, dv = attend_part_backward(grad_QNH, q, k, v, out_QNH, lse_NQ, part, scale)
 
-Outputs over disjoint keys are joined by their log-sum-exps. Backward of a part wants `out` and
-`lse` of the whole: a key's gradient needs its probability among all keys, which is
-exp(score - lse), and the row sum of grad * out, nothing else of the others.
-
-On CUDA the flash kernels for packed runs; on a CPU its flash kernel, run by run.
-
-Shape legend: Q queries, M keys, N query heads, K key-value heads, H head dim.
-
-Attention over a prefix tree: a token sees itself and what is above it. Back end of `attend`.
-
-Tokens of a segment see the earlier ones of that segment, which is causal attention within segments,
-and all of each segment above it. The tokens below a segment lie right behind it, so that is one
-more call per level of the tree: for every segment of the level, all queries below it against its
-keys. The outputs are joined by their log-sum-exps. No score is computed that the mask would drop,
-and a group of answers to one prompt takes two calls, whatever its size.
-
-Windows, and dtypes the kernels lack (float32 on CUDA), go by a mask, some queries at a time.
+Outputs over disjoint keys are merged by their log-sum-exps. Backward of a part needs `out` and
+`lse` over all keys: a key's gradient depends on its global probability exp(score - lse) and on the
+row sum of grad * out only. On CUDA these are the flash kernels for packed runs; on a CPU its flash
+kernel, run by run.
 
 Shape legend: T tokens of the tree (U in utils/prefix_tree.py), N query heads, K key-value heads,
 H head dim, Q queries of one call, M keys of it.
@@ -45,7 +41,7 @@ _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Part:
     """Runs of queries, each of which sees one run of keys: all of it, or causally.
 
-    Queries and keys lie run by run; a causal run has as many of both.
+    Queries and keys are concatenated run by run; a causal run has equally many of both.
     """
 
     query_counts: list[int]
@@ -65,7 +61,7 @@ class Part:
         return cls(query_counts, key_counts, causal, *bounds)
 
     def longest(self) -> tuple[int, int]:
-        # For runs of one query the kernel rearranges heads, and lse with them.
+        # For runs of one query the kernel permutes heads, and lse with them.
         return max(*self.query_counts, 2), max(self.key_counts)
 
     def runs(self) -> list[tuple[slice, slice]]:
@@ -75,7 +71,7 @@ class Part:
 
 
 def has_kernel(q_QNH: torch.Tensor) -> bool:
-    """Whether the functions below take such queries."""
+    """Whether the functions below support such queries."""
     if not q_QNH.is_cuda:
         return True
     head_dim = q_QNH.shape[2]
@@ -144,7 +140,7 @@ _QUERY_BLOCK = 1024  # queries whose mask exists at a time
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Segments that have others above as many as each other, and what lies below each."""
+    """Segments of equal depth, and the descendants of each."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -241,7 +237,7 @@ class _BySegments(torch.autograd.Function):
         saved = (grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT)
         grads = attend_part_backward(*saved, ctx.within, ctx.scale)
         if ctx.above:
-            # float32, since a prompt's keys sum over all that is below.
+            # float32, since a prompt's keys sum over all descendants.
             grads = tuple(grad.float() for grad in grads)
         for level in ctx.above:
             queries, keys = level.queries, level.keys
@@ -263,7 +259,7 @@ def _join(
     other_QNH: torch.Tensor,
     other_lse_NQ: torch.Tensor,
 ) -> None:
-    """Put into `out` and `lse`, in place, what `rows` found among other keys."""
+    """Merge the result of `rows` over other keys into `out` and `lse`, in place."""
     own_lse_NQ = lse_NT.index_select(1, rows)
     both_NQ = torch.logaddexp(own_lse_NQ, other_lse_NQ)
     own_QN1, other_QN1 = (

@@ -1,16 +1,15 @@
-"""Logits in float32, from hidden states and the LM head in the model's dtype.
-
-A sum rounded to bfloat16 would cost a log-probability two of its digits, so the matrix product
-itself writes float32 where the device can. Training and decoding both call this.
-
-The decoder every family is made of, used by training and by decoding alike.
+"""The decoder of every model family, used by training and by decoding alike.
 
     hidden_TD = model(tokens_T, positions_T, attend)   # after the final norm
     logits_TV = model.logits(hidden_TD)                # or chunks of it, with model.output_weight
     values_T = model.values(hidden_TD)                 # of a critic, which has no LM head
 
 Tokens are one flat row of T, whatever sequences they belong to: only `attend` and the positions
-know. Weights go in and out under their Hugging Face names through the family's adapter.
+depend on it. Weights are loaded and exported under Hugging Face names by the family's adapter.
+
+Logits are float32, from hidden states and a head in the model's dtype (`float32_logits`): a sum
+rounded to bfloat16 would cost a log-probability two of its digits, so the matrix product itself
+writes float32 if the device can.
 
 Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
 """
@@ -33,7 +32,7 @@ from areal.models.common.tensor_parallel import Ranks, Share, SummedLinear, Summ
 
 
 def softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Squeezed into (-cap, cap) by a tanh; None leaves them as they are."""
+    """cap * tanh(logits / cap), in (-cap, cap); None leaves them unchanged."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -44,10 +43,10 @@ def float32_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Te
 
 
 class DecoderBlock(nn.Module):
-    """Norms before attention and feed-forward. A family with others subclasses it.
+    """Norms before attention and feed-forward; other families subclass it.
 
-    What comes before `attend` and what comes after it are two functions of tensors alone, so that
-    each can be compiled (models/parallelize.py) whatever `attend` does.
+    The computations before and after `attend` are two functions of tensors only, so that each can
+    be compiled (models/parallelize.py) whatever `attend` does.
     """
 
     norm_class: ClassVar[type[nn.RMSNorm]] = nn.RMSNorm
@@ -80,9 +79,9 @@ class DecoderBlock(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """An embedding that is not filled when it is made: weights are loaded, or drawn later.
+    """An embedding that is not initialized on construction: weights are loaded, or drawn later.
 
-    Filling one on the meta device makes torch import its compiler, two seconds of every start.
+    Initializing one on the meta device makes torch import its compiler, which takes two seconds.
     """
 
     def __init__(self, num_embeddings: int, dim: int, scale: float):
@@ -101,8 +100,8 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """Families subclass this to name their adapter, and their block when theirs differs; the rest
-    of their architecture is in their args."""
+    """Families subclass this to set their adapter, and their block if it differs; the rest of
+    their architecture is in their args."""
 
     adapter_class: ClassVar[type[StateDictAdapter]]
     block_class: ClassVar[type[DecoderBlock]] = DecoderBlock
@@ -110,11 +109,11 @@ class Decoder(nn.Module):
     def __init__(self, args: DecoderArgs):
         super().__init__()
         self.args = args
-        self.share: Share | None = None  # set when this is one rank's part of a model
-        # How a whole tensor gets into a weight; parallelize() puts one here that cuts it.
+        self.share: Share | None = None  # set if this is one rank's shard of a model
+        # Copies an unsharded tensor into a weight; parallelize() replaces it with a sharding one.
         self.write: Callable[..., None] = write_whole
         self.adapter = self.adapter_class(args)
-        # Of pipeline stages (models/pipeline.py) the first alone embeds, the last one has the norm.
+        # Of pipeline stages (models/pipeline.py) only the first embeds, only the last has the norm.
         self.tok_embeddings: TokenEmbedding | None = TokenEmbedding(
             args.vocab_size, args.dim, args.embedding_scale
         )
@@ -122,20 +121,20 @@ class Decoder(nn.Module):
         self.window_rope = (
             None if args.window_rope is None else RotaryEmbedding(args.window_rope, args.head_dim)
         )
-        # Keyed by the layer's number: a pipeline stage has some of them.
+        # Keyed by layer index: a pipeline stage has some of them.
         self.layers = nn.ModuleDict(
             {str(i): self.block_class(args, i) for i in range(args.n_layers)}
         )
         self.norm: nn.RMSNorm | None = self.block_class.norm_class(args.dim, args.norm_eps)
         has_own_head = not (args.tie_word_embeddings or args.is_critic)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if has_own_head else None
-        # Last of the modules: a critic's trunk gets the initial weights of the language model's.
+        # Last, so that a critic's trunk draws the same initial weights as the language model.
         self.score = nn.Linear(args.dim, 1, bias=False) if args.is_critic else None
 
     def forward(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Of a pipeline stage but the first, `tokens_T` is what the stage before it returned."""
+        """In pipeline stages after the first, `tokens_T` is the previous stage's output."""
         x_TD = tokens_T if self.tok_embeddings is None else self.tok_embeddings(tokens_T)
         rotation = window_rotation = self.rope(positions_T, x_TD.dtype)
         if self.window_rope is not None:
@@ -150,9 +149,9 @@ class Decoder(nn.Module):
         return softcap(logits_TV, self.args.logit_softcap)
 
     def whole_logits(self, logits_TW: torch.Tensor) -> torch.Tensor:
-        """[T, V] from the product with `output_weight`: the other ranks' columns come along.
+        """[T, V] from the product with `output_weight`, gathered over ranks.
 
-        Not capped yet, where `args.logit_softcap` asks for it."""
+        `args.logit_softcap` is not applied yet."""
         return logits_TW if self.share is None else self.share.gather_logits(logits_TW)
 
     def values(self, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -161,7 +160,7 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> Iterable[DecoderBlock]:
-        """`layers` in order, without their numbers."""
+        """The values of `layers`, in order."""
         return cast("Iterable[DecoderBlock]", self.layers.values())
 
     @property
@@ -177,7 +176,7 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """The LM head [V, D] (a rank's rows of it): its own parameter, or the tied embedding."""
+        """The LM head [V, D] (or this rank's rows): its own parameter, or the tied embedding."""
         if self.output is not None:
             return self.output.weight
         embedding = self.embedding_weight
@@ -200,10 +199,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_score(self) -> None:
-        """A fresh score head alone: what a critic that starts from a language model lacks.
+        """Initialize the score head of a critic that starts from a language model.
 
-        Zeros: a drawn head gives values that are larger than the rewards and mean nothing, and
-        the advantages made of them unlearn the policy before the critic has learned anything.
+        Zeros: a random head gives meaningless values larger than the rewards, and advantages from
+        them would degrade the policy before the critic has learned anything.
         """
         self.score_head.weight.zero_()
 
@@ -212,12 +211,12 @@ class Decoder(nn.Module):
         self.write(weight, drawn.normal_(0.0, self.args.initializer_range, generator=generator))
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight once, detached and not copied; a tied head is the embedding alone."""
+        """Every weight once, detached and not copied; a tied head only as the embedding."""
         for name, tensor in self.state_dict().items():
             yield from self.adapter.convert_single_to_hf(name, tensor)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of `named_hf_tensors`, those of the whole model also for a share."""
+        """Names and shapes of `named_hf_tensors`; unsharded shapes, also for one rank's shard."""
         own_shapes = {name: tensor.shape for name, tensor in self.state_dict().items()}
         return {
             hf_name: tuple(tensor.shape)
@@ -235,20 +234,20 @@ class Decoder(nn.Module):
         return getattr(self.get_submodule(owner), leaf)
 
     def holds(self, hf_name: str) -> bool:
-        """Whether there is a place for it here: not of another pipeline stage, not derived."""
+        """Whether this model stores it: not of another pipeline stage, not derived."""
         name = self.adapter.from_hf_name(hf_name)
         return name is not None and not self._tensor(name).is_meta
 
     @torch.no_grad()
     def load_hf_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
-        """Copy one tensor in; names that carry nothing to learn are passed over."""
+        """Copy one tensor in; names without a parameter here are skipped."""
         name = self.adapter.from_hf_name(hf_name)
         if name is None:
             return
         own, share = self._tensor(name), self.share
         expected = own.shape if share is None else share.whole_shapes[name]
         index = self.adapter.stack_index(hf_name)
-        if index is not None:  # one of the tensors that lie stacked here
+        if index is not None:  # one slice of a stacked tensor
             expected = expected[1:]
         if expected != tensor.shape:
             raise ValueError(f"{hf_name} has shape {list(tensor.shape)}, expected {list(expected)}")
@@ -262,7 +261,7 @@ def write_whole(own: torch.Tensor, whole: torch.Tensor, index: int | None = None
 
 
 def build_share(model_class: type[Decoder], args: DecoderArgs, ranks: Ranks) -> Decoder:
-    """This rank's model. Call it under the meta device: the whole one is built for its shapes."""
+    """This rank's model. Call it under the meta device: builds the full model for its shapes."""
     whole = model_class(args)
     own_args = share_of(args, ranks.size)
     model = model_class(own_args)

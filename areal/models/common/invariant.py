@@ -1,9 +1,9 @@
-"""Batch-invariant numerics: a row's result has the same bits whatever rows are beside it.
+"""Batch-invariant numerics: a row's result has the same bits whatever other rows are in the batch.
 
 Libraries choose a matrix kernel by the number of rows, and kernels sum in different orders. Here
-every linear layer takes one kernel, chosen by its weight alone (invariant_matmul.py); all else in
-the decoder but attention works row by row anyway. With the attention of `rows_attention` on both
-sides, log-probabilities of the native engine equal those of the trainer exactly.
+every linear layer uses one kernel, chosen by its weight alone (invariant_matmul.py); everything
+else in the decoder except attention is row-wise anyway. With `rows_attention` on both sides,
+log-probabilities of the native engine equal those of the trainer exactly.
 
 CUDA only; gradients are computed by the usual kernels.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_invariant(model: Decoder) -> None:
-    """Give every linear layer of `model` the one kernel. Parameters and their names stay."""
+    """Make every linear layer of `model` batch-invariant. Parameters and their names stay."""
     if not model.embedding_weight.is_cuda:
         raise ValueError("batch_invariant: its kernels need a CUDA device, the model is on the CPU")
     for parent in list(model.modules()):
@@ -58,15 +58,15 @@ class _InvariantLinear(torch.autograd.Function):
 
 
 def invariant_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """`float32_logits` by the one kernel."""
+    """`float32_logits` by the batch-invariant kernel."""
     from areal.models.common.invariant_matmul import invariant_matmul  # needs Triton
 
     return invariant_matmul(hidden_TD, weight_VD, None, out_dtype=torch.float32)
 
 
 def row_logprobs(logits_TV: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-    """log p of one token per row. Softmax gives each row a block of its own, so the bits of a row
-    depend on the vocabulary's size only; a plain reduction would be cut by the number of rows."""
+    """log p of one token per row. Softmax uses one block per row, so a row's bits depend on the
+    vocabulary size only; a plain reduction would be split by the number of rows."""
     return torch.log_softmax(logits_TV, dim=-1).gather(1, tokens_T[:, None]).squeeze(1)
 
 
@@ -75,7 +75,7 @@ def with_gradients_of(
     fast: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """`fast(*tensors)`, differentiated as `reference(*tensors)`, which is computed again for it."""
+    """`fast(*tensors)` with the gradients of `reference(*tensors)`, recomputed in backward."""
     return _Recomputed.apply(reference, fast, *tensors)
 
 

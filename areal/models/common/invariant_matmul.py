@@ -1,8 +1,8 @@
-"""One matrix product for every number of rows: y = x w^T + b, summed in one order.
+"""Batch-invariant matrix product y = x w^T + b: one summation order for any number of rows.
 
 Tiles are chosen by the weight's shape alone, and each output element is one chain of tensor-core
-products over K, so a row of y is a function of that row of x. Its price: tiles that suit neither a
-single row nor ten thousand perfectly.
+products over K, so a row of y is a function of that row of x. The cost: tiles that are optimal
+neither for a single row nor for ten thousand.
 
 Shapes: M rows, N outputs, K inputs.
 """

@@ -1,16 +1,16 @@
-"""Gated feed-forward: `w2(activation(w1(x)) * w3(x))`, D -> F -> D. SwiGLU with silu.
+"""Feed-forward layers: dense, and mixture of experts.
 
-A feed-forward of many experts: each token goes through the few its router chooses.
+`FeedForward` is `w2(activation(w1(x)) * w3(x))`, D -> F -> D; SwiGLU with silu. In `MoE` each token
+goes through the few experts its router chooses:
 
     weights_TK, experts_TK = router(x_TD)       # float32, whatever the model's dtype
     out_SD = experts(x_SD, counts_E)            # rows in the order of their experts
 
-`experts` sees nothing but rows sorted by expert and how many each expert has: so experts that are
-spread over ranks (models/expert_parallel.py) take its place, and nothing else changes.
+`experts` gets only rows by expert and their counts, so models/expert_parallel.py can replace it.
 
-Balance without a loss: with `expert_bias`, a bias per expert decides which experts are chosen, not
-how much they weigh. No gradient moves it: `balance_experts` raises the bias of experts that got
-fewer tokens than the average since its last call, and lowers that of the others.
+Load balancing without a loss: `expert_bias` affects which experts are chosen, not their weights,
+and has no gradient. `balance_experts` raises the bias of experts that got fewer tokens than the
+average since its last call, and lowers that of the others.
 
 Shape legend: T tokens, D model dim, E experts, K experts per token, S = T * K rows, F expert dim.
 """
@@ -47,9 +47,9 @@ class FeedForward(nn.Module):
 
 
 BALANCE_RATE = 1e-3
-# On a CPU a row's bits must not depend on how many rows its expert got: whole tiles of BLAS.
+# Whole BLAS tiles: on a CPU a row's bits must not depend on how many rows its expert got.
 _ROW_MULTIPLE = 16
-# The grouped kernel wants rows that start at multiples of 16 bytes.
+# The grouped kernel needs rows aligned to 16 bytes.
 _GROUPED_DTYPE, _GROUPED_MULTIPLE = torch.bfloat16, 8
 
 
@@ -73,7 +73,7 @@ class MoE(nn.Module):
 
 class Router(nn.Module):
     expert_bias: torch.Tensor | None  # [E] float32
-    load_E: torch.Tensor | None  # rows of each expert since the bias was last moved
+    load_E: torch.Tensor | None  # rows of each expert since the last bias update
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
@@ -87,7 +87,7 @@ class Router(nn.Module):
         self.register_buffer("load_E", load_E, persistent=False)
 
     def _apply(self, fn, recurse=True):
-        # Steps of a thousandth would be lost in bfloat16, and `to_empty` would leave junk here.
+        # Kept in float32: bfloat16 loses steps of 0.001. `to_empty` would leave it undefined.
         bias_E = self.expert_bias
         super()._apply(fn, recurse)
         if bias_E is not None and self.load_E is not None:
@@ -99,7 +99,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights (float32) and numbers of the chosen experts, [T, K] each."""
+        """Weights (float32) and indices of the chosen experts, [T, K] each."""
         probs_TE = F.linear(x_TD.float(), self.weight.float()).softmax(dim=-1)
         scores_TE = probs_TE if self.expert_bias is None else probs_TE + self.expert_bias
         experts_TK = scores_TE.topk(self.top_k, dim=-1).indices
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         return self._one_by_one(x_SD, counts_E.tolist())
 
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """w1, w2, w3 of the experts that are computed here."""
+        """w1, w2, w3 of the local experts."""
         return self.w1, self.w2, self.w3
 
     def _grouped(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -139,9 +139,9 @@ class Experts(nn.Module):
         return F.grouped_mm(hidden_SF, w2_EFD, offs=ends_E)
 
     def _one_by_one(self, x_SD: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        # Unbound, not indexed: the gradient of each index would be a whole stack.
+        # Unbound, because the gradient of each index operation would be a full stack.
         w1_FD, w2_DF, w3_FD = (weight.unbind() for weight in self.weights())
-        # Without any row, one expert computes none: the result still hangs on its inputs.
+        # Without any row, one expert computes an empty result, to keep the autograd graph.
         used = [expert for expert, count in enumerate(counts) if count] or [0]
         outputs, start = [], 0
         for expert in used:
@@ -155,7 +155,7 @@ class Experts(nn.Module):
 
 
 def count_rows(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[E] int64. (bincount would wait for the device.)"""
+    """[E] int64. (bincount would synchronise with the device.)"""
     flat_S = experts_TK.flatten()
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_S.device)
     return zeros_E.scatter_add_(0, flat_S, torch.ones_like(flat_S))
@@ -167,8 +167,8 @@ def balance_experts(
 ) -> None:
     """Move the expert biases by `rate` against the load; call it after each optimizer step.
 
-    `group`: the ranks that routed other tokens of the batch, or all of them equally often; they all
-    call, so that their biases stay the same. A model without expert biases is left as it is.
+    `group`: the ranks that routed other tokens of the batch, each token equally often; all of them
+    call, so that their biases stay equal. No-op for a model without expert biases.
     """
     for router in model.modules():
         if not isinstance(router, Router) or router.expert_bias is None or router.load_E is None:
@@ -182,7 +182,7 @@ def balance_experts(
 
 class _Spread(torch.autograd.Function):
     """Row s of the result is the token of choice `order[s]`; gradients of a token's choices are
-    summed in one order, which adding them up where they fall would not do on a GPU."""
+    summed in a fixed order, unlike with atomic adds on a GPU."""
 
     @staticmethod
     def forward(ctx, x_TD, order_S, place_S):

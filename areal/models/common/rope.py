@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies of each rope kind, and the rotation of queries and keys.
 
-Positions in, cos and sin out, for any positions at all: nothing is cached by length, so packing,
-decoding and re-prefill take one path. Angles are computed in float32 whatever the model's dtype.
+Positions in, cos and sin out, for any positions: nothing is cached by length, so packing, decoding
+and re-prefill use one path. Angles are float32 whatever the model's dtype.
 
 Shape legend: T tokens, N heads, H head dim, R = H / 2 rotated pairs.
 """
@@ -65,7 +65,7 @@ def inverse_frequencies(args: RopeArgs, head_dim: int) -> torch.Tensor:
 
 
 def attention_scale(args: RopeArgs) -> float:
-    """The factor on cos and sin; yarn uses it to sharpen attention over a stretched context."""
+    """Factor on cos and sin; yarn uses it to sharpen attention over an extended context."""
     if args.kind != "yarn":
         return 1.0
     if args.attention_factor is not None:
@@ -98,7 +98,7 @@ def _llama3(freq_R: torch.Tensor, args: RopeArgs) -> torch.Tensor:
 
 
 def _yarn(freq_R: torch.Tensor, args: RopeArgs) -> torch.Tensor:
-    """As llama3, but the blend is linear in the pair's index instead of in its turns."""
+    """As llama3, but the blend is linear in the pair's index instead of in its rotations."""
     head_dim = 2 * len(freq_R)
 
     def index_of(turns: float) -> float:
@@ -109,7 +109,7 @@ def _yarn(freq_R: torch.Tensor, args: RopeArgs) -> torch.Tensor:
     if args.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = (high - low) or 0.001  # both ends on one index: a step instead of a ramp
+    width = (high - low) or 0.001  # equal ends: a step instead of a ramp
     slow_R = ((torch.arange(len(freq_R), dtype=torch.float32) - low) / width).clamp(0, 1)
     return (1 - slow_R) * freq_R + slow_R * freq_R / args.factor
 

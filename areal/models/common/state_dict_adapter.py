@@ -1,8 +1,8 @@
-"""Names of weights: ours <-> those of a Hugging Face checkpoint, one table read in both directions.
+"""Names of weights: ours <-> those of a Hugging Face checkpoint, one table for both directions.
 
 A family subclasses `StateDictAdapter` and adds its rows to `DENSE_FROM_HF`. `{}` in a row stands
-for the layer's number. A second `{}`, on the Hugging Face side alone, counts tensors that we keep
-stacked in one (experts). Mapping names never changes a tensor's values.
+for the layer index. A second `{}`, on the Hugging Face side only, is the index in a tensor that we
+keep stacked (experts). Mapping names never changes a tensor's values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DENSE_FROM_HF: dict[str, str] = {
     "score.weight": "score.weight",
 }
 
-# Rows a family adds when its checkpoints can have them.
+# Optional rows, added by families whose checkpoints may have them.
 QKV_BIAS_FROM_HF: dict[str, str] = {
     "model.layers.{}.self_attn.q_proj.bias": "layers.{}.attention.wq.bias",
     "model.layers.{}.self_attn.k_proj.bias": "layers.{}.attention.wk.bias",
@@ -55,10 +55,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class StateDictAdapter:
-    """Maps names for one model; knows from its args which names carry nothing to load."""
+    """Maps names for one model; its args tell which names have nothing to load."""
 
     from_hf_map: ClassVar[dict[str, str]]
-    # Hugging Face rows a checkpoint may lack: the tensor keeps its first value.
+    # Hugging Face rows a checkpoint may lack; the tensor keeps its initial value.
     optional: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, args: DecoderArgs):
@@ -66,12 +66,12 @@ class StateDictAdapter:
         self.to_hf_map = {ours: theirs for theirs, ours in self.from_hf_map.items()}
 
     def usual_hf_name(self, hf_name: str) -> str:
-        """The name `to_hf_name` gives to the tensor that some checkpoints call `hf_name`."""
+        """The canonical name (`to_hf_name`) of a tensor that some checkpoints call `hf_name`."""
         return hf_name
 
     def from_hf_name(self, hf_name: str) -> str | None:
-        """Our name, or None for a tensor without a place here: rope tables, the head of a tied
-        model, the LM head when a critic is made from a language model."""
+        """Our name, or None for a tensor that is not loaded: rope tables, the head of a tied
+        model, the LM head when a critic is initialized from a language model."""
         hf_name = self.usual_hf_name(hf_name)
         if hf_name.endswith("rotary_emb.inv_freq"):
             return None
@@ -81,7 +81,7 @@ class StateDictAdapter:
         return _row(self.from_hf_map, template, hf_name).format(*numbers[:1])
 
     def stack_index(self, hf_name: str) -> int | None:
-        """Which part of our stacked tensor it is; None when it is a whole one."""
+        """Index in our stacked tensor; None if it is not stacked."""
         numbers = _split(hf_name)[1]
         return int(numbers[1]) if len(numbers) == 2 else None
 
@@ -89,7 +89,7 @@ class StateDictAdapter:
         return _split(hf_name)[0] in self.optional
 
     def to_hf_name(self, name: str, index: int | None = None) -> str:
-        """`index`: which part, of a stacked tensor."""
+        """`index`: index in a stacked tensor."""
         template, numbers = _split(name)
         theirs = _row(self.to_hf_map, template, name)
         assert theirs.count("{}") == len(numbers) + (index is not None), f"{name} at {index}"
@@ -128,7 +128,7 @@ class StateDictAdapter:
 
 
 def _split(name: str) -> tuple[str, list[str]]:
-    """The name with `{}` for its numbers, and the numbers."""
+    """The name with `{}` in place of its numbers, and the numbers."""
     return _NUMBER.sub("{}", name), _NUMBER.findall(name)
 
 

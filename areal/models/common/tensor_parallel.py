@@ -1,19 +1,19 @@
-"""One decoder cut over several ranks, each of which computes every token with a part of the heads.
+"""Tensor parallelism for inference: each rank computes every token with a shard of the heads.
 
     ranks = Ranks.of(dist.group.WORLD)
     with torch.device("meta"):
         model = build_share(Qwen3Model, args, ranks)     # then as any model: to_empty, load_hf
 
-Cut: query, key and value heads, columns of the feed-forward and of each expert, rows of the LM
-head. Whole on every rank: norms, routers, the embedding (a tied head reads its share of its rows)
-and biases of what is summed. The outputs of attention and feed-forward are partial sums, added over
-the ranks; logits are gathered. So the hidden states and logits of all ranks are the same bits, and
-what is drawn from them the same token.
+Sharded: query, key and value heads, columns of the feed-forward and of each expert, rows of the LM
+head. Replicated: norms, routers, the embedding (a tied head reads its rows of it) and biases of
+summed outputs. The outputs of attention and feed-forward are partial sums, all-reduced over the
+ranks; logits are gathered. So hidden states and logits have the same bits on all ranks, and all
+draw the same tokens.
 
-Weights keep going in by their Hugging Face names as whole tensors: each rank copies its slice.
-`model.args` are those of the share, except `vocab_size`.
+Weights are loaded by Hugging Face name as unsharded tensors: each rank copies its slice.
+`model.args` are those of the shard, except `vocab_size`.
 
-Shapes: T tokens, V vocabulary, W a rank's share of it, the last one perhaps smaller.
+Shapes: T tokens, V vocabulary, W a rank's shard of it, possibly smaller on the last rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import nn
 from areal.models.common.args import DecoderArgs
 from areal.models.common.moe import MoE
 
-# The dimension a parameter is cut along, by the end of its name. The others are whole everywhere.
+# The sharded dimension of a parameter, by the end of its name. The others are replicated.
 CUT_DIMS: dict[str, int] = {
     **{f"attention.{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")},
     **{f"feed_forward.{w}.{kind}": 0 for w in ("w1", "w3") for kind in ("weight", "bias")},
@@ -44,7 +44,7 @@ CUT_DIMS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that hold one model together. All of them call, in the same order."""
+    """The processes that share one model. All of them call, in the same order."""
 
     group: dist.ProcessGroup
     rank: int
@@ -73,7 +73,7 @@ class Ranks:
 
 
 class SummedLinear(nn.Linear):
-    """A linear layer whose input is cut over the ranks: partial products, summed, then the bias."""
+    """A linear layer with sharded input: partial products, all-reduced, then the bias."""
 
     def __init__(self, whole: nn.Linear, ranks: Ranks) -> None:
         super().__init__(whole.in_features, whole.out_features, bias=whole.bias is not None)
@@ -85,7 +85,7 @@ class SummedLinear(nn.Linear):
 
 
 class SummedMoE(MoE):
-    """Experts of which each rank holds some columns: partial outputs, summed."""
+    """Experts sharded by columns: partial outputs, all-reduced."""
 
     def __init__(self, args: DecoderArgs, ranks: Ranks) -> None:
         super().__init__(args)
@@ -97,19 +97,19 @@ class SummedMoE(MoE):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank's model must know of the whole one."""
+    """What one rank's model needs of the unsharded one."""
 
     ranks: Ranks
     whole_shapes: Mapping[str, torch.Size]  # by our names
     vocab_size: int
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part of the parameter `name` that belongs here, a view of `whole`."""
+        """This rank's shard of the parameter `name`, a view of `whole`."""
         dim = cut_dim(name)
         return whole if dim is None else self.ranks.own_part(whole, dim)
 
     def gather_logits(self, logits_TW: torch.Tensor) -> torch.Tensor:
-        """[T, V] on every rank from each one's columns."""
+        """[T, V] on every rank, gathered from the columns of each."""
         width = -(-self.vocab_size // self.ranks.size)
         padded_TW = F.pad(logits_TW, (0, width - logits_TW.shape[1])).contiguous()
         parts = padded_TW.new_empty(self.ranks.size, *padded_TW.shape)
@@ -118,5 +118,5 @@ class Share:
 
 
 def cut_dim(name: str) -> int | None:
-    """The dimension our parameter `name` is cut along; None when every rank has all of it."""
+    """The sharded dimension of our parameter `name`; None if it is replicated."""
     return CUT_DIMS.get(name.partition("layers.")[2].partition(".")[2] or name)

@@ -172,7 +172,7 @@ def _call_ahead(
     weight_ptr, N, D, begin, end,
     ROWS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the first AHEAD columns of the program's part into the L2 cache, one row a thread."""
+    """Prefetch the first AHEAD columns of the program's part into the L2 cache, a row a thread."""
     lane = tl.arange(0, LANES)
     row = _weight_rows(lane % ROWS, N, ROWS, GATED)
     address = (weight_ptr + row * D + begin).to(tl.int64, bitcast=True)
