@@ -153,7 +153,7 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do; false while parts are offloaded."""
+        """Whether `step` has something to do; requests wait while parts are offloaded."""
         return bool(self._drained or (self._by_rid and not self._offloaded))
 
     def add(self, request: GenRequest) -> None:

@@ -1,9 +1,9 @@
 """Processes of inference servers: launch, restart on death, and hosting in scheduler workers.
 
     process = ServerProcess(lambda: launch_native_server(path, token=token))
-    seats = ServerSlots([process.address], [process], max_restarts=3)
+    slots = ServerSlots([process.address], [process], max_restarts=3)
     ...                                                # a connection to `address` was lost
-    address = seats.replace(address, prepare)          # unchanged while the process runs
+    address = slots.replace(address, prepare)          # unchanged while the process runs
     process.close()
 
 `ServerSlots` are a client's server slots. `prepare` brings a new server to the state of the dead

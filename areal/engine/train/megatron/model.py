@@ -148,7 +148,7 @@ class Norm(nn.RMSNorm):
 
 
 class Router(TopKRouter):
-    """megatron-core's router without its matrix product, which needs TransformerEngine."""
+    """megatron-core's router with a plain matrix product; its own needs TransformerEngine."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input.float(), self.weight.float())
