@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
 from typing import TYPE_CHECKING, Any
 
+from areal.agents.preconditions import admin_key, check_agent_options
 from areal.agents.proxy import AgentProxy
 from areal.agents.runners import InlineAgent, SubprocAgent
 from areal.agents.session import AgentTimeoutError, Session, SessionOptions
 from areal.api.interaction import InteractionWithTokenLogpReward
 from areal.api.workflow_api import RolloutWorkflow
 from areal.api.workflow_context import workflow_context
-from areal.openai import TOOL_PARSERS
 from areal.utils import stats_tracker
 from areal.utils.chat_template import warm_up
 from areal.utils.import_path import load
@@ -195,29 +194,3 @@ def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
-
-
-ADMIN_KEY = "AREAL_ADMIN_API_KEY"  # environment variable with the key that starts sessions
-_MIN_ADMIN_KEY = 16
-
-
-def check_agent_options(config: AgentConfig) -> None:
-    """ValueError for an unknown name or, with `mode: online`, a missing admin key."""
-    if config.tool_call_parser not in TOOL_PARSERS:
-        known = ", ".join(sorted(TOOL_PARSERS))
-        raise ValueError(
-            f"rollout.agent.tool_call_parser: unknown name {config.tool_call_parser!r}; expected "
-            f"one of {known}"
-        )
-    if config.mode == "online":
-        admin_key()
-
-
-def admin_key() -> str:
-    key = os.environ.get(ADMIN_KEY, "")
-    if len(key) < _MIN_ADMIN_KEY:
-        raise ValueError(
-            f"rollout.agent.mode=online: set the environment variable {ADMIN_KEY} to a secret of "
-            f"at least {_MIN_ADMIN_KEY} characters; clients start sessions with it"
-        )
-    return key

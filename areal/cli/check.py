@@ -155,7 +155,7 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 
 def _check_import_paths(config: PPOConfig) -> None:
-    from areal.agents.workflow import check_agent_options
+    from areal.agents.preconditions import check_agent_options
     from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS, POLICY_LOSSES
     from areal.algorithm.calls import FILTER_CALL, lambda_call, policy_loss_call
     from areal.cli.static_import import has_blocking_run

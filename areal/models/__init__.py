@@ -1,7 +1,8 @@
 """Model definitions shared by training and decoding, found by the `model_type` of a config.json.
 
-To add a family: a file like `qwen3.py` and its rows in `_FAMILIES`, or from outside
-`register_model_spec`. A family, and torch with it, is imported when a model of it is requested.
+To add a family: its args in `family_args.py`, a file like `qwen3.py`, and a row in `_FAMILIES`; or
+from outside `register_model_spec`. Torch is loaded with the file of a family, when one of its
+models is built.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from dataclasses import replace
 from typing import Any
 
 from areal.models.common.args import DecoderArgs
+from areal.models.family_args import (
+    Gemma3ModelArgs,
+    LlamaModelArgs,
+    Qwen2ModelArgs,
+    Qwen3ModelArgs,
+)
 from areal.models.spec import ModelSpec
 from areal.utils.model_files import language_config
 
-# model_type -> the module with its SPEC
-_FAMILIES = {
-    "gemma3_text": "areal.models.gemma3",
-    "llama": "areal.models.llama",
-    "qwen2": "areal.models.qwen2",
-    "qwen3": "areal.models.qwen3",
-    "qwen3_moe": "areal.models.qwen3",
+# model_type -> (args, the module that has its SPEC)
+_FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
+    "gemma3_text": (Gemma3ModelArgs, "areal.models.gemma3"),
+    "llama": (LlamaModelArgs, "areal.models.llama"),
+    "qwen2": (Qwen2ModelArgs, "areal.models.qwen2"),
+    "qwen3": (Qwen3ModelArgs, "areal.models.qwen3"),
+    "qwen3_moe": (Qwen3ModelArgs, "areal.models.qwen3"),
 }
 _registered: dict[str, ModelSpec] = {}
 
@@ -37,20 +44,27 @@ def known_model_types() -> list[str]:
 
 
 def get_model_spec(model_type: str) -> ModelSpec:
+    _check_known(model_type)
     if model_type in _registered:
         return _registered[model_type]
-    if model_type not in _FAMILIES:
+    return importlib.import_module(_FAMILIES[model_type][1]).SPEC
+
+
+def decoder_args(hf_config: Mapping[str, Any], *, is_critic: bool = False) -> DecoderArgs:
+    """Shape and options of the language model of a config.json; ValueError for what areal's own
+    models do not compute."""
+    config = language_config(hf_config)
+    model_type = config["model_type"]
+    _check_known(model_type)
+    known = _registered.get(model_type)
+    args_class = _FAMILIES[model_type][0] if known is None else known.model_args_class
+    return replace(args_class.from_hf_config(config), is_critic=is_critic)
+
+
+def _check_known(model_type: str) -> None:
+    if model_type not in _registered and model_type not in _FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported: known types are "
             f"{', '.join(known_model_types())}; others are trained by backend fsdp and served by "
             "vllm or sglang"
         )
-    return importlib.import_module(_FAMILIES[model_type]).SPEC
-
-
-def decoder_args(hf_config: Mapping[str, Any], *, is_critic: bool = False) -> DecoderArgs:
-    """Shape and options of the language model of a config.json; ValueError for features that
-    areal's own models lack."""
-    config = language_config(hf_config)
-    args = get_model_spec(config["model_type"]).model_args_class.from_hf_config(config)
-    return replace(args, is_critic=is_critic)

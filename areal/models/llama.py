@@ -4,11 +4,6 @@ rope.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from areal.models.common.args import DecoderArgs, common_decoder_fields
 from areal.models.common.decoder import Decoder
 from areal.models.common.state_dict_adapter import (
     DENSE_FROM_HF,
@@ -16,20 +11,8 @@ from areal.models.common.state_dict_adapter import (
     QKV_BIAS_FROM_HF,
     StateDictAdapter,
 )
+from areal.models.family_args import LlamaModelArgs
 from areal.models.spec import ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaModelArgs(DecoderArgs):
-    @classmethod
-    def from_hf_config(cls, hf: Mapping[str, Any]) -> LlamaModelArgs:
-        bias = hf.get("attention_bias", False)
-        return cls(
-            **common_decoder_fields(hf),
-            qkv_bias=bias,
-            attention_out_bias=bias,
-            mlp_bias=hf.get("mlp_bias", False),
-        )
 
 
 class LlamaStateDictAdapter(StateDictAdapter):

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from areal.models.common.args import DecoderArgs, common_decoder_fields
 from areal.models.common.decoder import Decoder
 from areal.models.common.state_dict_adapter import (
     DENSE_FROM_HF,
     QKV_BIAS_FROM_HF,
     StateDictAdapter,
 )
+from areal.models.family_args import Qwen2ModelArgs
 from areal.models.spec import ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen2ModelArgs(DecoderArgs):
-    @classmethod
-    def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen2ModelArgs:
-        return cls(**common_decoder_fields(hf), qkv_bias=True)
 
 
 class Qwen2StateDictAdapter(StateDictAdapter):

@@ -7,8 +7,9 @@ import pytest
 from openai import OpenAI
 from sample_agents import QUESTION
 
+from areal.agents.preconditions import ADMIN_KEY
 from areal.agents.session import AgentError, AgentTimeoutError
-from areal.agents.workflow import ADMIN_KEY, online_workflow
+from areal.agents.workflow import online_workflow
 from areal.api.config.inference import AgentConfig, GenerationHyperparameters
 
 SECRET = "a secret of the test"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model, write_tiny_model
 
-from areal.models import get_model_spec, known_model_types
+from areal.models import _FAMILIES, get_model_spec, known_model_types
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config, save_hf
 
 FAMILIES = ["qwen2", "qwen3", "llama", "gemma3_text"]
@@ -185,3 +185,4 @@ def test_registry_rows_agree_with_their_specs():
         spec = get_model_spec(model_type)
         assert model_type in spec.supported_model_types <= set(known_model_types())
         assert spec.model_class.adapter_class is spec.state_dict_adapter_class
+        assert spec.model_args_class is _FAMILIES[model_type][0]

@@ -1,0 +1,141 @@
+"""Shape and options of each family, read from config.json. Loads no torch: `areal check` asks it.
+
+A class refuses what the family's modules do not compute exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal.models.common.args import DecoderArgs, MoEArgs, RopeArgs, common_decoder_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> LlamaModelArgs:
+        bias = hf.get("attention_bias", False)
+        return cls(
+            **common_decoder_fields(hf),
+            qkv_bias=bias,
+            attention_out_bias=bias,
+            mlp_bias=hf.get("mlp_bias", False),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2ModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen2ModelArgs:
+        return cls(**common_decoder_fields(hf), qkv_bias=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3ModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen3ModelArgs:
+        bias = hf.get("attention_bias", False)
+        moe = _moe_args(hf) if hf.get("model_type") == "qwen3_moe" else None
+        if moe is None and not hf.get("head_dim"):
+            # The dense models' own default: heads wider than hidden_size / num_attention_heads.
+            hf = {**hf, "head_dim": 128}
+        fields = common_decoder_fields(hf)
+        return cls(**fields, qk_norm=True, qkv_bias=bias, attention_out_bias=bias, moe=moe)
+
+
+def _moe_args(hf: Mapping[str, Any]) -> MoEArgs:
+    num_experts = hf.get("num_experts", hf.get("num_local_experts"))
+    needed = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": hf.get("num_experts_per_tok"),
+        "moe_intermediate_size": hf.get("moe_intermediate_size"),
+    }
+    missing = [key for key, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"the model's config.json has no {', '.join(missing)}: experts need it")
+    step, dense = hf.get("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
+    layers = range(hf["num_hidden_layers"])
+    return MoEArgs(
+        num_experts=num_experts,
+        top_k=hf["num_experts_per_tok"],
+        hidden_dim=hf["moe_intermediate_size"],
+        norm_topk_prob=hf.get("norm_topk_prob", False),
+        layers=frozenset(i for i in layers if i not in dense and (i + 1) % step == 0),
+        expert_bias=hf.get("use_expert_bias", False),
+    )
+
+
+# config.json omits default values.
+_GEMMA3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+_WINDOW, _ALL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3ModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> Gemma3ModelArgs:
+        hf = _GEMMA3_DEFAULTS | {key: value for key, value in hf.items() if value is not None}
+        _refuse_unsupported(hf)
+        bias = hf.get("attention_bias", False)
+        kinds = hf.get("layer_types") or _layer_types(hf)
+        ropes = _rope_configs(hf)
+        plain = {key: value for key, value in hf.items() if key not in ("layer_types", *_ROPE_KEYS)}
+        return cls(
+            **common_decoder_fields(plain | ropes[_ALL]),
+            qk_norm=True,
+            qkv_bias=bias,
+            attention_out_bias=bias,
+            activation="gelu_tanh",
+            embedding_scale=hf["hidden_size"] ** 0.5,
+            score_scale=hf["query_pre_attn_scalar"] ** -0.5,
+            windows=tuple(hf["sliding_window"] if kind == _WINDOW else None for kind in kinds),
+            window_rope=RopeArgs.from_hf_config(plain | ropes[_WINDOW]),
+            logit_softcap=hf.get("final_logit_softcapping"),
+        )
+
+
+def _layer_types(hf: Mapping[str, Any]) -> list[str]:
+    pattern = hf["sliding_window_pattern"]
+    return [_WINDOW if (i + 1) % pattern else _ALL for i in range(hf["num_hidden_layers"])]
+
+
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+
+
+def _rope_configs(hf: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each kind of layer, the rope keys as in other families' config.json."""
+    given = hf.get("rope_parameters") or {}
+    windowed = {"rope_theta": hf.get("rope_local_base_freq", 1e4)} | (given.get(_WINDOW) or {})
+    whole = {"rope_theta": hf.get("rope_theta", 1e6)} | (hf.get("rope_scaling") or {})
+    return {
+        _WINDOW: {"rope_parameters": windowed},
+        _ALL: {"rope_parameters": whole | (given.get(_ALL) or {})},
+    }
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    activation = hf["hidden_activation"]
+    if activation != "gelu_pytorch_tanh":
+        raise ValueError(f"hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}")
+    unknown = set(hf.get("layer_types") or ()) - {_WINDOW, _ALL}
+    if unknown:
+        raise ValueError(f"layer_types must be {_WINDOW!r} or {_ALL!r}, got {sorted(unknown)}")
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if hf.get(key):
+            raise ValueError(f"{key} is not supported: remove it from the model's config.json")
