@@ -220,6 +220,50 @@ def test_light_doors_load_nothing_heavy(module):
     assert json.loads(run_python(code)) == []
 
 
+# Packages of extras and of other environments, and who may import them at its top.
+NEEDS = {
+    "flashinfer": (),
+    "httpx": (),
+    "megatron": ("areal.engine.train.megatron",),
+    "openai": (),
+    "peft": ("areal.engine.train.fsdp.lora",),
+    "ray": ("areal.infra.launcher.ray", "areal.infra.scheduler.ray"),
+    "triton": (
+        "areal.engine.native.cuda",
+        "areal.engine.train.logprob_kernels",
+        "areal.models.common.invariant_matmul",
+    ),
+    "vllm": (),
+    "wandb": (),
+}
+
+
+def test_extras_are_needed_only_by_their_own_files():
+    code = (
+        "import importlib, json, pkgutil, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(NEEDS)!r}))\n"
+        "import areal\n"
+        "failed = []\n"
+        "def note(name):\n"
+        "    failed.append(name)\n"
+        "for found in pkgutil.walk_packages(areal.__path__, 'areal.', onerror=note):\n"
+        "    try:\n"
+        "        importlib.import_module(found.name)\n"
+        "    except ImportError:\n"
+        "        note(found.name)\n"
+        "print(json.dumps(failed))\n"
+    )
+    allowed = {name for names in NEEDS.values() for name in names}
+    failed = json.loads(run_python(code))
+    assert failed, "nothing was blocked"
+    strangers = [
+        name
+        for name in failed
+        if not any(name == known or name.startswith(f"{known}.") for known in allowed)
+    ]
+    assert not strangers, f"import extras where they are used: {strangers}"
+
+
 def test_import_of_areal_is_quick():
     code = "import time; t = time.perf_counter(); import areal; print(time.perf_counter() - t)"
     # The best of three: other work on the machine slows one down, never speeds one up.

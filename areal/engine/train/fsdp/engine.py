@@ -56,7 +56,7 @@ from areal.utils.device import best_device, use_plain_blas
 from areal.utils.hub import model_folder
 
 if TYPE_CHECKING:
-    from areal.engine.train.fsdp.weights import Adapters
+    from areal.engine.train.fsdp.lora import Adapters
 
 
 class FSDPEngine(base.Backend):
@@ -146,7 +146,7 @@ class FSDPEngine(base.Backend):
         return model
 
     def _add_adapters(self, model: PackedModel, dtype: torch.dtype) -> Adapters:
-        from areal.engine.train.fsdp.weights import Adapters  # needs peft
+        from areal.engine.train.fsdp.lora import Adapters  # needs peft
 
         return Adapters(
             model.hf,
