@@ -9,7 +9,7 @@ import resource
 import pytest
 from tiny_run import query
 
-from areal.api.config.experiment import SFTConfig
+from areal.api.config.offline import SFTConfig
 from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig
 from areal.api.config.run import (
     ClusterSpecConfig,
