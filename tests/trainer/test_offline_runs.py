@@ -9,8 +9,7 @@ import resource
 import pytest
 from tiny_run import query
 
-from areal.api.config.offline import SFTConfig
-from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig
+from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig, SFTConfig
 from areal.api.config.run import (
     ClusterSpecConfig,
     DatasetConfig,
