@@ -37,7 +37,7 @@ from areal.weight_sync.collective import GroupPlace
 from areal.weight_sync.hf_folder import folder_with_lm_head
 
 MODEL_NAME = "areal"  # the served model name, whatever the folder
-_PACKAGE = Path(__file__).absolute().parents[1]  # areal
+_PACKAGE = Path(__file__).absolute().parents[2]  # areal
 _EXTENSION = "areal.engine.remote.vllm_worker.WeightReceiver"
 _GATE = "areal.engine.remote.token_gate.VLLMTokenGate"
 _FIRST_VERSION = "default"  # vLLM's value before any update

@@ -33,7 +33,7 @@ from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train.fsdp.engine import FSDPEngine
 from areal.utils.data import select_rows
 
-MODULE = "engine.fsdp.test_fsdp_ranks"
+MODULE = "engine.train.fsdp.test_fsdp_ranks"
 LORA = {"use_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
 ALL, UNEVEN = [[0, 1, 2, 3, 4, 5]], [[0, 2, 3, 4], [1, 5]]  # rows of each data-parallel place
 
