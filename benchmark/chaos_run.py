@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal.cli.demo import recipe_path
-from areal.rollout.ledger import balance
+from areal.rollout.ledger_balance import read_balance
 from areal.run.database import open_read_only
-from areal.sandbox.watch import descendants
+from areal.utils.stacks import descendants
 
 T = TypeVar("T")
 
@@ -210,7 +210,7 @@ class ChaosRun:
         if not self._has_ended():
             raise ChaosError(f"exit code {self._process.returncode}: {self._last_line()}")
         with closing(open_read_only(self._folder / "run.db")) as connection:
-            counts = balance(connection)
+            counts = read_balance(connection)
             per_step = [
                 count
                 for (count,) in connection.execute(
