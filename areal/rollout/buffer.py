@@ -2,8 +2,8 @@
 
 In: groups that start and outcomes that end them. Out: batches, stale groups, and descriptions of
 a wait. `GroupBuffer` is shared by the trainer thread and the loop thread without a lock of its own:
-the executor's condition guards every call. Invariant: a task is running, or waiting in the pool, or
-has left by exactly one of batch, rejection, failure or staleness; the gate's counts agree.
+the executor's condition guards every call. Invariant: a task is running, or waiting in the buffer,
+or has left by exactly one of batch, rejection, failure or staleness; the gate's counts agree.
 
 `select_batch` is pure: the version that admitted each task in, the task ids of the batch out, or
 None for "wait". Two rules. (1) No task may become stale. A task admitted at version u can be
@@ -14,7 +14,7 @@ discarded, so long answers are not under-represented. (2) The oldest admission g
 prompt order; the batch itself is in prompt order.
 
 `judge` and `failed` are pure too: a trajectory, None or an exception in, an `Outcome` out, which
-the ledger records and the pool counts.
+the ledger records and the buffer counts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     trainer thread                              loop thread (event_loop.py)
     --------------                              ---------------------------
-    prepare_batch() <----- group pool <-------- settle: ledger, then pool <-- group ends
+    prepare_batch() <----- group buffer <------ settle: ledger, then buffer <-- group ends
         |  (waits on `changed`)                   |                             ^
     train, publish weights                        v                             |
         |                                       admit: gate -> source -> ledger -> GroupRunner
@@ -16,8 +16,8 @@
     group          consumes: one prompt       produces: an outcome (finished, rejected or failed)
                    waits for: engine, reward  unblocked by: them, or cancelled by close()
     settle         consumes: all outcomes of one tick of the loop, in one transaction
-                   produces: the finished groups of the pool, at most (eta + 1) * B
-    prepare_batch  consumes: B groups of the pool (buffer.py)
+                   produces: the finished groups of the buffer, at most (eta + 1) * B
+    prepare_batch  consumes: B groups of the buffer (buffer.py)
                    waits for: `changed`, at most `timeout_s` without a new result
                    unblocked by: settle, a failure of the loop, too many failed groups, close()
 
@@ -123,7 +123,7 @@ class WorkflowExecutor:
 
         # Shared by both threads, under `changed`.
         self._changed = threading.Condition()
-        self._pool = GroupBuffer(gate)
+        self._buffer = GroupBuffer(gate)
         self._dropped: list[int] = []  # rejected groups that the next batch counts
         self._version = 0
         self._paused = self._closed = False
@@ -168,7 +168,7 @@ class WorkflowExecutor:
         self._version = resume.version
         self._next_task_id = resume.next_task_id
         waiting = [*resume.finished, *(resume.rejected if dynamic_bs else ())]
-        no_room = self._pool.restore(resume.version, waiting, keep_rejected=dynamic_bs)
+        no_room = self._buffer.restore(resume.version, waiting, keep_rejected=dynamic_bs)
         self._ledger.issue_again(no_room)
         self._reissue.extend(sorted([*resume.reissue, *no_room]))
         self._runner.call(self._admit)
@@ -176,7 +176,7 @@ class WorkflowExecutor:
     def prepare_batch(self) -> Batch:
         """Block until the next B groups are ready; raises the error that stopped the rollout."""
         wait_began = time.monotonic()
-        with waiting(lambda: self._pool.describe_wait(self._version)), self._changed:
+        with waiting(lambda: self._buffer.describe_wait(self._version)), self._changed:
             while (batch := self._take()) is None:
                 self._wait(wait_began)
             return batch
@@ -311,7 +311,7 @@ class WorkflowExecutor:
     def stats(self) -> dict[str, float]:
         """Groups by state, and retried episodes by kind of error."""
         with self._changed:
-            counts = self._pool.counts() | self._failures.counts()
+            counts = self._buffer.counts() | self._failures.counts()
         if self._workers is not None:
             counts["workers_replaced"] = self._workers.num_replaced
         return counts
@@ -331,37 +331,37 @@ class WorkflowExecutor:
     def _take(self) -> Batch | None:
         self._raise_if_stopped()
         self._drop_stale()
-        while (results := self._pool.take(self._version)) is not None:
+        while (results := self._buffer.take(self._version)) is not None:
             self._dropped += [result.task_id for result in results if result.trajectory is None]
             kept = {r.task_id: r.trajectory for r in results if r.trajectory is not None}
             if kept:
                 dropped, self._dropped = self._dropped, []
                 return Batch(self._version, list(kept), list(kept.values()), dropped)
             # A dynamic batch of rejected groups only: nothing to train on, so sample more.
-            self._pool.give_back(results)
+            self._buffer.give_back(results)
             self._runner.call(self._admit)
         return None
 
     def _drop_stale(self) -> None:
         """Second check, independent of admission: no token older than the bound is trained on."""
-        stale = self._pool.find_stale(self._version)
+        stale = self._buffer.find_stale(self._version)
         if stale:
             logger.warning("dropped %d groups too old for version %d", len(stale), self._version)
             self._ledger.stale(stale, self._version)
-            self._pool.remove_stale(stale)
+            self._buffer.remove_stale(stale)
             self._runner.call(self._admit)
 
     def _wait(self, wait_began: float) -> None:
         """One bounded wait for a change; raises if no change can come."""
-        stuck = self._pool.why_stuck(self._version, paused=self._paused)
+        stuck = self._buffer.why_stuck(self._version, paused=self._paused)
         if stuck is not None:
             raise RuntimeError(f"prepare_batch: {stuck}")
-        quiet_s = time.monotonic() - max(wait_began, self._pool.progress_at)
+        quiet_s = time.monotonic() - max(wait_began, self._buffer.progress_at)
         if quiet_s >= self._limits.timeout_s:
             raise RuntimeError(
                 f"no group finished for {quiet_s:.1f} s "
                 f"(rollout.request_timeout={self._limits.timeout_s:g}): "
-                f"{self._pool.describe_wait(self._version)}; "
+                f"{self._buffer.describe_wait(self._version)}; "
                 f"episode errors: {dict(self._failures.attempts)}. "
                 "Look at the inference server and the reward function"
             )
@@ -388,7 +388,7 @@ class WorkflowExecutor:
         now = time.monotonic()
         groups = [Running(prompt, version, now) for prompt in prompts]
         with self._changed:
-            self._pool.start(groups)
+            self._buffer.start(groups)
         for group in groups:
             self._runner.spawn(self._run(group), name=f"task-{group.prompt.task_id}")
 
@@ -430,10 +430,10 @@ class WorkflowExecutor:
         self._ledger.settle(outcomes, self._version)
         with self._changed:
             for outcome in outcomes:
-                self._pool.end(outcome)
+                self._buffer.end(outcome)
                 self._count(outcome)
             # Waking the trainer for less than a batch would only contend for the GIL.
-            if self._pool.holds_a_batch or self._failures.error is not None:
+            if self._buffer.holds_a_batch or self._failures.error is not None:
                 self._changed.notify_all()
         for outcome in outcomes:
             self._show(outcome.task_id, outcome.trajectory, outcome.tail_version, False)

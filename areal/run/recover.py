@@ -47,6 +47,11 @@ from areal.utils.manifest import (
 )
 from areal.utils.waits import waiting
 
+logger = logging.getLogger("Recover")
+T = TypeVar("T")
+_STATE = "state.json"
+_POINT_NAME = re.compile(r"step_(\d+)")
+
 
 class Recovery:
     def __init__(
@@ -122,14 +127,6 @@ class Recovery:
 
     def __exit__(self, *exc_info: Any) -> None:
         self._writer.close()
-
-
-logger = logging.getLogger("Recover")
-
-T = TypeVar("T")
-
-_STATE = "state.json"
-_POINT_NAME = re.compile(r"step_(\d+)")
 
 
 class RecoverError(RuntimeError):
@@ -337,9 +334,6 @@ def _refusal(point: RecoverPoint, error: DamagedError, *, has_previous: bool) ->
     return RecoverError(
         f"recover point {point.path} is damaged: {file}: {fault}. To go on, {advice}"
     )
-
-
-logger = logging.getLogger("Recover")
 
 
 class BackgroundWriter:

@@ -85,13 +85,13 @@ def test_selection_waits_for_slow_ones_that_would_not_find_room_together():
 def test_random_schedules_keep_the_bounds(
     batch_size, eta, max_concurrent, keep_rejected, newest_first, data
 ):
-    """Any order of finish / reject / fail / new version, on the real gate, pool and selection; also
-    one in which the answers that began last come first."""
+    """Any order of finish / reject / fail / new version, on the real gate, buffer and selection;
+    also one in which the answers that began last come first."""
     gate = StalenessManager(
         max_concurrent_rollouts=max_concurrent, consumer_batch_size=batch_size, max_staleness=eta
     )
-    pool = GroupBuffer(gate)
-    pool.restore(0, [], keep_rejected=keep_rejected)
+    buffer = GroupBuffer(gate)
+    buffer.restore(0, [], keep_rejected=keep_rejected)
     version, next_id = 0, 0
     running: dict[int, Running] = {}
     ended: dict[int, str] = {}
@@ -101,14 +101,14 @@ def test_random_schedules_keep_the_bounds(
         count = max(0, gate.get_capacity(version))
         new = [Running(Prompt(next_id + i, 0, 0, {}), version, 0.0) for i in range(count)]
         next_id += count
-        pool.start(new)
+        buffer.start(new)
         running.update((group.prompt.task_id, group) for group in new)
         assert len(running) <= max_concurrent
 
     def end(task_id, state):
         group = running.pop(task_id)
         kept = trajectory([group.issued_version, version]) if state == "finished" else None
-        pool.end(
+        buffer.end(
             Outcome(task_id, state, group.issued_version, group.issued_version, version, "", kept)
         )
         if state == "failed" or (state == "rejected" and not keep_rejected):
@@ -116,8 +116,8 @@ def test_random_schedules_keep_the_bounds(
 
     admit()
     while version < 6:
-        assert pool.find_stale(version) == [], "nothing turns stale by being overtaken"
-        results = pool.take(version) if data.draw(st.booleans()) or not running else None
+        assert buffer.find_stale(version) == [], "nothing turns stale by being overtaken"
+        results = buffer.take(version) if data.draw(st.booleans()) or not running else None
         if results is not None:
             assert len(results) == batch_size
             for result in results:
@@ -131,6 +131,6 @@ def test_random_schedules_keep_the_bounds(
             one = max(running) if newest_first else data.draw(st.sampled_from(sorted(running)))
             end(one, data.draw(states))
         admit()
-    waiting = int(pool.counts()["finished"])
+    waiting = int(buffer.counts()["finished"])
     assert next_id == len(ended) + len(running) + waiting, "every prompt is in one place"
-    assert pool.num_stale == 0
+    assert buffer.num_stale == 0

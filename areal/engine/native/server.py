@@ -245,12 +245,12 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
 
     @app.post("/abort", openapi_extra=json_body(ABORT))
     async def abort(request: Request) -> dict[str, int]:
-        order = loads_object(await read_body(request))
-        if field(order, "all", bool, default=False):
-            field(order, "rid", str, default="")  # unused then, but still validated
+        content = loads_object(await read_body(request))
+        if field(content, "all", bool, default=False):
+            field(content, "rid", str, default="")  # unused then, but still validated
             rids = None
         else:
-            rids = [field(order, "rid", str)]
+            rids = [field(content, "rid", str)]
         return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
 
     @app.post("/offload", openapi_extra=json_body(TAGS, required=False))
@@ -302,18 +302,18 @@ _MAX_VERSION = (1 << 31) - 1  # trajectories store versions as int32
 _MAX_TIMEOUT_S = 86_400
 
 
-def add_weight_routes(app: FastAPI, inbox: WeightLoader) -> None:
+def add_weight_routes(app: FastAPI, loader: WeightLoader) -> None:
     @app.post("/init_weights_group", openapi_extra=json_body(GROUP))
     async def init_weights_group(request: Request) -> dict[str, str]:
         place = _place(loads_object(await read_body(request)))
-        await asyncio.to_thread(inbox.join, place)
+        await asyncio.to_thread(loader.join, place)
         return {"group": place.name}
 
     @app.post("/update_weights", openapi_extra=json_body(UPDATE))
     async def update_weights(request: Request) -> dict[str, int]:
-        order = _order(loads_object(await read_body(request)))
-        await asyncio.to_thread(inbox.take, order)
-        return {"version": order.version}
+        update = _weight_update(loads_object(await read_body(request)))
+        await asyncio.to_thread(loader.take, update)
+        return {"version": update.version}
 
 
 def _place(content: dict[str, Any]) -> GroupPlace:
@@ -332,7 +332,7 @@ def _place(content: dict[str, Any]) -> GroupPlace:
     )
 
 
-def _order(content: dict[str, Any]) -> WeightUpdate:
+def _weight_update(content: dict[str, Any]) -> WeightUpdate:
     kind = field(content, "kind", str, default="folder")
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {KINDS}, got {kind[:60]!r}")

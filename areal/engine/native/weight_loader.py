@@ -1,8 +1,8 @@
 """Receives new weights in a native server, for every transport.
 
-    inbox = WeightLoader(engine_loop)
-    inbox.join(place)                                        # the group of an `xccl` sender
-    inbox.take(WeightUpdate("xccl", version=3, recompute_kv=True, group=place.name))
+    loader = WeightLoader(engine_loop)
+    loader.join(place)                                        # the group of an `xccl` sender
+    loader.take(WeightUpdate("xccl", version=3, recompute_kv=True, group=place.name))
 
 A version is received and verified in full beside the running engine; only loading happens between
 two steps. Calls block, may come from any thread, and are serialized.
@@ -29,7 +29,7 @@ KINDS = get_args(Kind)
 
 
 class WrongGroupError(RuntimeError):
-    """An order for a weight group that this server has not joined."""
+    """A weight update for a group that this server has not joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class WeightLoader:
             self._leave()
             self._group = WeightGroup.open(place, self._loop.device)
 
-    def take(self, order: WeightUpdate) -> None:
+    def take(self, update: WeightUpdate) -> None:
         """Returns when the new weights are live. On an error the old ones stay live."""
         with self._lock:
-            source = self._receive(order)
+            source = self._receive(update)
             self._loop.call(
                 lambda engine: engine.load_weights(
-                    source, order.version, recompute_kv=order.recompute_kv
+                    source, update.version, recompute_kv=update.recompute_kv
                 )
             ).result()
 
@@ -74,29 +74,29 @@ class WeightLoader:
                 self._mirror.close()
                 self._mirror = None
 
-    def _receive(self, order: WeightUpdate) -> Iterable[tuple[str, torch.Tensor]]:
-        if order.kind == "xccl":
-            staged = self._receive_broadcast(order)
+    def _receive(self, update: WeightUpdate) -> Iterable[tuple[str, torch.Tensor]]:
+        if update.kind == "xccl":
+            staged = self._receive_broadcast(update)
             # The other ranks of this server are in no group, so they read it from files.
-            return self._kept(staged, order.version) if self._loop.loads_files else staged
+            return self._kept(staged, update.version) if self._loop.loads_files else staged
         try:
-            if order.kind == "delta":
+            if update.kind == "delta":
                 mirror = self._opened_mirror()
-                return mirror.take(order.path, version=order.version, key=order.key)
-            return open_sent(order.path, version=order.version, key=order.key)
+                return mirror.take(update.path, version=update.version, key=update.key)
+            return open_sent(update.path, version=update.version, key=update.key)
         except OSError as err:  # a bad path: too long, a symlink loop, no permission
-            raise PublicationError(f"{order.path[:200]}: {err.strerror}") from err
+            raise PublicationError(f"{update.path[:200]}: {err.strerror}") from err
 
-    def _receive_broadcast(self, order: WeightUpdate) -> list[tuple[str, torch.Tensor]]:
+    def _receive_broadcast(self, update: WeightUpdate) -> list[tuple[str, torch.Tensor]]:
         group = self._group
-        if group is None or group.place.name != order.group:
+        if group is None or group.place.name != update.group:
             here = "none" if group is None else group.place.name
             raise WrongGroupError(
-                f"the weights come through the group {order.group}, this server is in {here}: "
+                f"the weights come through the group {update.group}, this server is in {here}: "
                 "POST /init_weights_group first"
             )
         try:
-            return group.receive(order.version)
+            return group.receive(update.version)
         except BaseException:  # leftover transfers would mix with the next version
             self._leave()
             raise

@@ -79,7 +79,7 @@ class HttpEngine(InferenceEngine):
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
         self._protocol = protocol
-        self._seats = ServerSlots(addrs, processes, max_restarts=max_restarts)
+        self._slots = ServerSlots(addrs, processes, max_restarts=max_restarts)
         self._token = token
         self._model_path = Path(model_path)
         self._max_context = max_context
@@ -152,7 +152,7 @@ class HttpEngine(InferenceEngine):
                 self._gate.fail(f"no weights serve: version {meta.version} did not load: {err}")
                 raise
             self._gate.open(meta.version)
-            self._seats.renew_restarts()
+            self._slots.renew_restarts()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Register a LoRA adapter as `name`, for requests with that `gconfig.lora_name`."""
@@ -179,7 +179,7 @@ class HttpEngine(InferenceEngine):
         """Summed over the servers, except the version; counters of a dead server are lost."""
         total: dict[str, float] = {
             "version": self._gate.version,
-            "restarts": self._seats.num_restarts,
+            "restarts": self._slots.num_restarts,
             "requests_resent": self._client.num_resent if self._client is not None else 0,
             "replies_refused": self._client.num_refused if self._client is not None else 0,
         }
@@ -190,7 +190,7 @@ class HttpEngine(InferenceEngine):
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         """When requests were in flight: the servers do not report when they compute."""
-        return {", ".join(self._seats.addresses): self._busy.since(since)}
+        return {", ".join(self._slots.addresses): self._busy.since(since)}
 
     def _served_versions(self) -> list[int | None]:
         return self._on_all(self._protocol.served_version)
@@ -220,7 +220,7 @@ class HttpEngine(InferenceEngine):
         def load() -> None:
             # A server replaced from here on loads these, so that none is stale when the gate opens.
             self._weights = folder, meta.version
-            self._seats.forbid_restarts(None)
+            self._slots.forbid_restarts(None)
             self._on_all(lambda control: self._protocol.load_weights(control, folder, meta.version))
 
         return load
@@ -232,7 +232,7 @@ class HttpEngine(InferenceEngine):
         named_tensors: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         self._weights = None
-        self._seats.forbid_restarts(
+        self._slots.forbid_restarts(
             f"the weights of version {meta.version} came through a process group, and nothing "
             "holds them for another server; set actor.weight_update_mode to shm or disk for that"
         )
@@ -249,7 +249,7 @@ class HttpEngine(InferenceEngine):
             if not self._gate.wait_empty(_STRAGGLERS_S) and client is not None:
                 client.events.call_soon_threadsafe(client.drop_attempts)
                 if not self._gate.wait_empty(_DROP_S):
-                    servers = ", ".join(self._seats.addresses)
+                    servers = ", ".join(self._slots.addresses)
                     raise RuntimeError(
                         f"requests to {servers} did not end within {_DROP_S:g} s: the event loop "
                         "that generates is blocked"
@@ -265,13 +265,13 @@ class HttpEngine(InferenceEngine):
             self._on_all(self._protocol.resume)
 
     def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
-        seats = range(len(self._controls))
-        return on_all(seats, lambda seat: on_living(self._controls, seat, call, self._replace))
+        slots = range(len(self._controls))
+        return on_all(slots, lambda slot: on_living(self._controls, slot, call, self._replace))
 
     def _replace(self, address: str) -> str:
-        return self._seats.replace(address, self._prepare)
+        return self._slots.replace(address, self._prepare)
 
-    def _prepare(self, seat: int, address: str) -> None:
+    def _prepare(self, slot: int, address: str) -> None:
         """Bring a replacement to the state of the dead server before its address is known."""
         control = self._control(address)
         if self._weights is not None:
@@ -282,7 +282,7 @@ class HttpEngine(InferenceEngine):
             self._protocol.load_adapter(control, name, folder)
         if self._is_paused:
             self._protocol.pause(control)
-        self._controls[seat] = control
+        self._controls[slot] = control
 
     def _control(self, address: str) -> ControlClient:
         return ControlClient(
@@ -295,7 +295,7 @@ class HttpEngine(InferenceEngine):
         if client is None or client.events.is_closed():
             client = self._client = HttpClient(
                 self._protocol,
-                self._seats.addresses,
+                self._slots.addresses,
                 self._token,
                 self._gate,
                 timeout_s=self._request_timeout_s,

@@ -146,7 +146,7 @@ def on_all(servers: Sequence[S], call: Callable[[S], T]) -> list[T]:
 
 def on_living(
     controls: Sequence[ControlClient],
-    seat: int,
+    slot: int,
     call: Callable[[ControlClient], T],
     replace: Callable[[str], str],
 ) -> T:
@@ -154,7 +154,7 @@ def on_living(
 
     `replace(address)` returns the slot's current address, whose client it has put into `controls`.
     """
-    control = controls[seat]
+    control = controls[slot]
     try:
         return call(control)
     except ServerRefusedError:
@@ -162,7 +162,7 @@ def on_living(
     except ServerError:
         if replace(control.address) == control.address:
             raise
-        return call(controls[seat])
+        return call(controls[slot])
 
 
 def error_text(content: bytes | str) -> str:

@@ -73,7 +73,7 @@ class ServerPool:
         self._timeout_s = timeout_s
         self._setup_timeout_s = setup_timeout_s
         self._processes = processes
-        self._seats = ServerSlots(addresses, processes, max_restarts=max_restarts)
+        self._slots = ServerSlots(addresses, processes, max_restarts=max_restarts)
         self._file = None if address_file is None else AddressFile(address_file)
         self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
         self._left_out: set[str] = set()  # addresses
@@ -90,8 +90,8 @@ class ServerPool:
         left = {"_changing": None, "_processes": (), "newest_version": None, "_is_copy": True}
         if self._file is not None:
             left["_follows"] = True
-            left["_seats"] = FollowedSlots(
-                self._seats.addresses, self._token, self._file, timeout_s=self._setup_timeout_s
+            left["_slots"] = FollowedSlots(
+                self._slots.addresses, self._token, self._file, timeout_s=self._setup_timeout_s
             )
         return {**self.__dict__, **left}
 
@@ -101,7 +101,7 @@ class ServerPool:
 
     @property
     def num_restarts(self) -> int:
-        return self._seats.num_restarts
+        return self._slots.num_restarts
 
     @property
     def addresses(self) -> list[str]:
@@ -175,12 +175,12 @@ class ServerPool:
         self.expect_weights(version)
         with self._changing:
             self._version, self._weights = version, order
-        self._seats.renew_restarts()
+        self._slots.renew_restarts()
 
     def is_gone(self, address: str) -> bool:
         """Whether a server whose connection was lost has ended or was dropped; `successor` may be
         replacing it."""
-        return self._seats.has_ended(address) or address in self._left_out
+        return self._slots.has_ended(address) or address in self._left_out
 
     def successor(self, address: str) -> str | None:
         """Address to use after a lost connection: that of the restarted server, None if it was
@@ -192,7 +192,7 @@ class ServerPool:
             if address in self._left_out:
                 return None
             try:
-                successor = self._seats.replace(address, self._prepare_new)
+                successor = self._slots.replace(address, self._prepare_new)
             except EngineLostError as lost:
                 if self.addresses == [address] or self._follows:
                     raise
@@ -273,8 +273,8 @@ class ServerPool:
                     self._file.write_loss(str(error))
                 return
 
-    def _prepare_new(self, seat: int, address: str) -> None:
-        """A replacement was started in slot `seat` and has reported ready."""
+    def _prepare_new(self, slot: int, address: str) -> None:
+        """A replacement was started in slot `slot` and has reported ready."""
         control = self._connect(address)
         control.get("/health")
         self._prepare(control, self._weights)
@@ -288,7 +288,7 @@ class ServerPool:
     def _tell_copies(self) -> None:
         if self._file is not None and not self._follows:
             gone = self._left_out
-            self._file.write([None if a in gone else a for a in self._seats.addresses])
+            self._file.write([None if a in gone else a for a in self._slots.addresses])
 
     def _prepare(self, control: ControlClient, order: dict[str, Any] | None) -> None:
         """Bring a new server to the state of the others before its address is known."""
@@ -418,19 +418,19 @@ class FollowedSlots:
                 return self._replaced[address]
             if address not in self.addresses:
                 return address
-            seat = self.addresses.index(address)
+            slot = self.addresses.index(address)
             with waiting(f"the replacement of the server {address}"):
-                found = self._wait_for_owner(seat, address)
+                found = self._wait_for_owner(slot, address)
             if found != address:
                 if found is not None:
                     self._replaced.pop(found, None)  # a port may be reused
-                self._replaced[address] = self.addresses[seat] = found
+                self._replaced[address] = self.addresses[slot] = found
             return found
 
-    def _wait_for_owner(self, seat: int, address: str) -> str | None:
+    def _wait_for_owner(self, slot: int, address: str) -> str | None:
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            found = self._file.read()[seat]
+            found = self._file.read()[slot]
             if found != address or self._answers(address):
                 return found
             time.sleep(_LOOK_S)

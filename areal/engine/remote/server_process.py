@@ -151,7 +151,7 @@ class ServerSlots:
     def replace(self, address: str, prepare: Callable[[int, str], None]) -> str:
         """The current address of the slot of `address`; unchanged while its process runs.
 
-        `prepare(seat, address)` runs before a new server is known to others; a RuntimeError means
+        `prepare(slot, address)` runs before a new server is known to others; a RuntimeError means
         that it is unusable. EngineLostError says how the last one ended if the budget is spent.
         """
         with self._lock:
@@ -159,17 +159,17 @@ class ServerSlots:
                 return self._replaced[address]
             if not self._processes or address not in self.addresses:
                 return address
-            seat = self.addresses.index(address)
-            end = self._processes[seat].describe_end()
+            slot = self.addresses.index(address)
+            end = self._processes[slot].describe_end()
             if end is None:
                 return address
             with waiting(f"the replacement of the server {address}"):
-                self.addresses[seat] = self._fill(seat, end, prepare)
-            self._replaced.pop(self.addresses[seat], None)  # a port may be reused
-            self._replaced[address] = self.addresses[seat]
-            return self.addresses[seat]
+                self.addresses[slot] = self._fill(slot, end, prepare)
+            self._replaced.pop(self.addresses[slot], None)  # a port may be reused
+            self._replaced[address] = self.addresses[slot]
+            return self.addresses[slot]
 
-    def _fill(self, seat: int, end: str, prepare: Callable[[int, str], None]) -> str:
+    def _fill(self, slot: int, end: str, prepare: Callable[[int, str], None]) -> str:
         if self._why_not is not None:
             raise EngineLostError(f"{end}; it cannot be replaced: {self._why_not}")
         while self._num_recent < self._max_restarts:
@@ -177,8 +177,8 @@ class ServerSlots:
             self.num_restarts += 1
             logger.warning("%s; starting another", end)
             try:
-                address = self._processes[seat].start_again()
-                prepare(seat, address)
+                address = self._processes[slot].start_again()
+                prepare(slot, address)
                 return address
             except EngineLostError:  # no worker left to start it in
                 raise

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from areal.engine.train.pipeline import Pipeline
 
 
-class ArchonEngine(base.Backend):
+class ArchonEngine(base.BaseTrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config

@@ -1,6 +1,6 @@
-"""What training back ends share: micro-batches, the exact global mean, the three entry points.
+"""What training engines share: micro-batches, the exact global mean, the three entry points.
 
-A back end implements one primitive, `forward_backward_batch`, and an optimizer step. `train_batch`,
+An engine implements one primitive, `forward_backward_batch`, and an optimizer step. `train_batch`,
 `eval_batch` and `forward_batch` are built on it here:
 
     padded batch [B, S] -> pack_sequences -> packed micro-batches [T] -> forward (and backward)
@@ -47,11 +47,11 @@ class MicroBatch:
 
     rows: list[int]
     data: dict[str, Any]
-    tree: PrefixTree | None = None  # of its sequences, where the back end shares their prefixes
+    tree: PrefixTree | None = None  # of its sequences, if the engine shares prefixes
 
 
-class Backend(TrainEngine):
-    """A training engine without its primitive."""
+class BaseTrainEngine(TrainEngine):
+    """Entry points of a training engine over its `forward_backward_batch` and `optimizer_step`."""
 
     device: torch.device
     mb_spec: MicroBatchSpec
@@ -198,12 +198,12 @@ def _rows_of_units(bins: Bins, rows_per_unit: int) -> Bins:
 
 
 def _micro_batches(
-    backend: Backend, input_: Mapping[str, Any], rows_per_unit: int
+    engine: BaseTrainEngine, input_: Mapping[str, Any], rows_per_unit: int
 ) -> list[MicroBatch]:
     """This rank's micro-batches, with fillers up to the largest count of any rank."""
-    device, group = backend.device, backend.dp_group
-    num_mbs = max(backend.mb_spec.n_mbs, backend.min_micro_batches)
-    spec = replace(backend.mb_spec, n_mbs=num_mbs)
+    device, group = engine.device, engine.dp_group
+    num_mbs = max(engine.mb_spec.n_mbs, engine.min_micro_batches)
+    spec = replace(engine.mb_spec, n_mbs=num_mbs)
 
     def split() -> list[MicroBatch]:
         return split_micro_batches(
@@ -211,7 +211,7 @@ def _micro_batches(
             spec,
             device,
             rows_per_unit,
-            shares_prefixes=backend.shares_prefixes,
+            shares_prefixes=engine.shares_prefixes,
         )
 
     if group is None:
@@ -231,7 +231,7 @@ def _micro_batches(
         raise RuntimeError("another rank refused its part of the batch: its error says why")
     if most == 0:
         raise ValueError("the batch has no rows on any rank; give at least one")
-    tree = PrefixTree.of([[0]]) if backend.shares_prefixes else None
+    tree = PrefixTree.of([[0]]) if engine.shares_prefixes else None
     return mbs + [MicroBatch([], _filler(device), tree)] * (most - len(mbs))
 
 
@@ -248,7 +248,7 @@ def _largest(numbers: list[int], group: dist.ProcessGroup, device: torch.device)
 
 
 def _weighted_loss(
-    backend: Backend,
+    engine: BaseTrainEngine,
     mbs: list[MicroBatch],
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
@@ -256,8 +256,8 @@ def _weighted_loss(
     forward_only: bool,
 ) -> torch.Tensor:
     """The sum over all ranks of each micro-batch's loss times its share of the weight."""
-    group = backend.dp_group
-    none = torch.zeros((), dtype=torch.float64, device=backend.device)
+    group = engine.dp_group
+    none = torch.zeros((), dtype=torch.float64, device=engine.device)
     weights = torch.stack([loss_weight_fn(mb.data).to(none) if mb.rows else none for mb in mbs])
     total = _summed(weights.sum(), group)
     if not total > 0:
@@ -273,16 +273,16 @@ def _weighted_loss(
             return outputs[0].sum() * 0.0  # stays in the graph, so that backward collectives run
         return loss_fn(*outputs, mbs[index].data) * shares[index]
 
-    losses = torch.stack(backend.forward_backward_batch(mbs, output_fn, forward_only))
+    losses = torch.stack(engine.forward_backward_batch(mbs, output_fn, forward_only))
     return _summed(losses.sum(), group)
 
 
-def _tree_token_ratio(backend: Backend, mbs: list[MicroBatch]) -> float:
+def _tree_token_ratio(engine: BaseTrainEngine, mbs: list[MicroBatch]) -> float:
     """Computed tokens divided by the tokens of all sequences, over all ranks."""
     trees = [mb.tree for mb in mbs if mb.tree is not None and mb.rows]
     counts = [sum(map(len, trees)), sum(len(tree.place_T) for tree in trees)]
     totals = _summed(
-        torch.tensor(counts, dtype=torch.float64, device=backend.device), backend.dp_group
+        torch.tensor(counts, dtype=torch.float64, device=engine.device), engine.dp_group
     )
     computed, given = totals.tolist()
     return computed / given

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.engine.native.scoring import InvariantPackedAttention
+from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.common.attention_tree import TreeAttention

@@ -191,7 +191,7 @@ async def test_a_reply_that_cannot_be_trained_on_is_refused(script, message):
             ServerError, match=f"malformed reply.*{message}.*after 3 attempts"
         ) as caught:
             await engine.agenerate(request())
-        assert f"SGLang server {engine._seats.addresses[0]}" in str(caught.value)
+        assert f"SGLang server {engine._slots.addresses[0]}" in str(caught.value)
     assert len(server.seen) == 3
 
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from areal.engine.train.fsdp.lora import Adapters
 
 
-class FSDPEngine(base.Backend):
+class FSDPEngine(base.BaseTrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` initializes weights not in `config.path`: adapters, or every weight with
         `config.init_from_scratch`."""

@@ -51,7 +51,7 @@ from areal.utils.device import best_device
 from areal.utils.hub import model_folder
 
 
-class MegatronEngine(base.Backend):
+class MegatronEngine(base.BaseTrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         """`seed` draws the weights with `config.init_from_scratch`."""
         self.config = config

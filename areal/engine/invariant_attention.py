@@ -1,0 +1,69 @@
+"""Batch-invariant attention over packed tokens: training and scoring get the bits of decoding.
+
+Keys and values are laid out in pages like the native engine's cache, and each row attends by
+`rows_attention`, the kernel of a decoded row. Gradients are those of PackedAttention.
+
+Shape legend: T packed tokens, C sequences, P pages, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from areal.models.common.attention import PackedAttention
+from areal.models.common.invariant import with_gradients_of
+
+_PAGE = 16
+
+
+class InvariantPackedAttention(PackedAttention):
+    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
+        super().__init__(cu_seqlens, max_seqlen)
+        device = cu_seqlens.device
+        lengths = cu_seqlens.long().diff()
+        pages_C = -(-lengths // _PAGE)
+        first_page_C = 1 + pages_C.cumsum(0) - pages_C  # page 0 stays scratch, as in the cache
+        self._chunk_T = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+        self._page_T = first_page_C[self._chunk_T] + self.positions_T // _PAGE
+        self._num_pages = 1 + int(pages_C.sum())
+        columns = torch.arange(int(pages_C.max()), device=device)
+        inside = columns < pages_C[:, None]
+        self._pages_CP = torch.where(inside, first_page_C[:, None] + columns, 0).int()
+
+    def __call__(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        if window is not None or scale is not None:
+            raise ValueError(
+                "batch_invariant: its attention has no sliding window and no scale of its own; "
+                "turn batch_invariant off for this model"
+            )
+
+        def reference(q, k, v):
+            return PackedAttention.__call__(self, layer, q, k, v)
+
+        return with_gradients_of(reference, self._by_rows, (q_TNH, k_TKH, v_TKH))
+
+    def _by_rows(
+        self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+    ) -> torch.Tensor:
+        from areal.engine.native.cuda.decode_attention import rows_attention  # needs Triton
+
+        shape = (self._num_pages, k_TKH.shape[1], _PAGE, k_TKH.shape[2])
+        keys, values = k_TKH.new_zeros(shape), v_TKH.new_zeros(shape)
+        offset_T = self.positions_T % _PAGE
+        keys[self._page_T, :, offset_T] = k_TKH
+        values[self._page_T, :, offset_T] = v_TKH
+        out_TNH = torch.empty_like(q_TNH)
+        rows_attention(
+            q_TNH.contiguous(), keys, values, self._pages_CP, self._chunk_T.int(),
+            self.positions_T.int(), out_TNH,
+        )  # fmt: skip
+        return out_TNH
