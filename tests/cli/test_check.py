@@ -154,8 +154,7 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         (
             "actor.policy_loss=my_loss.loss",
             "actor.policy_loss: my_loss.loss(inputs, *, floor) cannot be called as fn(inputs, "
-            "**policy_loss_kwargs): missing a required argument: 'floor'; actor.policy_loss_kwargs "
-            "is {}",
+            "**policy_loss_kwargs): missing a required",  # the rest is Python's, by its version
         ),
         ("dynamic_filter_fn=my_loss.loss", "cannot be called as fn(trajectory): missing"),
         ("actor.gae_lambda=my_loss.longer", "cannot be called as fn(context, **gae_lambda_kwargs)"),

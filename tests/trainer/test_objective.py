@@ -259,7 +259,7 @@ def test_a_metric_does_not_take_the_name_of_another_statistic(folder):
         (
             dict(policy_loss="sample_losses.of_two_arguments"),
             r"actor.policy_loss: sample_losses.of_two_arguments\(inputs, scale\) cannot be called "
-            r"as fn\(inputs, \*\*policy_loss_kwargs\): missing a required argument: 'scale'",
+            r"as fn\(inputs, \*\*policy_loss_kwargs\): missing a required .*argument: 'scale'",
         ),
         (
             dict(policy_loss="sample_losses.clipped", policy_loss_kwargs={"hihg": 1}),
