@@ -184,7 +184,8 @@ class _Moments:
         several = self.count > 1.5
         scale = self.count / (self.count - 1).clamp(min=1) if unbiased else 1.0
         std = (self.variance * scale).sqrt()
-        size = (self.slices.total(weight * centred.square()) / self.count.clamp(min=_NOTHING)).sqrt()
+        squares = self.slices.total(weight * centred.square())
+        size = (squares / self.count.clamp(min=_NOTHING)).sqrt()
         return std, several & ~self.are_equal & (std > MIN_SPREAD * size)
 
 

@@ -1,4 +1,4 @@
-"""Credit per episode: an episode of several rows weighs as one row, in every loss and normaliser."""
+"""Credit per episode: an episode of several rows weighs as one row, in losses and normalisers."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ loss separates them and weights each token by prox / behave.
     policy loss (ppo, gspo, sapo, cispo or a user's own) with w = pi_prox / pi_behave, M2PO's tokens
     -> combined with the distillation loss of a teacher -> + KL from the reference model
 
-Every part is a mean over the loss mask by credit, so micro-batches add up to the whole batch. Statistics go
-to `stats_tracker` in the caller's scope. The objective holds no engine: it is pickled to the ranks
-as its config, and loads functions there by import path.
+Every part is a mean over the loss mask by credit, so micro-batches add up to the whole batch.
+Statistics go to `stats_tracker` in the caller's scope. The objective holds no engine: it is pickled
+to the ranks as its config, and loads functions there by import path.
 """
 
 from __future__ import annotations
