@@ -28,6 +28,8 @@ from collections.abc import Callable
 
 import torch
 
+from areal.algorithm.segments import token_mean
+
 # A large estimate says little beyond "far away"; unbounded, one token would dominate a batch.
 MAX_TOKEN_KL = 10.0
 
@@ -69,12 +71,13 @@ def kl_loss(
     mask_T: torch.Tensor,
     *,
     estimator: KlEstimator,
+    credit_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean over the mask with gradient, detached estimate per token), to be scaled and added to
     a policy loss. Not clamped: a clamp would stop the gradient where the policy is far away.
     """
     kl_T = estimator(_difference(logprobs_T, ref_logp_T, mask_T))
-    return kl_T.sum() / mask_T.sum().clamp(min=1), kl_T.detach()
+    return token_mean(kl_T, mask_T, credit_T), kl_T.detach()
 
 
 def _difference(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

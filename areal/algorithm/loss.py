@@ -1,16 +1,18 @@
 """Losses over packed tokens: policy gradient, critic, supervised fine-tuning, distillation.
 
 A policy loss is a function `(LossInputs, options) -> (loss, metrics)`: a scalar to minimise, the
-mean over all tokens of the loss mask, and detached per-token tensors worth recording. With r =
-pi_theta / pi_prox, A the advantage and w the weight of a token:
+mean over all tokens of the loss mask by their credit, and detached per-token tensors worth
+recording. With r = pi_theta / pi_prox, A the advantage and w the weight of a token:
 
     ppo     -w min(r A, clip(r) A)
     gspo    the same with r and A averaged over the sequence (r geometrically)
     sapo    -w (4 / tau) sigmoid(tau (r - 1)) A        a soft gate in place of the clip
     cispo   -w stop_gradient(clip(r)) A log pi_theta   every token keeps its gradient
 
-Every mean divides by the mask's count, whatever the weights are: a token that was rejected (w = 0,
-by rejection sampling or M2PO) counts as a loss of 0, so parts of a batch add up to the whole.
+Every mean divides by the credit of the mask, whatever the weights are: a token that was rejected
+(w = 0, by rejection sampling or M2PO) counts as a loss of 0, so parts of a batch add up to the
+whole. Credit is 1 / (rows of the token's episode): an episode weighs as one row, however many it
+has.
 `own_loss` makes such a loss of a user's function, which may return a loss per token instead.
 
 `value_loss` moves the critic's values towards returns, clipped around the values of the rollout.
@@ -31,7 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from areal.algorithm.segments import sequence_mean, spread
+from areal.algorithm.segments import sequence_mean, spread, token_mean
 
 Metrics = dict[str, torch.Tensor]
 
@@ -48,6 +50,7 @@ class LossInputs:
     cu_seqlens: torch.Tensor | None = None  # [B + 1], start of each sequence; for gspo
     behave_logp_T: torch.Tensor | None = None  # log of the policy that sampled
     versions_T: torch.Tensor | None = None  # its version, -1 on text the model did not write
+    credit_T: torch.Tensor | None = None  # 1 / (rows of the token's episode); None is 1
 
 
 def ppo_clip_loss(
@@ -115,8 +118,9 @@ def own_loss(
     """A user's `fn(inputs, **options)` as a policy loss; `name` is used in errors.
 
     It returns a loss per token `[T]`, of which areal takes the weighted mean over the mask, or that
-    mean itself, as the losses above do; alone or with a dict of metrics `[T]`. Off the mask every
-    input is 0, so that nothing a function computes there can overflow.
+    mean itself, as the losses above do (`token_mean` with `inputs.credit_T`); alone or with a dict
+    of metrics `[T]`. Off the mask every input is 0, so that nothing a function computes there can
+    overflow.
     """
     found: tuple[Any, ...] | torch.Tensor = fn(_zero_off_mask(inputs), **options)
     loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, Metrics())
@@ -203,7 +207,7 @@ def _masked_mean(
         loss_T = loss_T * inputs.weight_T.detach().masked_fill(off_T, 0.0)
     loss_T = loss_T.masked_fill(off_T, 0.0)
     metrics["loss"] = loss_T.detach()
-    return loss_T.sum() / inputs.mask_T.sum().clamp(min=1), metrics
+    return token_mean(loss_T, inputs.mask_T, inputs.credit_T), metrics
 
 
 HUBER_DELTA = 10.0  # the gradient is constant above this error; rewards are of order 1
@@ -225,6 +229,7 @@ def value_loss(
     *,
     eps_clip: float,
     error: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = squared_error,
+    credit_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Mean over the mask of the larger error, of V and of V clipped to V_old +- eps_clip.
 
@@ -243,13 +248,13 @@ def value_loss(
         "loss": loss_T.detach(),
         "clip_ratio": (plain_T < clipped_T).detach() & mask_T,
     }
-    return loss_T.sum() / mask_T.sum().clamp(min=1), metrics
+    return token_mean(loss_T, mask_T, credit_T), metrics
 
 
 def sft_loss(logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
     """`mask_T` is aligned to predictions: True at t when the token at t + 1 is to be learned."""
     mask_T = mask_T.bool()
-    return -logprobs_T.masked_fill(~mask_T, 0.0).sum() / mask_T.sum().clamp(min=1)
+    return -token_mean(logprobs_T.masked_fill(~mask_T, 0.0), mask_T)
 
 
 def distillation_loss(
@@ -261,15 +266,16 @@ def distillation_loss(
     *,
     rl_loss_weight: float,
     distill_loss_weight: float,
+    credit_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rl_loss` is the policy loss of the same micro-batch; with rl_loss_weight 0 it is not read.
 
     `old_logp_T` is of the policy that sampled the tokens.
     """
     if rl_loss_weight == 0:
-        alone = teacher_policy_loss(logprobs_T, old_logp_T, teacher_logp_T, mask_T)
+        alone = teacher_policy_loss(logprobs_T, old_logp_T, teacher_logp_T, mask_T, credit_T)
         return distill_loss_weight * alone
-    beside = reverse_kl_loss(logprobs_T, teacher_logp_T, mask_T)
+    beside = reverse_kl_loss(logprobs_T, teacher_logp_T, mask_T, credit_T)
     return rl_loss_weight * rl_loss + distill_loss_weight * beside
 
 
@@ -278,15 +284,19 @@ def teacher_policy_loss(
     old_logp_T: torch.Tensor,
     teacher_logp_T: torch.Tensor,
     mask_T: torch.Tensor,
+    credit_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     off_T = ~mask_T.bool()
     ratio_T = (logprobs_T - old_logp_T.detach()).masked_fill(off_T, 0.0).exp()
     advantage_T = (teacher_logp_T - logprobs_T).detach().masked_fill(off_T, 0.0)
-    return -(ratio_T * advantage_T).sum() / mask_T.sum().clamp(min=1)
+    return -token_mean(ratio_T * advantage_T, mask_T, credit_T)
 
 
 def reverse_kl_loss(
-    logprobs_T: torch.Tensor, teacher_logp_T: torch.Tensor, mask_T: torch.Tensor
+    logprobs_T: torch.Tensor,
+    teacher_logp_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    credit_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     difference_T = (logprobs_T - teacher_logp_T.detach()).masked_fill(~mask_T.bool(), 0.0)
-    return difference_T.sum() / mask_T.sum().clamp(min=1)
+    return token_mean(difference_T, mask_T, credit_T)

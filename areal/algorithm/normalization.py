@@ -11,7 +11,8 @@ LitePPO: mean group, std batch. REINFORCE++: both batch, over advantages.
 episode counts once, however many rows it has: a row weighs 1 / (rows of its episode), so the mean
 is the mean over episodes of their mean reward. Leave-one-out leaves out the whole episode: the rest
 does not depend on anything it did, so the baseline is unbiased whatever the rewards of its rows.
-For advantages `[B, S]` each token counts once, and so does leave-one-out.
+For advantages `[B, S]` a token weighs 1 / (rows of its episode): an episode of several rows has the
+weight of one row of their mean length.
 
 **No spread.** Values that differ by less than float32 rounding are equal, and equal values are
 centred to exactly 0. A standard deviation below MIN_SPREAD of the value it would divide carries no
@@ -31,6 +32,7 @@ import torch.distributed as dist
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; rewards are stored as float32
 MIN_SPREAD = 0.01
+_NOTHING = 1e-6  # a weight that is rounding only; one token weighs 1 / (rows of an episode)
 
 
 def normalize(
@@ -69,6 +71,9 @@ def normalize(
     weight = mask.double()
     if x.ndim == 1:
         weight = weight / episode.total(weight).clamp(min=1)
+    else:
+        rows_of_B = episode.total(torch.ones(len(x), dtype=torch.float64, device=x.device))
+        weight = weight / rows_of_B.view(-1, *[1] * (x.ndim - 1))
     found = {
         name: _Moments.of(x64, mask, weight, levels[name])
         for name in dict.fromkeys((mean_level, std_level, "batch"))
@@ -141,7 +146,7 @@ class _Moments:
     """Statistics of the elements of each slice; all broadcast against `x`."""
 
     slices: _Slices
-    count: torch.Tensor  # sum of weights: episodes, or tokens
+    count: torch.Tensor  # sum of weights: episodes, or tokens per row of an episode
     mean: torch.Tensor
     variance: torch.Tensor  # biased
     are_equal: torch.Tensor  # bool: the elements differ by rounding only
@@ -151,9 +156,9 @@ class _Moments:
         cls, x64: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, slices: _Slices
     ) -> _Moments:
         count = slices.total(weight)
-        mean = slices.total(weight * x64) / count.clamp(min=1)
+        mean = slices.total(weight * x64) / count.clamp(min=_NOTHING)
         apart = (x64 - mean).masked_fill(~mask, 0.0)
-        variance = slices.total(weight * apart.square()) / count.clamp(min=1)
+        variance = slices.total(weight * apart.square()) / count.clamp(min=_NOTHING)
         are_equal = slices.largest(apart.abs()) <= ROUNDING * slices.largest(x64.abs())
         return cls(slices, count, mean, variance, are_equal)
 
@@ -165,12 +170,12 @@ class _Moments:
             return (x64 - self.mean).masked_fill(self.are_equal, 0.0)
         own = left_out.total(weight)
         rest = self.count - own
-        others = (self.count * self.mean - left_out.total(weight * x64)) / rest.clamp(min=1)
+        others = (self.count * self.mean - left_out.total(weight * x64)) / rest.clamp(min=_NOTHING)
         # A lone sample has no others. In a group it is its own baseline (no learning signal); in a
         # batch there is no baseline.
         alone = torch.zeros_like(x64) if lone_is_0 else x64
         centred = (x64 - others).masked_fill(self.are_equal, 0.0)
-        return torch.where(rest > 0.5, centred, alone)
+        return torch.where(rest > _NOTHING, centred, alone)
 
     def std(
         self, centred: torch.Tensor, weight: torch.Tensor, *, unbiased: bool
@@ -179,7 +184,8 @@ class _Moments:
         several = self.count > 1.5
         scale = self.count / (self.count - 1).clamp(min=1) if unbiased else 1.0
         std = (self.variance * scale).sqrt()
-        size = (self.slices.total(weight * centred.square()) / self.count.clamp(min=1)).sqrt()
+        squares = self.slices.total(weight * centred.square())
+        size = (squares / self.count.clamp(min=_NOTHING)).sqrt()
         return std, several & ~self.are_equal & (std > MIN_SPREAD * size)
 
 

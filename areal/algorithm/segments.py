@@ -1,4 +1,4 @@
-"""Sums, means and maxima over the sequences of a packed micro-batch.
+"""Means over the tokens, and sums, means and maxima over the sequences, of a packed micro-batch.
 
 Packed tokens `[T]` are contiguous; sequence b is `cu_seqlens[b] : cu_seqlens[b + 1]`. Only tokens
 under the mask count; values off the mask are arbitrary and reach neither the value nor the
@@ -12,6 +12,20 @@ from __future__ import annotations
 import torch
 
 from areal.utils.data import sequence_ids
+
+
+def token_mean(
+    x_T: torch.Tensor, mask_T: torch.Tensor, credit_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The mean over the mask in which a token counts `credit_T` times; None: once.
+
+    0 for an empty mask. Values off the mask must be finite, and count as they are: mask them first.
+    """
+    if credit_T is None:
+        return x_T.sum() / mask_T.sum().clamp(min=1)
+    credit_T = credit_T.masked_fill(~mask_T.bool(), 0.0)
+    total = credit_T.sum()
+    return (x_T * credit_T).sum() / total.masked_fill(total == 0, 1.0)
 
 
 def sequence_sum(x_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ loss separates them and weights each token by prox / behave.
     policy loss (ppo, gspo, sapo, cispo or a user's own) with w = pi_prox / pi_behave, M2PO's tokens
     -> combined with the distillation loss of a teacher -> + KL from the reference model
 
-Every part is a mean over the loss mask, so micro-batches add up to the whole batch. Statistics go
-to `stats_tracker` in the caller's scope. The objective holds no engine: it is pickled to the ranks
-as its config, and loads functions there by import path.
+Every part is a mean over the loss mask by credit, so micro-batches add up to the whole batch.
+Statistics go to `stats_tracker` in the caller's scope. The objective holds no engine: it is pickled
+to the ranks as its config, and loads functions there by import path.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from areal.algorithm.off_policy import (
 from areal.api.config.ppo import PPOActorConfig, TeacherConfig
 from areal.api.engine_api import TrainEngine
 from areal.trainer.ppo.advantages import AdvantageEstimator
-from areal.trainer.ppo.batch import collect, minibatches, num_loss_tokens, token_outputs
+from areal.trainer.ppo.batch import collect, loss_weight, minibatches, token_outputs
 from areal.trainer.ppo.critic import PPOCritic
 from areal.utils import stats_tracker
 from areal.utils.data import select_rows
@@ -174,11 +174,10 @@ class PPOActor:
         if self._objective.is_zero_without_advantage:
             rows = _rows_that_teach(minibatch)
         kept = select_rows(minibatch, rows)
-        num_tokens = minibatch["loss_mask"].sum().item()
-        share = kept["loss_mask"].sum().item() / max(num_tokens, 1)
+        share = (loss_weight(kept) / loss_weight(minibatch).clamp(min=1e-9)).item()
         version = self.engine.get_version()
         loss_fn = partial(self._objective.loss, version=version, share=share)
-        stats = self.engine.train_batch(kept, loss_fn, num_loss_tokens)
+        stats = self.engine.train_batch(kept, loss_fn, loss_weight)
         stats_tracker.scalar(**stats, computed_seqs_ratio=len(rows) / num_rows)
 
 
@@ -197,7 +196,7 @@ def _rows_that_teach(minibatch: Mapping[str, Any]) -> list[int]:
     return rows or [int(mask_BS.any(dim=1).int().argmax())]
 
 
-# Batch keys that the loss reads; the last three depend on the config.
+# Batch keys that the loss reads; the last four are not in every batch.
 BATCH_KEYS = (
     "loss_mask",
     "logprobs",
@@ -206,6 +205,7 @@ BATCH_KEYS = (
     "prox_logp",
     "ref_logp",
     "teacher_logp",
+    "credit",
 )
 
 
@@ -250,7 +250,7 @@ class PolicyObjective:
         share: float = 1.0,
     ) -> torch.Tensor:
         """`version` is that of the weights at the start of the step, `share` the fraction of the
-        minibatch's loss tokens that are in the computed rows."""
+        minibatch's loss weight that is in the computed rows."""
         mask_T = mb["loss_mask"]
         stats_tracker.denominator(n_tokens=mask_T)
         stats_tracker.stat("n_tokens", entropy=entropy_T, advantages=mb["advantages"])
@@ -265,6 +265,7 @@ class PolicyObjective:
                 mb["cu_seqlens"],
                 mb["logprobs"],
                 mb["versions"],
+                mb.get("credit"),
             )
         )
         _record(metrics)
@@ -332,6 +333,7 @@ class PolicyObjective:
             mb["loss_mask"],
             rl_loss_weight=self.teacher.rl_loss_weight,
             distill_loss_weight=self.teacher.distill_loss_weight,
+            credit_T=mb.get("credit"),
         )
 
     def _with_kl(
@@ -340,7 +342,11 @@ class PolicyObjective:
         if self.config.kl_loss_coef == 0:
             return loss
         kl, kl_T = kl_loss(
-            logprobs_T, mb["ref_logp"], mb["loss_mask"], estimator=self._kl_estimator
+            logprobs_T,
+            mb["ref_logp"],
+            mb["loss_mask"],
+            estimator=self._kl_estimator,
+            credit_T=mb.get("credit"),
         )
         stats_tracker.stat("n_tokens", kl_loss=kl_T)
         return loss + self.config.kl_loss_coef * kl

@@ -24,13 +24,18 @@ from areal.utils.seqpack import pack_sequences
 
 def collect(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All samples as one batch; `group_ids` `[B]` are equal for the same prompt, `episode_ids`
-    `[B]` for the same episode. Rows without episode id are an episode each."""
+    `[B]` for the same episode. Rows without episode id are an episode each. If an episode has
+    several rows, `credit` `[B, S]` is 1 / (rows of its episode)."""
     batch, meta = concat_batch([_with_episodes(trajectory) for trajectory in trajectories])
     sizes = torch.tensor(meta.traj_group_sizes)
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     pairs = torch.stack([group_ids, batch[EPISODE_KEY].to(group_ids)], dim=1)
     episode_ids = pairs.unique(dim=0, return_inverse=True)[1]  # unique in the batch, not per group
-    return {**batch, **_aligned(batch), "group_ids": group_ids, EPISODE_KEY: episode_ids}
+    data = {**batch, **_aligned(batch), "group_ids": group_ids, EPISODE_KEY: episode_ids}
+    rows_of_B = torch.bincount(episode_ids)[episode_ids]
+    if bool((rows_of_B > 1).any()):
+        data["credit"] = (1 / rows_of_B)[:, None].expand_as(batch["attention_mask"]).contiguous()
+    return data
 
 
 def _with_episodes(trajectory: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,9 +63,10 @@ def token_outputs(engine: TrainEngine, data: Mapping[str, Any]) -> torch.Tensor:
     return engine.forward_batch({key: data[key] for key in ("input_ids", "attention_mask")})
 
 
-def num_loss_tokens(mb: Mapping[str, Any]) -> torch.Tensor:
-    """The weight of a micro-batch in the mean of its batch."""
-    return mb["loss_mask"].sum()
+def loss_weight(mb: Mapping[str, Any]) -> torch.Tensor:
+    """The weight of a micro-batch in the mean of its batch: the credit of its loss tokens."""
+    mask = mb["loss_mask"].bool()
+    return mb["credit"].masked_fill(~mask, 0.0).double().sum() if "credit" in mb else mask.sum()
 
 
 def minibatches(

@@ -16,11 +16,11 @@ from areal.algorithm import VALUE_ERRORS
 from areal.algorithm.loss import value_loss
 from areal.api.config.ppo import PPOCriticConfig
 from areal.api.engine_api import TrainEngine
-from areal.trainer.ppo.batch import minibatches, num_loss_tokens, required, token_outputs
+from areal.trainer.ppo.batch import loss_weight, minibatches, required, token_outputs
 from areal.utils import stats_tracker
 from areal.utils.import_path import load_named
 
-_BATCH_KEYS = ("loss_mask", "values", "returns", "seq_no_eos")
+_BATCH_KEYS = ("loss_mask", "values", "returns", "seq_no_eos", "credit")
 
 
 class PPOCritic:
@@ -51,7 +51,7 @@ class PPOCritic:
             minibatch["loss_mask"] = minibatch["loss_mask"] & ~cut_B[:, None]
         if not bool(minibatch["loss_mask"].any()):
             return  # every answer in it was truncated
-        stats = self.engine.train_batch(minibatch, self._loss, num_loss_tokens)
+        stats = self.engine.train_batch(minibatch, self._loss, loss_weight)
         stats_tracker.scalar(**stats)
 
 
@@ -63,7 +63,13 @@ def _loss(
     error: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     loss, metrics = value_loss(
-        values_T, mb["values"], mb["returns"], mb["loss_mask"], eps_clip=eps_clip, error=error
+        values_T,
+        mb["values"],
+        mb["returns"],
+        mb["loss_mask"],
+        eps_clip=eps_clip,
+        error=error,
+        credit_T=mb.get("credit"),
     )
     stats_tracker.denominator(n_tokens=mb["loss_mask"])
     stats_tracker.stat("n_tokens", values=values_T.detach(), returns=mb["returns"])
