@@ -101,7 +101,7 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
-    input_ids = await asyncio.to_thread(prompt_ids, session.options, call, parent)
+    input_ids, parent = await asyncio.to_thread(prompt_ids, session.options, call, parent)
     response = await _generate(session, call.gconfig.new(seed=seed), input_ids)
     reply = chat_reply(
         call,
@@ -113,14 +113,12 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
         tool_parser=session.options.config.tool_call_parser,
         in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
     )
-    template_type = session.options.config.chat_template_type
-    assert template_type is not None  # the config sets it by default
     interaction = InteractionWithTokenLogpReward(
         response,
         messages=call.messages,
         output_message_list=[reply["choices"][0]["message"]],
         parent=parent,
-        chat_template_type=template_type,
+        chat_template_type=session.options.config.chat_template_type,
         tools=call.tools,
         created=created,
     )
@@ -155,21 +153,28 @@ def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
 
 def prompt_ids(
     options: SessionOptions, call: ChatCall, parent: InteractionWithTokenLogpReward | None
-) -> list[int]:
-    """The whole prompt; with `concat` it starts with all tokens of the parent."""
+) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
+    """The whole prompt, and the interaction it continues.
+
+    With `concat` it starts with all tokens of the parent. If the template leaves out the parent's
+    reply there is nothing to continue: the prompt begins a new chat, by the template alone.
+    """
     if parent is None or options.config.chat_template_type == "hf":
-        return chat_prompt_ids(options.tokenizer, call)
+        return chat_prompt_ids(options.tokenizer, call), parent
     before = [*parent.model_response.input_tokens, *parent.model_response.output_tokens]
     new = call.messages[len(parent.whole_chat()) :]
     after = _ids_after_reply(options.tokenizer, call, parent.messages, new)
+    if after is None:
+        return chat_prompt_ids(options.tokenizer, call), None
     # The end-of-turn token comes from the model, or else from the template: keep one.
-    return before + (after[1:] if after[:1] == before[-1:] else after)
+    return before + (after[1:] if after[:1] == before[-1:] else after), parent
 
 
 def _ids_after_reply(
     tokenizer: Any, call: ChatCall, before: list[dict[str, Any]], new: list[dict[str, Any]]
-) -> list[int]:
-    """Tokens from the end of the assistant's turn through `new` to the header of its next.
+) -> list[int] | None:
+    """Tokens from the end of the assistant's turn through `new` to the header of its next; None if
+    the template leaves that turn out.
 
     Cut from the rendered text after the placeholder of the reply: a template may rewrite earlier
     turns (drop their reasoning), so nothing before the placeholder is used.
@@ -177,14 +182,7 @@ def _ids_after_reply(
     chat = [*before, {"role": "assistant", "content": _REPLY_PLACE}, *new]
     text = chat_prompt_text(tokenizer, dataclasses.replace(call, messages=chat))
     _, found, after = text.rpartition(_REPLY_PLACE)
-    if not found:
-        raise WireError(
-            400,
-            "messages: the model's chat template leaves out earlier turns, so their tokens cannot "
-            "be continued; set rollout.agent.chat_template_type to hf",
-            "messages",
-        )
-    return tokenizer(after, add_special_tokens=False)["input_ids"]
+    return tokenizer(after, add_special_tokens=False)["input_ids"] if found else None
 
 
 async def _generate(

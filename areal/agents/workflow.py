@@ -169,7 +169,9 @@ def _result(session: Session) -> Interactions:
     reward = session.cache[outcome_id].reward
     assert reward is not None  # discounting assigned one to every completion
     stats_tracker.get(workflow_context.stat_scope()).scalar(
-        reward=reward, num_turns=len(session.cache)
+        reward=reward,
+        num_turns=len(session.cache),
+        num_branches=len(session.cache.leaves()) - 1,
     )
     if workflow_context.is_eval:
         # Not trained on; as one sample, a long episode counts once in the mean over episodes.

@@ -9,6 +9,9 @@ So the parent of an interaction is the one whose messages and reply are the long
 own messages, and a session is a forest. Exported `individual`, every interaction is one sample;
 exported `concat`, every path from a root to a leaf is one sample of the tokens actually sampled.
 
+Invariant: a sampled token is trained on in at most one sample. `individual` samples learn their own
+reply; of `concat` samples that share turns, the newest learns them. Elsewhere they are context.
+
     cache = InteractionCache()
     parent = cache.find_parent(messages)
     cache.add("chatcmpl-1", InteractionWithTokenLogpReward(model_response, parent=parent, ...))
@@ -67,6 +70,7 @@ class InteractionWithTokenLogpReward:
     response: dict[str, Any] | None = None
     input_data: Any = None  # the request's own input, where that is not messages
     created: int = field(default_factory=next_created)  # order of arrival: see next_created
+    learned: int | None = None  # the last turns of the path to learn; None: all. Set by the export
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
         """A batch of one row. `seq_no_eos` is that of the last reply."""
@@ -95,7 +99,9 @@ class InteractionWithTokenLogpReward:
         logprobs: list[float] = []
         versions: list[int] = []
         turn_ids: list[int] = []
-        for turn, interaction in enumerate(self.path()):
+        path = self.path()
+        first = 0 if self.learned is None else len(path) - self.learned
+        for turn, interaction in enumerate(path):
             reply = interaction.model_response
             if reply.input_tokens[: len(ids)] != ids:
                 raise ValueError(
@@ -103,10 +109,17 @@ class InteractionWithTokenLogpReward:
                     "make no single sequence; export with style 'individual'"
                 )
             read = reply.input_tokens[len(ids) :]  # text the model did not write
-            ids += [*read, *reply.output_tokens]
-            logprobs += [*[0.0] * len(read), *reply.output_logprobs]
-            versions += [*[-1] * len(read), *reply.output_versions]
-            turn_ids += [*[-1] * len(read), *[turn] * reply.output_len]
+            if turn < first:
+                read = [*read, *reply.output_tokens]  # learned in another sample
+            ids += read
+            logprobs += [0.0] * len(read)
+            versions += [-1] * len(read)
+            turn_ids += [-1] * len(read)
+            if turn >= first:
+                ids += reply.output_tokens
+                logprobs += reply.output_logprobs
+                versions += reply.output_versions
+                turn_ids += [turn - first] * reply.output_len
         return ids, logprobs, versions, turn_ids
 
     def path(self) -> list[InteractionWithTokenLogpReward]:
@@ -164,11 +177,16 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
                 return item
         return None
 
-    def set_reward(self, interaction_id: str, reward: float) -> None:
+    def set_reward(self, interaction_id: str | int, reward: float) -> None:
+        """`interaction_id`: a completion's id, or a turn's number, in the order of requests."""
+        if str(interaction_id).isdecimal() and int(interaction_id) < len(self._items):
+            interaction_id = list(self._items)[int(interaction_id)]
         if interaction_id not in self._items:
             known = ", ".join(self._items) or "none"
-            raise ValueError(f"no completion {interaction_id!r} in this session; it has {known}")
-        self._items[interaction_id].reward = checked_reward(reward)
+            raise ValueError(
+                f"no completion {interaction_id!r:.60} in this session; it has {known}"
+            )
+        self._items[str(interaction_id)].reward = checked_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
         """The reward of the newest completion."""
@@ -209,6 +227,8 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
     def export_interactions(self, style: ExportStyle) -> dict[str, InteractionWithTokenLogpReward]:
         """The session's samples: all interactions, or with `concat` the leaves."""
         if style == "individual":
+            for item in self._items.values():
+                item.learned = 1
             return dict(self._items)
         if style != "concat":
             raise ValueError(f"style must be 'individual' or 'concat', got {style!r}")
@@ -217,6 +237,17 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
                 "style 'concat' joins the tokens of turns, which chat_template_type 'hf' makes "
                 "anew for each: set chat_template_type to 'concat'"
             )
+        leaves = self.leaves()
+        learned: set[int] = set()
+        for leaf in reversed(leaves.values()):
+            path = leaf.path()
+            fresh = [item for item in path if id(item) not in learned]  # the path's end: a tree
+            leaf.learned = len(fresh)
+            learned.update(map(id, fresh))
+        return leaves
+
+    def leaves(self) -> dict[str, InteractionWithTokenLogpReward]:
+        """Interactions that no other one continues."""
         parents = {id(item.parent) for item in self._items.values()}
         return {name: item for name, item in self._items.items() if id(item) not in parents}
 

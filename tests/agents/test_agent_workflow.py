@@ -119,7 +119,7 @@ def test_an_agent_that_cannot_travel(world):
 
 
 def test_a_template_of_its_own_for_every_turn(world):
-    first, second = rows_of(world.run(Turns))
+    first, second = rows_of(world.run(Turns, chat_template_type="hf"))
     text = world.tokenizer.decode(second["input_ids"][0])
     assert "<|im_end|>\n<|im_start|>user\nagain 0<|im_end|>\n<|im_start|>assistant\n" in text
     assert first["turn_ids"].max() == second["turn_ids"].max() == 0

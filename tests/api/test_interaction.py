@@ -86,6 +86,50 @@ def test_an_individual_row_has_its_own_turn_only():
     assert second.to_tensor_dict()["loss_mask"].tolist() == [[0, 0, 0, 1]]
 
 
+@given(
+    parents=st.lists(st.integers(-1, 8), min_size=1, max_size=9),
+    lengths=st.lists(st.integers(1, 3), min_size=9, max_size=9),
+    style=st.sampled_from(["individual", "concat"]),
+)
+def test_every_sampled_token_is_learned_in_exactly_one_sample(parents, lengths, style):
+    """Any forest of turns; every sampled token has an id of its own, so it can be counted."""
+    cache, turns, fresh = InteractionCache(), [], iter(range(1000, 2000))
+    for turn, chosen in enumerate(parents):
+        parent = turns[chosen] if 0 <= chosen < turn else None
+        before = []
+        if parent is not None:
+            before = [*parent.model_response.input_tokens, *parent.model_response.output_tokens]
+        sampled = [next(fresh) for _ in range(lengths[turn])]
+        turns.append(interaction([], parent=parent, response=reply_to([*before, turn], sampled)))
+        cache.add(str(1000 + turn), turns[-1])
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(1.0)
+    learned = []
+    for item in cache.export_interactions(style).values():
+        row = {name: x[0].tolist() for name, x in item.to_tensor_dict().items() if x.ndim == 2}
+        for token, mask, turn, version in zip(
+            row["input_ids"], row["loss_mask"], row["turn_ids"], row["versions"], strict=True
+        ):
+            assert (mask == 1) == (turn >= 0) == (version >= 0)
+            if mask:
+                learned.append(token)
+        assert 0 in row["turn_ids"]  # turns are numbered from 0 in every sample
+    assert sorted(learned) == [
+        token for turn in turns for token in turn.model_response.output_tokens
+    ]
+
+
+def test_a_reward_by_turn():
+    cache = InteractionCache()
+    for name in ("x", "y"):
+        record(cache, name, [says("user", name)])
+    cache.set_reward(0, 0.5)
+    cache.set_reward("1", 2.0)
+    assert [item.reward for item in cache.values()] == [0.5, 2.0]
+    with pytest.raises(ValueError, match="no completion 2 in this session; it has x, y"):
+        cache.set_reward(2, 1.0)
+
+
 def test_tokens_that_do_not_continue_are_refused():
     first = interaction([], response=reply_to([5], [7, 8]))
     second = interaction([], parent=first, response=reply_to([5, 7, 9], [4]), reward=1.0)

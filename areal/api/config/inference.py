@@ -78,9 +78,9 @@ class AgentConfig:
     own, `online` outside: clients drive the sessions and `workflow` is not used."""
     export_style: Literal["individual", "concat"] = "individual"
     """What a sample is: `individual` every completion, `concat` a whole chat."""
-    chat_template_type: Literal["hf", "concat"] | None = None
-    """How the next turn's prompt is made: `hf` by the chat template alone, `concat` from the
-    tokens of the turn before, as they were sampled. Default: hf for `individual`, or concat."""
+    chat_template_type: Literal["hf", "concat"] = "concat"
+    """How the next turn's prompt is made: `concat` from the tokens of the turn before, as they were
+    sampled, `hf` by the chat template alone."""
     turn_discount: float = 1.0
     """Share of a completion's reward that the completion before it gets as well."""
     tool_call_parser: str = "qwen"
@@ -100,8 +100,6 @@ class AgentConfig:
     """Port of the server that agents talk to, on this machine only. 0 is a free one."""
 
     def __post_init__(self) -> None:
-        if self.chat_template_type is None:
-            self.chat_template_type = "hf" if self.export_style == "individual" else "concat"
         require(
             self.export_style == "individual" or self.chat_template_type == "concat",
             "chat_template_type must be concat for export_style: concat (or leave it out)",
