@@ -31,6 +31,11 @@ def slow(seconds, value=1.0):
     return value
 
 
+def pid_after(seconds):
+    time.sleep(seconds)
+    return float(os.getpid())
+
+
 def loop_forever(*args, **data):
     while True:
         pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -94,19 +93,19 @@ def test_close_cancels_what_runs_and_ends_the_thread(runner):
 
 
 def test_close_does_not_hang_on_a_task_that_ignores_cancellation(runner):
+    released = threading.Event()
+
     async def stubborn():
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
+        while not released.is_set():
             try:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.1)
             except asyncio.CancelledError:
                 continue
 
     runner.call(lambda: runner.spawn(stubborn(), name="stubborn"))
     settle(runner)
-    began = time.monotonic()
-    runner.cancel_tasks(0.1)
-    assert time.monotonic() - began < 0.6
+    runner.cancel_tasks(0.1)  # returns, although the task runs on
+    released.set()
 
 
 def test_using_it_before_start():
