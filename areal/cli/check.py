@@ -317,7 +317,9 @@ def _state(found: Found) -> str:
 
 def _processes(config: BaseExperimentConfig) -> str:
     """Number of processes by role, and the scheduler that starts them."""
-    workers = {role: count for role, count in config.num_processes().items() if count}
+    from areal.infra.jobs import num_processes
+
+    workers = {role: count for role, count in num_processes(config).items() if count}
     if _is_ppo(config) and config.actor.weight_update_mode != "direct":
         workers["inference"] = config.rollout.num_servers * config.rollout.tensor_parallel
     each = "".join(f" + {count} {role}" for role, count in workers.items())

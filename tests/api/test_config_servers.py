@@ -78,4 +78,4 @@ def test_a_stock_server_needs_the_actor_in_the_controller(tmp_path, kind):
 
 def test_other_models_may_stand_beside_a_stock_server(tmp_path: Path) -> None:
     config = load(tmp_path, "ppo", "rollout.backend=vllm:d1", "actor.kl_ctl=0.1", "ref={}")
-    assert config.num_processes() == {"actor": 0, "ref": 0}
+    assert config.hosts() == {"actor": "controller", "ref": "controller"}

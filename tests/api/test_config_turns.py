@@ -28,7 +28,7 @@ TWO = ("actor.backend=archon:d2", "rollout.backend=native:d1t2")
     ],
 )
 def test_models_that_take_turns(tmp_path: Path, overrides: list[str], models: list[str]) -> None:
-    assert load(tmp_path, "ppo", *overrides).models_in_turns() == models
+    assert load(tmp_path, "ppo", *overrides).time_shared_models() == models
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,10 @@ class FrozenModelConfig:
             raise RuntimeError("backend is not known yet: `inherit` takes it from the actor")
         return ModelAllocation.from_str(self.backend)
 
+    @property
+    def num_ranks(self) -> int:
+        return self.allocation.parallel.world_size
+
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
         backend = self.backend or actor.backend

@@ -287,6 +287,10 @@ class TrainEngineConfig:
         """Engine and parallel layout of `backend`."""
         return ModelAllocation.from_str(self.backend)
 
+    @property
+    def num_ranks(self) -> int:
+        return self.allocation.parallel.world_size
+
     def _check_engine_keys(self, engine: str) -> None:
         """Reject keys that the chosen engine does not read."""
         if engine != "archon":
@@ -454,18 +458,19 @@ def _parse_backend(backend: str, role: str, example: str) -> ModelAllocation:
     return allocation
 
 
-def check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:
-    """Check that the string agrees with the `backend` of each engine."""
+def check_allocation(allocation_mode: str, role: str, backend: str) -> None:
+    """Check that the string, if there is one, holds the `backend` of `role`."""
+    if not allocation_mode:
+        return
     try:
         mode = AllocationMode.from_str(allocation_mode)
     except ValueError as error:
         raise ValueError(f"allocation_mode: {error}") from None
     layouts = {(part.backend, part.parallel) for part in mode.allocations}
-    for role, backend in backends.items():
-        engine = ModelAllocation.from_str(backend)
-        require(
-            (engine.backend, engine.parallel) in layouts,
-            f"allocation_mode must hold {backend!r}, the backend of {role}; leave it out and "
-            "write `backend` in each section",
-            allocation_mode,
-        )
+    engine = ModelAllocation.from_str(backend)
+    require(
+        (engine.backend, engine.parallel) in layouts,
+        f"allocation_mode must hold {backend!r}, the backend of {role}; leave it out and write "
+        "`backend` in each section",
+        allocation_mode,
+    )
