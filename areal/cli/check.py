@@ -197,7 +197,8 @@ def _check_import_paths(config: PPOConfig) -> None:
 def _check_images(config: PPOConfig) -> None:
     """The shipped workflows are text-only. Rows of other loaders are checked when loaded."""
     from areal.dataset import IMAGE_DATASETS, loader_name
-    from areal.workflow import WORKFLOWS, image_refusal
+    from areal.workflow import WORKFLOWS
+    from areal.workflow.resolve import image_refusal
 
     texts = {*WORKFLOWS, *WORKFLOWS.values()}
     workflows = {

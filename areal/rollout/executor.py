@@ -48,7 +48,7 @@ from areal.rollout.trajectory import version_span
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.utils import import_path, logging
 from areal.utils.waits import waiting
-from areal.workflow.resolve import build_workflow
+from areal.workflow.resolve import build_workflow, find_workflow
 
 if TYPE_CHECKING:
     import torch
@@ -234,7 +234,8 @@ class WorkflowExecutor:
             if isinstance(should_accept_fn, str)
             else should_accept_fn
         )
-        built, close = build_workflow(workflow, workflow_kwargs)
+        found = find_workflow(workflow)
+        built = build_workflow(found, workflow_kwargs)
         groups = self._group_runner(
             built,
             self._failures,
@@ -248,7 +249,7 @@ class WorkflowExecutor:
             data,
             task_id=task_id,
             should_accept=should_accept,
-            on_end=close,
+            on_end=None if built is found else built.close,
         )
 
     def wait(

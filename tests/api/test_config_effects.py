@@ -12,9 +12,11 @@ from config_files import FILES
 
 from areal.api.cli_args import ConfigError, dump_yaml, load_experiment, load_expr_config
 from areal.api.config.experiment import PPOConfig
-from areal.api.config.loader import EXPERIMENTS, ROWS, SHIPPED_WORKFLOWS, rows_of
+from areal.api.config.loader import EXPERIMENTS, ROWS, rows_of
 from areal.api.config.section import field_types, section_class
+from areal.api.workflow_api import RolloutWorkflow
 from areal.workflow import WORKFLOWS
+from areal.workflow.resolve import find_workflow
 
 # Keys that every run reads, or that their section refuses where it does not.
 ALWAYS = """
@@ -80,8 +82,10 @@ def test_every_key_says_when_it_has_an_effect() -> None:
 SECTIONS = ("rollout.agent.limits", "workflow_kwargs.key")  # optional, and of any shape
 
 
-def test_the_shipped_workflows_are_those_of_the_package() -> None:
-    assert SHIPPED_WORKFLOWS == WORKFLOWS
+def test_no_shipped_workflow_is_an_agent() -> None:
+    for name, path in WORKFLOWS.items():
+        assert "." not in name and path.startswith("areal.workflow.")
+        assert issubclass(find_workflow(name), RolloutWorkflow)
 
 
 @pytest.fixture

@@ -169,13 +169,6 @@ def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         raise ConfigError(f"{source.path}: ${{...}} references go round in a circle") from None
 
 
-# The workflows of areal/workflow/__init__.py, none of which is an agent.
-SHIPPED_WORKFLOWS = {
-    "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
-    "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """Argument of a reason: a config, and the section that contains the key."""
@@ -248,8 +241,10 @@ def _evaluates(place: Place) -> bool:
 
 
 def _has_agent(place: Place) -> bool:
-    shipped = {*SHIPPED_WORKFLOWS, *SHIPPED_WORKFLOWS.values()}
-    return place.config.rollout.agent.mode == "online" or place.config.workflow not in shipped
+    # Short names and areal.workflow.* are workflows of the package, none of which is an agent.
+    name = place.config.workflow
+    is_shipped = "." not in name or name.startswith("areal.workflow.")
+    return place.config.rollout.agent.mode == "online" or not is_shipped
 
 
 def _in_controller(place: Place) -> bool:
