@@ -97,8 +97,6 @@ class Worker:
 
     id: str
     ip: str
-    worker_ports: list[str] = field(default_factory=list)
-    engine_ports: list[str] = field(default_factory=list)
 
 
 class Scheduler(ABC):
@@ -162,10 +160,6 @@ class SchedulerError(RuntimeError):
         self.reason = reason
 
 
-class WorkerCreationError(SchedulerError):
-    """A worker could not be started."""
-
-
 class WorkerFailedError(SchedulerError):
     """A worker's process ended."""
 
@@ -182,10 +176,6 @@ class EngineCreationError(SchedulerError):
     """An engine's constructor raised inside its worker."""
 
 
-class EngineImportError(SchedulerError):
-    """The import path of an engine does not resolve."""
-
-
 class EngineCallError(SchedulerError):
     """A method of an engine raised inside its worker; `failed_at` is the worker's clock then."""
 
@@ -196,7 +186,3 @@ class EngineCallError(SchedulerError):
 
 class GPUAllocationError(SchedulerError):
     """The job needs more GPUs than are available."""
-
-
-class PortAllocationError(SchedulerError):
-    """No free port was found."""
