@@ -15,7 +15,7 @@ import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 _HUB_DEADLINE_S = 5.0
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "check",
-        help="validate a YAML file and its overrides, without loading torch",
-        description="Checks keys, values, names, paths and import paths of a config. Exit code 0 "
-        "and a line that begins with 'ok', or 2 and one line that says what to change.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Checks keys, values, names, paths and import paths of a config. Exit code 0 "
+        "and a line that begins with 'ok', or 2 and one line that says what to change."
     )
     parser.add_argument("file", nargs="?", metavar="config.yaml", help="the file")
     parser.add_argument(
@@ -45,7 +43,6 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="load data and tokenizer and run one episode against a stub model, in seconds",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

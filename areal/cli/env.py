@@ -14,7 +14,6 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _KEPT_LINES = 15
 
@@ -41,12 +40,10 @@ RECIPES = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "env",
-        help="make the environment of a stock inference server (vLLM, SGLang)",
-        description="Makes a venv with a pinned vLLM or SGLang, apart from areal's own packages, "
-        "for runs with rollout.backend vllm:d1 or sglang:d1.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Makes a venv with a pinned vLLM or SGLang, apart from areal's own packages, "
+        "for runs with rollout.backend vllm:d1 or sglang:d1."
     )
     parser.add_argument("action", choices=["create"], help="what to do")
     parser.add_argument("kind", choices=list(RECIPES), help="which server")
@@ -59,7 +56,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--python", help="interpreter of the environment; default: the one of areal"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,13 +15,8 @@ from pathlib import Path
 from typing import Any
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "launch",
-        help="train on this machine, on a Ray cluster, or as a Slurm job",
-        description="Trains what a YAML file describes, where you say. Options come before it.",
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Trains what a YAML file describes, where you say. Options come before it."
     places = parser.add_subparsers(metavar="WHERE", required=True, title="where")
     _add_local(places)
     _add_ray(places)

@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 
 
-def add_parser(sub: argparse._SubParsersAction) -> None:
-    parser = sub.add_parser(
-        "serve",
-        help="serve a model with the native inference engine",
-        description="Serves a model with the native inference engine: /generate takes token ids, "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serves a model with the native inference engine: /generate takes token ids, "
         "/v1/chat/completions, /v1/completions and /v1/models speak OpenAI's API. "
-        "docs/native_server.md shows every route.",
+        "docs/native_server.md shows every route."
     )
     parser.add_argument("--model", required=True, help="folder or hub name of a model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -58,7 +56,6 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         metavar="N",
         help="cut the model over N processes of this machine, each with a device of its own",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -62,18 +62,15 @@ The shortest of your own, for GRPO on the rows of a file:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="run the experiment a YAML file describes",
-        description="Runs the experiment of a YAML file. With recover.mode=on it goes on when it "
-        "is started again, and starts itself again when its process dies.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs the experiment of a YAML file. With recover.mode=on it goes on when it "
+        "is started again, and starts itself again when its process dies."
     )
     parser.add_argument(
         "config", nargs="?", help="YAML file, for example examples/math/arithmetic_grpo.yaml"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
