@@ -355,9 +355,9 @@ def check_lengths(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
 def check_amount(num_tokens: int, stop_reason: str | None, *, max_tokens: int) -> None:
     """`stop_reason` None: the reply is not complete yet."""
     if num_tokens > max_tokens:
-        raise ValueError(f"output_tokens: {num_tokens} tokens came, {max_tokens} were asked for")
+        raise ValueError(f"output_tokens: got {num_tokens} tokens, {max_tokens} were requested")
     if num_tokens == 0 and stop_reason in ("stop", "length"):
-        raise ValueError(f"output_tokens: none came, though the request ended with {stop_reason!r}")
+        raise ValueError(f"output_tokens: got none, though the request ended with {stop_reason!r}")
 
 
 def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) -> None:
@@ -372,7 +372,7 @@ def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) 
             f"{_shown(max(versions))}"
         )
     if versions and (versions[0] < first or sorted(versions) != versions):
-        raise ValueError("output_versions: weights only move forward, got a version that goes back")
+        raise ValueError("output_versions: versions must not decrease")
 
 
 def _is_list_of(value: Json, kinds: set[type]) -> bool:

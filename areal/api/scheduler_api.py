@@ -31,7 +31,7 @@ class SchedulingSpec:
     """GPUs of its own. Default: where there are GPUs, 1 for a rank, and 1 for each process of an
     inference server."""
     mem: int | None = None
-    """Gigabytes of memory that Ray sets aside. Default: none."""
+    """Gigabytes of memory that Ray reserves. Default: none."""
     env_vars: dict[str, str] = field(default_factory=dict[str, str])
     """Environment variables of the process, besides those of the controller."""
 
@@ -48,9 +48,10 @@ class SchedulingStrategy:
 
     type: Literal["separation", "colocation"] = "separation"
     """`separation`: worker processes of its own; `colocation`: those of `target`. An inference
-    server always has its own process; with colocation it takes turns on the devices of `target`."""
+    server always has its own process; with colocation it time-shares the devices of `target`."""
     target: str | None = None
-    """With colocation the role whose processes or devices it shares; both need as many ranks."""
+    """With colocation the role whose processes or devices it shares; both need equal numbers of
+    ranks."""
 
     def __post_init__(self) -> None:
         if (self.type == "colocation") != (self.target is not None):

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="such as actor.optimizer.lr=1e-5"
     )
-    parser.add_argument("--config", metavar="FILE", help="the file, in another way of writing")
+    parser.add_argument("--config", metavar="FILE", help="the file, as an option")
     parser.add_argument(
         "--trial",
         action="store_true",
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     argv = [*(["--config", args.config] if args.config else []), args.file, *args.overrides]
     argv = [arg for arg in argv if arg is not None]
     config, path = load_experiment(argv)
-    found = check_world(config, deadline_s=_HUB_DEADLINE_S)
+    found = check_environment(config, deadline_s=_HUB_DEADLINE_S)
     if args.trial:
         from areal.trainer.experiment import try_experiment
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_world(
+def check_environment(
     config: BaseExperimentConfig, *, deadline_s: float | None = None
 ) -> dict[str, Found]:
     """ValueError with the key of the first thing missing on this machine.
@@ -87,7 +87,7 @@ def check_world(
 
 
 def check_names(config: BaseExperimentConfig) -> None:
-    """The checks of `check_world` without models: data sets, import paths, trackers."""
+    """The checks of `check_environment` without models: data sets, import paths, trackers."""
     _check_dataset("train_dataset", config.train_dataset)
     _check_rows(config.train_dataset)
     if config.valid_dataset is not None:

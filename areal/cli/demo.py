@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = _run_stages(out, args.overrides, console)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. The same command goes on from here ({out}).")
+        console.print(f"\nStopped. The same command resumes it ({out}).")
         raise
     seconds = round(time.perf_counter() - began, 1)
     _show(result, seconds, console)

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["create"], help="what to do")
     parser.add_argument("kind", choices=list(RECIPES), help="which server")
     parser.add_argument(
-        "--path", metavar="DIR", help="where to; default: ~/.cache/areal/envs/KIND, found by itself"
+        "--path",
+        metavar="DIR",
+        help="target folder; default: ~/.cache/areal/envs/KIND, where runs look for it",
     )
     parser.add_argument(
         "--requirement", metavar="SPEC", help="install this instead, like vllm==0.32.1 or a wheel"
@@ -104,6 +106,6 @@ def _run(argv: list[str]) -> None:
     if process.returncode:
         said = "\n".join(line for line in tail if line)
         raise RuntimeError(
-            f"`{' '.join(argv[:5])} ...` ended with exit code {process.returncode}; it said:\n"
-            f"{said}"
+            f"`{' '.join(argv[:5])} ...` ended with exit code {process.returncode}; its last "
+            f"output:\n{said}"
         )

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Reads a run's ledger, also while the run is alive, and proves its balance."
     )
     parser.add_argument("folder", metavar="RUN", help="folder of the run, with its run.db")
-    parser.add_argument("--prompt", type=int, metavar="ID", help="the story of one prompt")
+    parser.add_argument("--prompt", type=int, metavar="ID", help="show the record of one prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 

@@ -26,7 +26,7 @@ COMMANDS = {
     "train": "run the experiment a YAML file describes",
     "launch": "train on this machine, on a Ray cluster, or as a Slurm job",
     "check": "validate a YAML file and its overrides, without loading torch",
-    "ledger": "say where every prompt of a run went, and prove that none is lost",
+    "ledger": "show the state of every prompt of a run, and verify that none is lost",
     "replay": "train a recorded step again and compare losses and weights bit for bit",
     "serve": "serve a model with the native inference engine",
     "env": "make the environment of a stock inference server (vLLM, SGLang)",

@@ -86,7 +86,7 @@ def _needs_weights(section: Any) -> bool:
 def _check_folder(role: str, path: str, folder: Path, *, needs_weights: bool) -> None:
     key = f"{role}.path"
     if not (folder / CONFIG_FILE).is_file():
-        raise ValueError(f"{key}: {path!r} is no model folder: it holds no {CONFIG_FILE}")
+        raise ValueError(f"{key}: {path!r} is not a model folder: it has no {CONFIG_FILE}")
     if not needs_weights:
         return
     try:
@@ -115,7 +115,7 @@ def _check_safetensors(key: str, file: Path) -> None:
     found, expected = file.stat().st_size, 8 + header_bytes + max(ends, default=0)
     if found != expected:
         raise ValueError(
-            f"{key}: {file} has {found} bytes, expected {expected}: it is not whole, copy or "
+            f"{key}: {file} has {found} bytes, expected {expected}: it is incomplete, copy or "
             "download it again"
         )
 
@@ -134,8 +134,8 @@ def _check_same_tokens(key: str, folder: Path, tokenizer: Path) -> None:
     ]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
-            f"{key}: {theirs} has another vocabulary than {ours}, so the same token ids would be "
-            "other words; use models of one family"
+            f"{key}: {theirs} has another vocabulary than {ours}, so token ids have other "
+            "meanings; use models of one family"
         )
 
 
@@ -155,8 +155,8 @@ def _check_context(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
 def _check_tokenizer(path: str, folder: Path) -> None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"tokenizer_path: {path!r} holds no tokenizer ({TOKENIZER_FILES[0]}); "
-            "by default it is actor.path"
+            f"tokenizer_path: {path!r} has no tokenizer ({TOKENIZER_FILES[0]}); by default it is "
+            "actor.path"
         )
 
 

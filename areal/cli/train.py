@@ -64,8 +64,8 @@ The shortest of your own, for GRPO on the rows of a file:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs the experiment of a YAML file. With recover.mode=on it goes on when it "
-        "is started again, and starts itself again when its process dies."
+        "Runs the experiment of a YAML file. With recover.mode=on the same command resumes it, and "
+        "a training process that dies is restarted."
     )
     parser.add_argument(
         "config", nargs="?", help="YAML file, for example examples/math/arithmetic_grpo.yaml"
@@ -150,10 +150,10 @@ def _supervise(config: Any) -> int | None:
 
 def checked_config(argv: list[str]) -> Any:
     """Load and check the config before torch, which takes seconds to load."""
-    from areal.cli.check import check_world
+    from areal.cli.check import check_environment
 
     config = load_config(argv)
-    check_world(config)
+    check_environment(config)
     return config
 
 
@@ -205,7 +205,7 @@ def supervise(
             _say(f"error: the training process {how}, {strikes} times without a new recover point")
             return 1
         origin = "the start" if point is None else f"the recover point of step {point + 1}"
-        _say(f"the training process {how}; going on from {origin} (restart {strikes} of {retries})")
+        _say(f"the training process {how}; resuming from {origin} (restart {strikes} of {retries})")
 
 
 class _Child:

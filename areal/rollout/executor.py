@@ -362,9 +362,9 @@ class WorkflowExecutor:
             raise RuntimeError(
                 f"no group finished for {quiet_s:.1f} s "
                 f"(rollout.request_timeout={self._limits.timeout_s:g}): "
-                f"{self._buffer.describe_wait(self._version)}; "
-                f"episode errors: {dict(self._failures.attempts)}. "
-                "Look at the inference server and the reward function"
+                f"{self._buffer.describe_wait(self._version)}; episode errors: "
+                f"{dict(self._failures.attempts)}. Check the inference server and the reward "
+                "function"
             )
         self._changed.wait(min(1.0, self._limits.timeout_s - quiet_s))
 
@@ -421,8 +421,8 @@ class WorkflowExecutor:
         span = version_span(trajectory)
         if span is not None and span[1] > newest:
             raise RuntimeError(
-                f"a token names version {span[1]} of the weights, the newest that was sent is "
-                f"{newest}: look at the inference servers"
+                f"a token has version {span[1]} of the weights, the newest that was sent is "
+                f"{newest}: check the inference servers"
             )
 
     def _settle(self) -> None:

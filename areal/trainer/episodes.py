@@ -127,8 +127,8 @@ def _agent_episodes(
 def _online(config: PPOConfig, tokenizer: Any, given: Any) -> RolloutWorkflow:
     if given is not None:
         raise ValueError(
-            f"workflow: rollout.agent.mode=online has none, clients run the episodes; got "
-            f"{given!r:.200}"
+            "workflow must be left out with rollout.agent.mode=online: clients run the episodes; "
+            f"got {given!r:.200}"
         )
     return online_workflow(config=config.rollout.agent, tokenizer=tokenizer, gconfig=config.gconfig)
 

@@ -326,8 +326,8 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
         free = others[:wanted] if len(others) >= wanted else None
     if free is None and rollout.num_servers > 1 and len(gpus) > 1:
         raise ValueError(
-            f"rollout.backend {rollout.backend!r} needs {wanted} GPUs that do not train, and "
-            f"there are not as many among {', '.join(gpus)}: use fewer d"
+            f"rollout.backend {rollout.backend!r} needs {wanted} GPUs that are not used for "
+            f"training, and fewer are free among {', '.join(gpus)}: lower d"
         )
     return free
 
@@ -376,7 +376,7 @@ def _fetch_model(config: PPOConfig, scheduler: Scheduler, workers: Sequence[Work
             raise error.__cause__ or error from None
 
     with (
-        stage(f"{path} where the servers are", limit_s=limit_s),
+        stage(f"{path} on the servers' machines", limit_s=limit_s),
         ThreadPoolExecutor(len(workers), thread_name_prefix="fetch") as pool,
     ):
         list(pool.map(fetch, workers))

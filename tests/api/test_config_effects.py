@@ -118,7 +118,7 @@ AGENT = "workflow=my.Agent"
         (
             "sft",
             ["actor.backend=archon:d2", "actor.scheduling_spec=[{mem: 2}]"],
-            "mem is set aside by Ray alone",
+            "only Ray reserves mem",
         ),
         ("sft", ["actor.request_timeout=60"], "actor.request_timeout has no effect"),
         ("ppo", ["rollout.scheduling_spec=[{cpu: 2}]"], "rollout.scheduling_spec has no effect"),
@@ -142,8 +142,16 @@ AGENT = "workflow=my.Agent"
         ("rw", ["actor.temperature=0.5"], "actor.temperature has no effect: it gives values"),
         ("ppo", ["critic.logprobs_chunk_size=64"], "critic.logprobs_chunk_size has no effect"),
         ("sft", ["actor.lora_rank=8"], "actor.lora_rank has no effect: use_lora is false"),
-        ("sft", ["actor.weight_update_mode=disk"], "no server takes the weights of this model"),
-        ("ppo", ["critic.weight_update_mode=disk"], "no server takes the weights of this model"),
+        (
+            "sft",
+            ["actor.weight_update_mode=disk"],
+            "the weights of this model are sent to no server",
+        ),
+        (
+            "ppo",
+            ["critic.weight_update_mode=disk"],
+            "the weights of this model are sent to no server",
+        ),
         ("sft", ["actor.archon.ac_mode=full"], "gradient_checkpointing is false"),
         (
             "sft",
@@ -189,7 +197,7 @@ def test_a_key_a_shared_file_may_carry_is_warned_about(
         (["rollout.agent.mode=subproc"], "rollout.agent.mode has no effect: workflow 'rlvr' is"),
         (
             ["workflow=multi_turn", "rollout.agent.turn_discount=0.9"],
-            "workflow 'multi_turn' is no agent: its own is workflow_kwargs.turn_discount",
+            "workflow 'multi_turn' is not an agent: its own is workflow_kwargs.turn_discount",
         ),
     ],
 )

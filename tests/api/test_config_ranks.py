@@ -40,7 +40,7 @@ def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
         ),
         (
             ["actor.backend=archon:d2p2", "actor.use_lora=true"],
-            "actor.use_lora cannot be cut by t or p: use d or c instead",
+            "actor.use_lora cannot be sharded by t or p: use d or c instead",
         ),
         (
             ["actor.backend=archon:d2p2", "actor.enable_tree_training=true"],

@@ -55,7 +55,7 @@ def test_models_that_take_turns(tmp_path: Path, overrides: list[str], models: li
         (
             [IN_TURNS, "rollout.backend=vllm:d1"],
             "rollout.backend must be native when rollout.scheduling_strategy.target is 'actor': "
-            "other servers do not leave a device, got 'vllm:d1'",
+            "other servers cannot be offloaded, got 'vllm:d1'",
         ),
         ([IN_TURNS, "rollout.backend=sglang:d1"], "rollout.backend must be native when rollout"),
         (

@@ -285,7 +285,7 @@ def test_what_is_not_a_number_is_no_reward(value):
 def test_a_reward_needs_its_completion():
     with pytest.raises(ValueError, match="no completion 'x'.*it has 0, 1"):
         rewarded([None, None]).set_reward("x", 1.0)
-    with pytest.raises(ValueError, match="the model was not asked"):
+    with pytest.raises(ValueError, match="no completion to reward"):
         InteractionCache().set_last_reward(1.0)
 
 

@@ -150,7 +150,7 @@ def test_a_log_of_writes_that_was_removed_is_named(tmp_path):
     with RunDatabase(tmp_path / "run.db") as db:
         db.record_step(0, {"loss": 1.0})
         (tmp_path / "run.db-wal").unlink()
-        with pytest.raises(RunDatabaseError, match=r"run\.db-wal \(somebody has removed it"):
+        with pytest.raises(RunDatabaseError, match=r"run\.db-wal \(the file was deleted"):
             db.flush()
 
 
@@ -179,7 +179,7 @@ def test_damage_is_found_when_it_is_opened(tmp_path):
     whole, draw = path.read_bytes(), random.Random(3)
     page = 4096 * draw.randrange(5, len(whole) // 4096 - 1)
     path.write_bytes(whole[:page] + draw.randbytes(4096) + whole[page + 4096 :])
-    with pytest.raises(RunDatabaseError, match=r"run\.db.*(put back a copy of it).*trial_name"):
+    with pytest.raises(RunDatabaseError, match=r"run\.db.*(restore a copy of it).*trial_name"):
         RunDatabase(path)
     path.write_bytes(whole)
     RunDatabase(path).close()

@@ -203,8 +203,8 @@ def test_a_tracker_that_hangs_holds_nobody_up(run_db, caplog, where):
         stats_logger.close(timeout_s=0.5)
     assert time.monotonic() - tic < 60
     released.set()
-    assert "tracker slow: it does not come to its end and is left behind" in caplog.text
-    full = "1000 steps wait for it: new ones are left out" in caplog.text
+    assert "tracker slow: it did not finish in time and is abandoned" in caplog.text
+    full = "1000 steps are queued for it: new ones are dropped" in caplog.text
     assert full == (where in ("open", "log"))
     assert "tracker slow is incomplete: " in caplog.messages[-1]
 

@@ -54,15 +54,15 @@ class BaseExperimentConfig:
     trial_name: str
     """Name of this run of the experiment."""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
-    """Where files lie."""
+    """Folders and machines of the run."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Who starts worker processes."""
+    """How worker processes are started."""
     allocation_mode: str = ""
     """Older way to write the `backend` of all engines in one string, like `native:d1+archon:d1`."""
     seed: int = 1
     """Fixes data order, sampling and initial weights."""
     total_train_epochs: int = 1
-    """Times the training goes through the data set."""
+    """Passes over the data set."""
     total_train_steps: int | None = None
     """Stop after this many steps, if that is sooner."""
     tokenizer_path: str = ""
@@ -70,7 +70,7 @@ class BaseExperimentConfig:
     train_dataset: DatasetConfig
     """What is trained on."""
     valid_dataset: ValidDatasetConfig | None = None
-    """What is evaluated on. null: nothing is, whatever `evaluator` says."""
+    """What is evaluated on. null: no evaluation, whatever `evaluator` says."""
     saver: SaverConfig = field(default_factory=SaverConfig)
     """When checkpoints are saved."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
@@ -127,7 +127,7 @@ class BaseExperimentConfig:
         else:
             require(
                 not actor.is_critic,
-                "actor.is_critic must be false: this trainer needs a model of tokens (a reward "
+                "actor.is_critic must be false: this trainer needs a language model (a reward "
                 "model is trained with trainer: rw, a critic has its own section)",
                 actor.is_critic,
             )
@@ -183,7 +183,7 @@ class PPOConfig(BaseExperimentConfig):
     """Train on the accepted prompts of a batch instead of waiting for a full one. Needs
     dynamic_filter_fn."""
     dynamic_filter_fn: str | None = None
-    """A name, or the import path of a function trajectory -> bool; prompts it refuses are not
+    """A name, or the import path of a function trajectory -> bool; prompts it rejects are not
     trained on."""
 
     def __post_init__(self) -> None:

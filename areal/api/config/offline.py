@@ -38,7 +38,7 @@ class RWConfig(BaseExperimentConfig):
     trainer: Literal["rw"] = "rw"
     """Which trainer `areal train` runs."""
     actor: TrainEngineConfig
-    """The trained model; `is_critic: true` gives it the head that scores."""
+    """The trained model; `is_critic: true` gives it a scoring head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +51,7 @@ class DPOActorConfig(TrainEngineConfig):
     """The policy trained by direct preference optimisation."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the reference model."""
+    """How strongly the policy is kept near the reference model."""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
     """`sigmoid` is DPO; `ipo` regresses the margin on 1 / (2 beta)."""
 

@@ -127,12 +127,12 @@ def _weight_update_modes(config: RLExperiment) -> Iterator[tuple[tuple[str, ...]
     if rollout.engine == "vllm":
         yield ("shm", "disk", "xccl"), chosen
     if rollout.engine == "sglang":
-        yield ("shm", "disk"), f"{chosen}: it reads weights from a folder alone"
+        yield ("shm", "disk"), f"{chosen}: it loads weights only from a folder"
     if num_nodes > 1:
         shared = f"when cluster.n_nodes is {num_nodes}: memory is not shared between machines"
         yield ("disk", "delta", "xccl"), shared
     if rollout.scheduling_strategy.target is not None:
-        reason = "the server is a process of its own, and off the device when new weights come"
+        reason = "the server is a separate process, and offloaded when new weights arrive"
         yield ("shm", "ipc", "disk", "delta"), f"{_when_time_shared(config)}: {reason}"
 
 
@@ -143,8 +143,8 @@ def _check_workers(config: RLExperiment) -> None:
     in_workers = "when rollout.workers is above 0"
     require(
         config.rollout.engine == "native",
-        f"rollout.backend must be native {in_workers}: what an update interrupts in a stock "
-        "server is sent again by the controller alone",
+        f"rollout.backend must be native {in_workers}: only the controller resends what an update "
+        "interrupts in a stock server",
         config.rollout.backend,
     )
     require(
@@ -172,7 +172,8 @@ def _check_stock_server(config: RLExperiment) -> None:
     chosen = f"when rollout.backend is {rollout.backend!r}"
     require(
         rollout.recompute_kv,
-        f"rollout.recompute_kv must be true {chosen}: what an update interrupts is sent again",
+        f"rollout.recompute_kv must be true {chosen}: requests that an update interrupts are sent "
+        "again",
         False,
     )
     require(
@@ -193,8 +194,8 @@ def _check_stock_server(config: RLExperiment) -> None:
             value = getattr(config.gconfig, name)
             require(
                 value == getattr(default, name),
-                f"gconfig.{name} must be left out {chosen}: its log-probabilities are those "
-                "before the cut, which is not what samples are drawn from",
+                f"gconfig.{name} must be left out {chosen}: its log-probabilities ignore the "
+                "truncation, so they are not those of the samples",
                 value,
             )
 
@@ -221,7 +222,7 @@ def _check_time_shared(config: RLExperiment) -> None:
     shared = _when_time_shared(config)
     require(
         rollout.engine == "native",
-        f"rollout.backend must be native {shared}: other servers do not leave a device",
+        f"rollout.backend must be native {shared}: other servers cannot be offloaded",
         rollout.backend,
     )
     num_ranks = ModelAllocation.from_str(rollout.backend).parallel.world_size
@@ -239,12 +240,13 @@ def _check_time_shared(config: RLExperiment) -> None:
     )
     require(
         rollout.recompute_kv,
-        f"rollout.recompute_kv must be true {shared}: a cache does not outlive the turn",
+        f"rollout.recompute_kv must be true {shared}: the KV cache is dropped when the server is "
+        "offloaded",
         False,
     )
     for role in config.time_shared_models():
         require(
             models[role].allocation.backend != "megatron",
-            f"{role}.backend must be archon or fsdp {shared}: megatron does not leave a device",
+            f"{role}.backend must be archon or fsdp {shared}: megatron cannot be offloaded",
             models[role].backend,
         )
