@@ -243,10 +243,6 @@ class RunDatabase:
                 f"cannot write run database {self.path}: {cause} ({_disk_advice(error)})"
             ) from error
 
-    def step_stats(self) -> list[tuple[int, dict[str, float]]]:
-        with self._lock:
-            return read_steps(self._connection)
-
     def close(self) -> None:
         """Idempotent."""
         with self._lock:

@@ -139,7 +139,7 @@ AGENT = "workflow=my.Agent"
         ("ppo", ["gconfig.skip_special_tokens=false"], "workflow 'rlvr' reads tokens"),
         ("ppo", ["rollout.agent.mode=online", "reward_fn=math_verify"], "clients run the episodes"),
         ("ppo", ["gconfig={greedy: true, top_p: 0.9, n_samples: 2}"], "gconfig.greedy is true"),
-        ("rw", ["actor.temperature=0.5"], "actor.temperature has no effect: it gives values"),
+        ("rw", ["actor.temperature=0.5"], "actor.temperature has no effect: is_critic is true"),
         ("ppo", ["critic.logprobs_chunk_size=64"], "critic.logprobs_chunk_size has no effect"),
         ("sft", ["actor.lora_rank=8"], "actor.lora_rank has no effect: use_lora is false"),
         (

@@ -89,7 +89,7 @@ def test_an_individual_row_has_its_own_turn_only():
 def test_tokens_that_do_not_continue_are_refused():
     first = interaction([], response=reply_to([5], [7, 8]))
     second = interaction([], parent=first, response=reply_to([5, 7, 9], [4]), reward=1.0)
-    with pytest.raises(ValueError, match="turn 1 does not go on"):
+    with pytest.raises(ValueError, match="turn 1 does not continue"):
         second.to_tensor_dict()
 
 

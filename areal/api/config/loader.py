@@ -406,7 +406,9 @@ ROWS: tuple[Row, ...] = (
     # Models
     Row(
         _of_trained("temperature", "logprobs_chunk_size"),
-        _unless(lambda p: not p.section.is_critic, "a critic gives values, not tokens"),
+        _unless(
+            lambda p: not p.section.is_critic, "is_critic is true: it gives values, not tokens"
+        ),
     ),
     Row(
         _of_trained("lora_rank", "lora_alpha"),
