@@ -219,7 +219,7 @@ def test_values_and_world(project, overrides, says):
         ),
         (lambda model: cut(model / "model.safetensors", 20), "model.safetensors is damaged"),
         (lambda model: cut(model / "model.safetensors", 0), "model.safetensors is damaged"),
-        (lambda model: (model / "config.json").unlink(), "holds no config.json"),
+        (lambda model: (model / "config.json").unlink(), "has no config.json"),
         (lambda model: cut(model / "config.json", 50), "config.json is damaged"),
         (lambda model: (model / "config.json").write_text("[]"), "config.json is damaged"),
         (lambda model: edit_config(model, model_type="abacus"), "model_type 'abacus'"),
