@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import importlib
 import inspect
 import json
 import textwrap
@@ -26,7 +25,7 @@ import mdformat
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.api.config.loader import EXPERIMENTS
 from areal.api.config.section import field_types, item_class, section_class
-from areal.cli.main import COMMANDS
+from areal.cli.main import COMMANDS, add_command
 
 FOLDER = Path(__file__).parent / "reference"
 TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -175,8 +174,8 @@ def cli_page() -> str:
     commands = parser.add_subparsers()
     parts = [CLI_INTRO]
     for name, summary in COMMANDS.items():
-        importlib.import_module(f"areal.cli.{name}").add_parser(commands)
-        command = commands.choices[name]
+        command = commands.add_parser(name)
+        add_command(name, command)
         parts += _command_text(name, command, summary)
     return "\n\n".join(parts)
 

@@ -13,6 +13,7 @@ import yaml
 
 from areal.cli.main import _parse
 from areal.cli.train import load_config
+from areal.infra.jobs import num_processes, server_job
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "cluster"
@@ -111,9 +112,9 @@ def launched(words: list[str]) -> Any:
 
 
 def num_gpus(config: Any) -> int:
-    job = config.server_job()
+    job = server_job(config)
     servers = sum(job.num_gpus_of(index, has_gpus=True) for index in range(job.replicas))
-    return config.num_processes()["actor"] + servers
+    return num_processes(config)["actor"] + servers
 
 
 def test_kuberay():

@@ -223,8 +223,8 @@ def _parse_hybrid(backend: str, dims: str, text: str) -> ParallelStrategy:
         raise ValueError(f"cannot read {dims!r} in {text!r}: expected (attn:DIMS|ffn:DIMS)")
     if backend not in _HYBRID_BACKENDS:
         raise AllocationValidationError(
-            f"{backend} cannot lay out experts apart from attention ({text!r}): "
-            f"use {' or '.join(_HYBRID_BACKENDS)}"
+            f"{backend} cannot shard experts apart from attention ({text!r}): use "
+            f"{' or '.join(_HYBRID_BACKENDS)}"
         )
     attention = _strategy(_parse_dims(match["attn"], "dtpc", text))
     experts = _parse_dims(match["ffn"], "dtpe", text)
@@ -277,7 +277,7 @@ def check_expert_tensor_parallel(parallel: ParallelStrategy) -> None:
     if own not in (1, tensor):
         choices = "t1" if tensor == 1 else f"t1 or t{tensor}"
         raise AllocationValidationError(
-            f"archon cannot cut experts over t{own} in {str(parallel)!r}: ffn takes {choices}, "
+            f"archon cannot shard experts over t{own} in {str(parallel)!r}: ffn takes {choices}, "
             "whole experts or the t of attn"
         )
 

@@ -176,11 +176,11 @@ class InferenceEngine(ABC):
     def offload(self, tags: Sequence[str] | None = None) -> None:
         """Free the device memory of `tags`: weights, kv_cache; None is both. Requests keep their
         tokens and wait for `onload`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+        raise NotImplementedError(f"{type(self).__name__} cannot be offloaded")
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Restore what `offload` freed. Requests continue once nothing is missing."""
-        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+        raise NotImplementedError(f"{type(self).__name__} cannot be offloaded")
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
@@ -307,9 +307,9 @@ class TrainEngine(ABC):
     def offload(self) -> None:
         """Move weights and optimizer to host memory; until `onload` the engine accepts no other
         call. Training then continues bit-identically."""
-        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+        raise NotImplementedError(f"{type(self).__name__} cannot be offloaded")
 
     @broadcast
     def onload(self) -> None:
         """Back to the device."""
-        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+        raise NotImplementedError(f"{type(self).__name__} cannot be offloaded")

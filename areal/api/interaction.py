@@ -77,7 +77,7 @@ class InteractionWithTokenLogpReward:
         import torch
 
         if self.reward is None:
-            raise ValueError("an interaction without a reward is no sample: set one first")
+            raise ValueError("an interaction without a reward is not a sample: set one first")
         ids, logprobs, versions, turn_ids = self._tokens()
         original = self.reward if self.original_reward is None else self.original_reward
         turns = torch.tensor([turn_ids], dtype=torch.int32)
@@ -105,8 +105,8 @@ class InteractionWithTokenLogpReward:
             reply = interaction.model_response
             if reply.input_tokens[: len(ids)] != ids:
                 raise ValueError(
-                    f"turn {turn} does not go on from the tokens of the turn before it, so they "
-                    "make no single sequence; export with style 'individual'"
+                    f"turn {turn} does not continue the tokens of the previous turn, so they are "
+                    "not one sequence; export with style 'individual'"
                 )
             read = reply.input_tokens[len(ids) :]  # text the model did not write
             if turn < first:
@@ -191,7 +191,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
     def set_last_reward(self, reward: float) -> None:
         """The reward of the newest completion."""
         if not self._items:
-            raise ValueError("a reward for a session without a completion: the model was not asked")
+            raise ValueError("no completion to reward: this session sent no request to the model")
         self.set_reward(self._last_id(), reward)
 
     def apply_reward_discount(self, discount: float) -> None:
@@ -199,7 +199,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
         if self._is_discounted:
             raise RuntimeError("the rewards of this session are discounted already")
         if all(item.reward is None for item in self._items.values()):
-            raise ValueError("no completion of this session has a reward, so there is no outcome")
+            raise ValueError("no completion of this session has a reward, so the episode has none")
         self._is_discounted = True
         later = 0.0
         for item in reversed(self._items.values()):
@@ -234,7 +234,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
             raise ValueError(f"style must be 'individual' or 'concat', got {style!r}")
         if any(item.chat_template_type != "concat" for item in self._items.values()):
             raise ValueError(
-                "style 'concat' joins the tokens of turns, which chat_template_type 'hf' makes "
+                "style 'concat' joins the tokens of turns, which chat_template_type 'hf' renders "
                 "anew for each: set chat_template_type to 'concat'"
             )
         leaves = self.leaves()
@@ -269,7 +269,9 @@ def checked_reward(reward: Any) -> float:
     try:
         value = float(reward) if isinstance(reward, numbers.Real) else math.nan
     except OverflowError:
-        raise ValueError("a reward must be a finite number, got an integer beyond all") from None
+        raise ValueError(
+            "a reward must be a finite number, got an integer too large for one"
+        ) from None
     if not math.isfinite(value):
         raise ValueError(f"a reward must be a finite number, got {reward!r:.200}")
     return value

@@ -100,10 +100,7 @@ class ModelResponse:
     tokenizer: Any = None
     latency: float = 0.0  # seconds from request to last token
     ttft: float = 0.0  # seconds to the first token
-    input_images: list[str] = field(default_factory=list)  # the request's
     processor: Any = None  # the request's
-    itl: list[float] = field(default_factory=list)  # seconds between tokens; empty if not measured
-    routed_experts: Any = None  # [T, layers, experts per token], from engines that record them
 
     def __post_init__(self) -> None:
         lengths = len(self.output_tokens), len(self.output_logprobs), len(self.output_versions)
@@ -111,11 +108,6 @@ class ModelResponse:
             raise ValueError(
                 "output_tokens, output_logprobs and output_versions must have one length, "
                 f"got {lengths}"
-            )
-        if self.itl and len(self.itl) != self.output_len - 1:
-            raise ValueError(
-                f"itl must hold one time between each two of the {self.output_len} output tokens "
-                f"(or none), got {len(self.itl)}"
             )
 
     @property
@@ -176,7 +168,6 @@ class WeightUpdateMeta:
     `delta` publishes on disk what changed since the previous version;
     `ipc` publishes their addresses on a GPU that both processes use;
     `xccl` sends them from device to device through a process group that both engines join.
-    A sender that does not support adapters rejects the request.
     """
 
     type: WeightTransport
@@ -189,12 +180,7 @@ class WeightUpdateMeta:
     nccl_master_address: str = "127.0.0.1"
     nccl_master_port: int | None = None  # None: chosen when the group is opened
     nccl_group_name: str = "update_weight_group"
-    use_lora: bool = False  # the tensors are those of an adapter, not of the model
-    lora_name: str = ""
-    lora_int_id: int = 1  # numeric id of the adapter, for servers that need one
-    base_model_name: str = ""  # the model under the adapter
-    peft_config: dict[str, Any] = field(default_factory=dict)  # rank, alpha, target modules
-    lora_keep_versions: int = 2  # the newest, and the one that running requests started with
+    use_lora: bool = False  # true is refused: adapters are merged into the weights that travel
     key: str = field(default="", repr=False)  # authenticates a publication
 
     def __post_init__(self) -> None:
@@ -205,11 +191,10 @@ class WeightUpdateMeta:
             )
         if self.type == "xccl" and self.gen_allocation is None:
             raise ValueError("gen_allocation: xccl needs to know the layout of the receiver")
-        if self.use_lora and not self.lora_name:
-            raise ValueError("lora_name: must be set with use_lora, got ''")
-        if self.lora_keep_versions < 1:
+        if self.use_lora:
             raise ValueError(
-                f"lora_keep_versions: must be at least 1, got {self.lora_keep_versions}"
+                "use_lora: no transport moves adapters alone; leave it out, the engine sends the "
+                "whole model with its adapters merged"
             )
 
     @classmethod
@@ -230,11 +215,6 @@ class WeightUpdateMeta:
             "machines, or weight_update_mode direct or shm on one machine"
         )
 
-    @property
-    def versioned_lora_name(self) -> str:
-        """The server's name for the adapter of this version, so that two can be loaded at once."""
-        return f"{self.lora_name}-v{self.version}"
-
     def with_version(self, version: int) -> WeightUpdateMeta:
         """The same update for `version`, in a sibling folder `weight_update_v{version}`."""
         if self.type in ("direct", "xccl"):
@@ -254,7 +234,6 @@ class SaveLoadMeta:
     tokenizer: Any = None  # saved beside the weights (`hf`)
     processor: Any = None  # saved beside the weights (`hf`)
     base_model_path: str | None = None  # files beside the weights come from here; None: the model's
-    naive_distributed: bool = False  # `hf`: rank 0 gathers and writes all; one rank does so anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,22 +285,12 @@ class RolloutStat:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalInfServerInfo:
-    """A server this process started and must end."""
-
-    host: str
-    port: int
-    process: Any  # `process.terminate()` ends it
-
-
-@dataclass(frozen=True, slots=True)
 class HttpRequest:
     """One call of an inference server, in the format of its adapter."""
 
     endpoint: str  # "/generate"
     payload: dict[str, Any]
     method: str = "POST"
-    best_effort: bool = False  # a failure is logged and does not stop the caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +300,6 @@ class HttpGenerationResult:
     output_tokens: list[int]
     output_logprobs: list[float]
     stop_reason: StopReason
-    routed_experts: Any = None
 
     def __post_init__(self) -> None:
         check_tokens(self.output_tokens)
@@ -387,9 +355,9 @@ def check_lengths(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
 def check_amount(num_tokens: int, stop_reason: str | None, *, max_tokens: int) -> None:
     """`stop_reason` None: the reply is not complete yet."""
     if num_tokens > max_tokens:
-        raise ValueError(f"output_tokens: {num_tokens} tokens came, {max_tokens} were asked for")
+        raise ValueError(f"output_tokens: got {num_tokens} tokens, {max_tokens} were requested")
     if num_tokens == 0 and stop_reason in ("stop", "length"):
-        raise ValueError(f"output_tokens: none came, though the request ended with {stop_reason!r}")
+        raise ValueError(f"output_tokens: got none, though the request ended with {stop_reason!r}")
 
 
 def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) -> None:
@@ -404,7 +372,7 @@ def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) 
             f"{_shown(max(versions))}"
         )
     if versions and (versions[0] < first or sorted(versions) != versions):
-        raise ValueError("output_versions: weights only move forward, got a version that goes back")
+        raise ValueError("output_versions: versions must not decrease")
 
 
 def _is_list_of(value: Json, kinds: set[type]) -> bool:

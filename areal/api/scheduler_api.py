@@ -31,7 +31,7 @@ class SchedulingSpec:
     """GPUs of its own. Default: where there are GPUs, 1 for a rank, and 1 for each process of an
     inference server."""
     mem: int | None = None
-    """Gigabytes of memory that Ray sets aside. Default: none."""
+    """Gigabytes of memory that Ray reserves. Default: none."""
     env_vars: dict[str, str] = field(default_factory=dict[str, str])
     """Environment variables of the process, besides those of the controller."""
 
@@ -48,9 +48,10 @@ class SchedulingStrategy:
 
     type: Literal["separation", "colocation"] = "separation"
     """`separation`: worker processes of its own; `colocation`: those of `target`. An inference
-    server always has its own process; with colocation it takes turns on the devices of `target`."""
+    server always has its own process; with colocation it time-shares the devices of `target`."""
     target: str | None = None
-    """With colocation the role whose processes or devices it shares; both need as many ranks."""
+    """With colocation the role whose processes or devices it shares; both need equal numbers of
+    ranks."""
 
     def __post_init__(self) -> None:
         if (self.type == "colocation") != (self.target is not None):
@@ -97,8 +98,6 @@ class Worker:
 
     id: str
     ip: str
-    worker_ports: list[str] = field(default_factory=list)
-    engine_ports: list[str] = field(default_factory=list)
 
 
 class Scheduler(ABC):
@@ -162,10 +161,6 @@ class SchedulerError(RuntimeError):
         self.reason = reason
 
 
-class WorkerCreationError(SchedulerError):
-    """A worker could not be started."""
-
-
 class WorkerFailedError(SchedulerError):
     """A worker's process ended."""
 
@@ -182,10 +177,6 @@ class EngineCreationError(SchedulerError):
     """An engine's constructor raised inside its worker."""
 
 
-class EngineImportError(SchedulerError):
-    """The import path of an engine does not resolve."""
-
-
 class EngineCallError(SchedulerError):
     """A method of an engine raised inside its worker; `failed_at` is the worker's clock then."""
 
@@ -196,7 +187,3 @@ class EngineCallError(SchedulerError):
 
 class GPUAllocationError(SchedulerError):
     """The job needs more GPUs than are available."""
-
-
-class PortAllocationError(SchedulerError):
-    """No free port was found."""

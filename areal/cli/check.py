@@ -15,7 +15,7 @@ import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,24 +28,21 @@ if TYPE_CHECKING:
 _HUB_DEADLINE_S = 5.0
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "check",
-        help="validate a YAML file and its overrides, without loading torch",
-        description="Checks keys, values, names, paths and import paths of a config. Exit code 0 "
-        "and a line that begins with 'ok', or 2 and one line that says what to change.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Checks keys, values, names, paths and import paths of a config. Exit code 0 "
+        "and a line that begins with 'ok', or 2 and one line that says what to change."
     )
     parser.add_argument("file", nargs="?", metavar="config.yaml", help="the file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="such as actor.optimizer.lr=1e-5"
     )
-    parser.add_argument("--config", metavar="FILE", help="the file, in another way of writing")
+    parser.add_argument("--config", metavar="FILE", help="the file, as an option")
     parser.add_argument(
         "--trial",
         action="store_true",
         help="load data and tokenizer and run one episode against a stub model, in seconds",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     argv = [*(["--config", args.config] if args.config else []), args.file, *args.overrides]
     argv = [arg for arg in argv if arg is not None]
     config, path = load_experiment(argv)
-    found = check_world(config, deadline_s=_HUB_DEADLINE_S)
+    found = check_environment(config, deadline_s=_HUB_DEADLINE_S)
     if args.trial:
         from areal.trainer.experiment import try_experiment
 
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_world(
+def check_environment(
     config: BaseExperimentConfig, *, deadline_s: float | None = None
 ) -> dict[str, Found]:
     """ValueError with the key of the first thing missing on this machine.
@@ -90,7 +87,7 @@ def check_world(
 
 
 def check_names(config: BaseExperimentConfig) -> None:
-    """The checks of `check_world` without models: data sets, import paths, trackers."""
+    """The checks of `check_environment` without models: data sets, import paths, trackers."""
     _check_dataset("train_dataset", config.train_dataset)
     _check_rows(config.train_dataset)
     if config.valid_dataset is not None:
@@ -197,7 +194,8 @@ def _check_import_paths(config: PPOConfig) -> None:
 def _check_images(config: PPOConfig) -> None:
     """The shipped workflows are text-only. Rows of other loaders are checked when loaded."""
     from areal.dataset import IMAGE_DATASETS, loader_name
-    from areal.workflow import WORKFLOWS, image_refusal
+    from areal.workflow import WORKFLOWS
+    from areal.workflow.resolve import image_refusal
 
     texts = {*WORKFLOWS, *WORKFLOWS.values()}
     workflows = {
@@ -317,7 +315,9 @@ def _state(found: Found) -> str:
 
 def _processes(config: BaseExperimentConfig) -> str:
     """Number of processes by role, and the scheduler that starts them."""
-    workers = {role: count for role, count in config.num_processes().items() if count}
+    from areal.infra.jobs import num_processes
+
+    workers = {role: count for role, count in num_processes(config).items() if count}
     if _is_ppo(config) and config.actor.weight_update_mode != "direct":
         workers["inference"] = config.rollout.num_servers * config.rollout.tensor_parallel
     each = "".join(f" + {count} {role}" for role, count in workers.items())

@@ -25,12 +25,10 @@ SFT_RECIPE = "arithmetic_sft.yaml"
 GRPO_RECIPE = "arithmetic_grpo.yaml"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "demo",
-        help="train a small model by asynchronous GRPO on this machine, in minutes",
-        description="Makes a small Qwen3-shaped model, warm-starts it, and trains it by "
-        "asynchronous GRPO on arithmetic. Run it again to resume.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Makes a small Qwen3-shaped model, warm-starts it, and trains it by "
+        "asynchronous GRPO on arithmetic. Run it again to resume."
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override the GRPO config"
@@ -42,7 +40,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the result as a last line of JSON"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = _run_stages(out, args.overrides, console)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. The same command goes on from here ({out}).")
+        console.print(f"\nStopped. The same command resumes it ({out}).")
         raise
     seconds = round(time.perf_counter() - began, 1)
     _show(result, seconds, console)

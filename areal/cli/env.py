@@ -14,7 +14,6 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _KEPT_LINES = 15
 
@@ -41,17 +40,17 @@ RECIPES = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "env",
-        help="make the environment of a stock inference server (vLLM, SGLang)",
-        description="Makes a venv with a pinned vLLM or SGLang, apart from areal's own packages, "
-        "for runs with rollout.backend vllm:d1 or sglang:d1.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Makes a venv with a pinned vLLM or SGLang, apart from areal's own packages, "
+        "for runs with rollout.backend vllm:d1 or sglang:d1."
     )
     parser.add_argument("action", choices=["create"], help="what to do")
     parser.add_argument("kind", choices=list(RECIPES), help="which server")
     parser.add_argument(
-        "--path", metavar="DIR", help="where to; default: ~/.cache/areal/envs/KIND, found by itself"
+        "--path",
+        metavar="DIR",
+        help="target folder; default: ~/.cache/areal/envs/KIND, where runs look for it",
     )
     parser.add_argument(
         "--requirement", metavar="SPEC", help="install this instead, like vllm==0.32.1 or a wheel"
@@ -59,7 +58,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--python", help="interpreter of the environment; default: the one of areal"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,6 +106,6 @@ def _run(argv: list[str]) -> None:
     if process.returncode:
         said = "\n".join(line for line in tail if line)
         raise RuntimeError(
-            f"`{' '.join(argv[:5])} ...` ended with exit code {process.returncode}; it said:\n"
-            f"{said}"
+            f"`{' '.join(argv[:5])} ...` ended with exit code {process.returncode}; its last "
+            f"output:\n{said}"
         )

@@ -15,28 +15,26 @@ from pathlib import Path
 from typing import Any
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "launch",
-        help="train on this machine, on a Ray cluster, or as a Slurm job",
-        description="Trains what a YAML file describes, where you say. Options come before it.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs the experiment of a YAML file on the machines you choose. Options come before the "
+        "file."
     )
-    parser.set_defaults(run=run)
-    places = parser.add_subparsers(metavar="WHERE", required=True, title="where")
-    _add_local(places)
-    _add_ray(places)
-    _add_slurm(places)
+    targets = parser.add_subparsers(metavar="WHERE", required=True, title="where")
+    _add_local(targets)
+    _add_ray(targets)
+    _add_slurm(targets)
 
 
-def _add_local(places: Any) -> None:
-    parser = places.add_parser(
+def _add_local(targets: Any) -> None:
+    parser = targets.add_parser(
         "local", help="on this machine", description="Trains on this machine, as `areal train`."
     )
     _finish(parser, launch_local)
 
 
-def _add_ray(places: Any) -> None:
-    parser = places.add_parser(
+def _add_ray(targets: Any) -> None:
+    parser = targets.add_parser(
         "ray",
         help="on a Ray cluster",
         description="Trains on a Ray cluster: that of --address or RAY_ADDRESS, once it has "
@@ -47,8 +45,8 @@ def _add_ray(places: Any) -> None:
     _finish(parser, launch_ray)
 
 
-def _add_slurm(places: Any) -> None:
-    parser = places.add_parser(
+def _add_slurm(targets: Any) -> None:
+    parser = targets.add_parser(
         "slurm",
         help="as a Slurm job",
         description="Submits one sbatch script that starts Ray on every machine of the job and "
@@ -61,7 +59,9 @@ def _add_slurm(places: Any) -> None:
     parser.add_argument(
         "--cpus-per-node", type=int, metavar="N", help="default: whole machines (--exclusive)"
     )
-    parser.add_argument("--time", metavar="LIMIT", help="as sbatch takes it: 8:00:00, 2-00")
+    parser.add_argument(
+        "--time", metavar="LIMIT", help="time limit in sbatch's format: 8:00:00, 2-00"
+    )
     parser.add_argument("--partition", metavar="NAME")
     parser.add_argument("--account", metavar="NAME")
     parser.add_argument(

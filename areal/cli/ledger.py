@@ -16,16 +16,13 @@ from typing import Any
 _TIMES = ("issued_at", "finished_at", "closed_at")
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "ledger",
-        help="say where every prompt of a run went, and prove that none is lost",
-        description="Reads a run's ledger, also while the run is alive, and proves its balance.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads a run's ledger, also while the run is alive, and proves its balance."
     )
     parser.add_argument("folder", metavar="RUN", help="folder of the run, with its run.db")
-    parser.add_argument("--prompt", type=int, metavar="ID", help="the story of one prompt")
+    parser.add_argument("--prompt", type=int, metavar="ID", help="show the record of one prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,13 +20,13 @@ from areal import __version__
 from areal.api.redact import hide_secrets
 
 # command -> its line in `areal --help`. The command `x` is the module areal.cli.x, which has
-# `add_parser(subparsers)` and `run(args) -> int`.
+# `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS = {
     "demo": "train a small model by asynchronous GRPO on this machine, in minutes",
     "train": "run the experiment a YAML file describes",
     "launch": "train on this machine, on a Ray cluster, or as a Slurm job",
     "check": "validate a YAML file and its overrides, without loading torch",
-    "ledger": "say where every prompt of a run went, and prove that none is lost",
+    "ledger": "show the state of every prompt of a run, and verify that none is lost",
     "replay": "train a recorded step again and compare losses and weights bit for bit",
     "serve": "serve a model with the native inference engine",
     "env": "make the environment of a stock inference server (vLLM, SGLang)",
@@ -70,16 +70,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
     asked = next((arg for arg in argv if not arg.startswith("-")), None)
     for name, summary in COMMANDS.items():
+        command = subparsers.add_parser(name, help=summary)
         if name == asked:
-            importlib.import_module(f"areal.cli.{name}").add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=summary)
+            add_command(name, command)
     if asked is not None and asked not in COMMANDS:
         parser.error(_unknown_command(asked))
     args, unread = parser.parse_known_args(argv)
     if unread:
         parser.error(f"unknown argument {unread[0]!r}{_override_hint(unread[0])}")
     return args
+
+
+def add_command(name: str, parser: argparse.ArgumentParser) -> None:
+    module = importlib.import_module(f"areal.cli.{name}")
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 def _override_hint(unread: str) -> str:

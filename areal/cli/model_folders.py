@@ -6,7 +6,6 @@ in the cache, the hub is queried for its files and config.json.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +18,20 @@ from areal.engine.train import fit
 from areal.run.model_paths import model_paths, recorded_commits
 from areal.run.paths import RunPaths
 from areal.utils.hub import Found, hub_name, look_up
-from areal.utils.model_files import CONFIG_FILE, language_config, read_hf_config, weight_files
+from areal.utils.model_files import (
+    CONFIG_FILE,
+    TOKENIZER_FILES,
+    language_config,
+    parse_object,
+    read_hf_config,
+    read_json,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
 
 MAX_HEADER_BYTES = 100 << 20  # limit of the safetensors library
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> dict[str, Found]:
@@ -80,7 +86,7 @@ def _needs_weights(section: Any) -> bool:
 def _check_folder(role: str, path: str, folder: Path, *, needs_weights: bool) -> None:
     key = f"{role}.path"
     if not (folder / CONFIG_FILE).is_file():
-        raise ValueError(f"{key}: {path!r} is no model folder: it holds no {CONFIG_FILE}")
+        raise ValueError(f"{key}: {path!r} is not a model folder: it has no {CONFIG_FILE}")
     if not needs_weights:
         return
     try:
@@ -104,12 +110,12 @@ def _check_safetensors(key: str, file: Path) -> None:
     """The file size matches its header: an incomplete download or copy is shorter."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
-        header = _parse_object(file, stream.read(min(header_bytes, MAX_HEADER_BYTES)))
+        header = parse_object(file, stream.read(min(header_bytes, MAX_HEADER_BYTES)))
     ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
     found, expected = file.stat().st_size, 8 + header_bytes + max(ends, default=0)
     if found != expected:
         raise ValueError(
-            f"{key}: {file} has {found} bytes, expected {expected}: it is not whole, copy or "
+            f"{key}: {file} has {found} bytes, expected {expected}: it is incomplete, copy or "
             "download it again"
         )
 
@@ -123,13 +129,13 @@ def _check_same_tokens(key: str, folder: Path, tokenizer: Path) -> None:
     if texts[0] == texts[1]:
         return
     vocabularies = [
-        _parse_object(file, text).get("model", {}).get("vocab")
+        parse_object(file, text).get("model", {}).get("vocab")
         for file, text in zip((ours, theirs), texts, strict=True)
     ]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
-            f"{key}: {theirs} has another vocabulary than {ours}, so the same token ids would be "
-            "other words; use models of one family"
+            f"{key}: {theirs} has another vocabulary than {ours}, so token ids have other "
+            "meanings; use models of one family"
         )
 
 
@@ -147,10 +153,10 @@ def _check_context(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_tokenizer(path: str, folder: Path) -> None:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"tokenizer_path: {path!r} holds no tokenizer ({_TOKENIZER_FILES[0]}); "
-            "by default it is actor.path"
+            f"tokenizer_path: {path!r} has no tokenizer ({TOKENIZER_FILES[0]}); by default it is "
+            "actor.path"
         )
 
 
@@ -159,7 +165,7 @@ def check_chat_template(path: str, folder: Path) -> None:
     config = folder / "tokenizer_config.json"
     if not config.is_file() or (folder / "chat_template.jinja").is_file():
         return
-    if "chat_template" not in _parse_object(config, config.read_bytes()):
+    if "chat_template" not in read_json(config):
         raise ValueError(
             f"tokenizer_path: the tokenizer in {path!r} has no chat template; add "
             "chat_template.jinja there, or use the tokenizer of an instruct model"
@@ -174,13 +180,3 @@ def _check_path(key: str, path: str) -> None:
         raise ValueError(f"{key}: {path!r} is a file, expected a folder")
     hint = "" if path.startswith((".", os.sep)) else " (the name of a model on a hub is org/name)"
     raise ValueError(f"{key}: folder {path!r} does not exist{hint}")
-
-
-def _parse_object(file: Path, data: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(data)
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise ValueError(f"{file} is damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: expected a JSON object, found {content!r:.40}")
-    return content

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 _DIGEST_CHARS = 16
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "replay",
-        help="train a recorded step again and compare losses and weights bit for bit",
-        description="Trains a step of a run again, from the recover point before it and the "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains a step of a run again, from the recover point before it and the "
         "recorded trajectories, and compares statistics, weights and optimizer state bit for bit. "
-        "Exit code 0: all are equal; 1: the last line names the first difference.",
+        "Exit code 0: all are equal; 1: the last line names the first difference."
     )
     parser.add_argument("folder", metavar="RUN", help="folder of the run; nothing in it changes")
     parser.add_argument(
@@ -33,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
         help="counted from 0, as in the run's database and the names of its recover points",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,40 +25,37 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 
 
-def add_parser(sub: argparse._SubParsersAction) -> None:
-    parser = sub.add_parser(
-        "serve",
-        help="serve a model with the native inference engine",
-        description="Serves a model with the native inference engine: /generate takes token ids, "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serves a model with the native inference engine: /generate takes token ids, "
         "/v1/chat/completions, /v1/completions and /v1/models speak OpenAI's API. "
-        "docs/native_server.md shows every route.",
+        "docs/native_server.md shows every route."
     )
     parser.add_argument("--model", required=True, help="folder or hub name of a model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=0, help="0: a free port")
     parser.add_argument(
-        "--token", help=f"what clients must send; default: ${TOKEN_VARIABLE}, else a random one"
+        "--token", help=f"bearer token of clients; default: ${TOKEN_VARIABLE}, else a random one"
     )
     parser.add_argument("--max-running", type=int, default=512, help="most requests in one step")
     parser.add_argument("--page-size", type=int, default=16, help="tokens per cache page")
     parser.add_argument("--num-pages", type=int, help="cache pages; default: as the model needs")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
-    parser.add_argument("--seed", type=int, default=0, help="for requests that bring no seed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests without one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="on CUDA: a request's bits do not depend on the others; slower",
+        help="on CUDA: results do not depend on the batch, bit for bit; slower",
     )
     parser.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
         metavar="N",
-        help="cut the model over N processes of this machine, each with a device of its own",
+        help="shard the model over N processes of this machine, one device each",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -62,18 +62,15 @@ The shortest of your own, for GRPO on the rows of a file:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="run the experiment a YAML file describes",
-        description="Runs the experiment of a YAML file. With recover.mode=on it goes on when it "
-        "is started again, and starts itself again when its process dies.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs the experiment of a YAML file. With recover.mode=on the same command resumes it, and "
+        "a training process that dies is restarted."
     )
     parser.add_argument(
         "config", nargs="?", help="YAML file, for example examples/math/arithmetic_grpo.yaml"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,10 +150,10 @@ def _supervise(config: Any) -> int | None:
 
 def checked_config(argv: list[str]) -> Any:
     """Load and check the config before torch, which takes seconds to load."""
-    from areal.cli.check import check_world
+    from areal.cli.check import check_environment
 
     config = load_config(argv)
-    check_world(config)
+    check_environment(config)
     return config
 
 
@@ -208,7 +205,7 @@ def supervise(
             _say(f"error: the training process {how}, {strikes} times without a new recover point")
             return 1
         origin = "the start" if point is None else f"the recover point of step {point + 1}"
-        _say(f"the training process {how}; going on from {origin} (restart {strikes} of {retries})")
+        _say(f"the training process {how}; resuming from {origin} (restart {strikes} of {retries})")
 
 
 class _Child:

@@ -126,15 +126,15 @@ class GroupBuffer:
             return "nothing runs because the executor is paused; call resume() first"
         if self._gate.get_capacity(version) <= 0:
             return (
-                f"nothing runs and nothing may start at version {version}: its last batch is out; "
-                "call set_version() after training on it"
+                f"nothing runs and nothing may start at version {version}: its last batch was "
+                "taken; call set_version() after training on it"
             )
         return None
 
     def describe_wait(self, version: int) -> str:
         text = (
-            f"{len(self._finished)} of {self._gate.consumer_batch_size} groups wait at version "
-            f"{version}, {len(self._running)} running"
+            f"{len(self._finished)} of {self._gate.consumer_batch_size} groups are ready at "
+            f"version {version}, {len(self._running)} running"
         )
         if self._running:
             # A copy: the watchdog calls this without the lock, which a stuck thread may hold.

@@ -48,7 +48,7 @@ from areal.rollout.trajectory import version_span
 from areal.rollout.worker_process import WorkflowRecipe
 from areal.utils import import_path, logging
 from areal.utils.waits import waiting
-from areal.workflow.resolve import build_workflow
+from areal.workflow.resolve import build_workflow, find_workflow
 
 if TYPE_CHECKING:
     import torch
@@ -234,7 +234,8 @@ class WorkflowExecutor:
             if isinstance(should_accept_fn, str)
             else should_accept_fn
         )
-        built, close = build_workflow(workflow, workflow_kwargs)
+        found = find_workflow(workflow)
+        built = build_workflow(found, workflow_kwargs)
         groups = self._group_runner(
             built,
             self._failures,
@@ -248,7 +249,7 @@ class WorkflowExecutor:
             data,
             task_id=task_id,
             should_accept=should_accept,
-            on_end=close,
+            on_end=None if built is found else built.close,
         )
 
     def wait(
@@ -361,9 +362,9 @@ class WorkflowExecutor:
             raise RuntimeError(
                 f"no group finished for {quiet_s:.1f} s "
                 f"(rollout.request_timeout={self._limits.timeout_s:g}): "
-                f"{self._buffer.describe_wait(self._version)}; "
-                f"episode errors: {dict(self._failures.attempts)}. "
-                "Look at the inference server and the reward function"
+                f"{self._buffer.describe_wait(self._version)}; episode errors: "
+                f"{dict(self._failures.attempts)}. Check the inference server and the reward "
+                "function"
             )
         self._changed.wait(min(1.0, self._limits.timeout_s - quiet_s))
 
@@ -420,8 +421,8 @@ class WorkflowExecutor:
         span = version_span(trajectory)
         if span is not None and span[1] > newest:
             raise RuntimeError(
-                f"a token names version {span[1]} of the weights, the newest that was sent is "
-                f"{newest}: look at the inference servers"
+                f"a token has version {span[1]} of the weights, the newest that was sent is "
+                f"{newest}: check the inference servers"
             )
 
     def _settle(self) -> None:

@@ -122,8 +122,8 @@ class RejectionStreak:
             causes = ", ".join(f"{why} {n}x" for why, n in self._reasons.most_common())
             logger.warning(
                 "%d groups in a row were rejected (%s): nothing can be trained. A filter of equal "
-                "rewards turns every group down when the task is too hard or already solved, or "
-                "when the reward function gives the same for all",
+                "rewards rejects every group when the task is too hard or already solved, or when "
+                "the reward function gives the same for all",
                 count,
                 causes,
             )

@@ -289,8 +289,8 @@ def _next_ended(tasks: SubmittedTasks, num_done: int, num_rows: int) -> Task:
         return tasks.next_ended()
     except TimeoutError as error:
         raise RuntimeError(
-            f"{error} (rollout.request_timeout): {num_done} of {num_rows} rows are done. "
-            "Look at the inference server and the reward function"
+            f"{error} (rollout.request_timeout): {num_done} of {num_rows} rows are done. Check the "
+            "inference server and the reward function"
         ) from error
 
 
@@ -299,6 +299,6 @@ def _judge(failures: FailureMeter, num_rows: int) -> None:
         failures.check(ended=num_rows)
     if num_failed := failures.groups.total():
         logger.warning(
-            "%d of %d rows failed and count for nothing: %s",
+            "%d of %d rows failed and are left out: %s",
             num_failed, num_rows, dict(failures.groups),
         )  # fmt: skip

@@ -243,10 +243,6 @@ class RunDatabase:
                 f"cannot write run database {self.path}: {cause} ({_disk_advice(error)})"
             ) from error
 
-    def step_stats(self) -> list[tuple[int, dict[str, float]]]:
-        with self._lock:
-            return read_steps(self._connection)
-
     def close(self) -> None:
         """Idempotent."""
         with self._lock:
@@ -308,7 +304,7 @@ def read_ledger_view(connection: sqlite3.Connection, path: Path) -> LedgerView:
     )
 
 
-_DAMAGED = "put back a copy of it (with its -wal, where there is one), or choose another trial_name"
+_DAMAGED = "restore a copy of it (with its -wal, where there is one), or choose another trial_name"
 
 
 def _advice(error: sqlite3.Error, path: Path) -> str:
@@ -327,7 +323,7 @@ def _advice(error: sqlite3.Error, path: Path) -> str:
 
 def _disk_advice(error: OSError) -> str:
     if error.errno == errno.ENOENT:
-        return "somebody has removed it: the run cannot keep its records; choose another trial_name"
+        return "the file was deleted, so the run cannot record its state; choose another trial_name"
     return "the last good transaction is kept; free disk space, then resume the run"
 
 

@@ -1,8 +1,8 @@
 """What do the bits of a training step depend on besides config, weights and data?
 
-`numeric_world`: versions, device, thread count. `RandomStates`: the process-wide random generators,
-part of a recover point because user code may draw from them. The trainers do not: row order,
-sampling and initial weights are functions of the seed.
+`numeric_environment`: versions, device, thread count. `RandomStates`: the process-wide random
+generators, part of a recover point because user code may draw from them. The trainers do not: row
+order, sampling and initial weights are functions of the seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from areal import __version__
 
 
-def numeric_world() -> dict[str, Any]:
+def numeric_environment() -> dict[str, Any]:
     """JSON values by name. Thread count and CPU ISA change float summation order."""
     on_gpu = torch.cuda.is_available()
     return {

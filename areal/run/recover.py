@@ -115,7 +115,7 @@ class Recovery:
             newest = self._store.newest_path()
             good = "no recover point was written"
             if newest is not None:
-                good = f"started again it goes on from {newest}, the last good recover point"
+                good = f"a restart resumes from {newest}, the last good recover point"
             cause = getattr(error, "strerror", None) or str(error)
             text = f"{cause}. Training stopped after step {num_steps_done}; {good}"
             if isinstance(error, OSError):
@@ -199,7 +199,7 @@ class RecoverStore:
                 is_last = self._on_damage == "stop" or number == len(points)
                 if is_last:
                     raise _refusal(point, error, has_previous=number < len(points)) from error
-                logger.warning("%s; taking the recover point before it", error)
+                logger.warning("%s; using the previous recover point", error)
         self._check_nothing_is_lost()
         return None
 
@@ -231,7 +231,7 @@ class RecoverStore:
             return
         raise RecoverError(
             f"{ledger.path} records a run of {ledger.num_steps} steps and {lost}, and {self._root} "
-            f"holds no recover point to go on from: put that folder back, choose another "
+            "holds no recover point to resume from: restore that folder, choose another "
             f"trial_name, or remove {ledger.path.parent} to start over"
         )
 
@@ -279,8 +279,8 @@ class RecoverPoint:
         ]
         if changed:
             raise ValueError(
-                f"{self.path} was written under another config: {'; '.join(changed)}. "
-                "Put the old values back, or choose a new trial_name"
+                f"{self.path} was written under another config: {'; '.join(changed)}. Restore the "
+                "old values, or choose a new trial_name"
             )
         if facts["global_step"] != self.global_step:
             fault = f"foreign, of step {facts['global_step']}"
@@ -296,7 +296,9 @@ class RecoverPoint:
         if ledger.num_steps < num_steps:
             found = f"ends after step {ledger.num_steps}"
             return f"{ledger.path} {found}, the point was written after step {num_steps}"
-        return f"{ledger.path} is of another run, or a copy from before the point was written"
+        return (
+            f"{ledger.path} belongs to another run, or is a copy from before the point was written"
+        )
 
 
 def newest_step(root: Path) -> int | None:
@@ -322,17 +324,17 @@ def _refusal(point: RecoverPoint, error: DamagedError, *, has_previous: bool) ->
     folder, name, fault = error.args
     advice = "choose a new trial_name to start afresh"
     if has_previous:
-        advice = f"set recover.on_damage=previous to go on from the point before it, or {advice}"
+        advice = f"set recover.on_damage=previous to resume from the previous point, or {advice}"
     if isinstance(error, ForeignLedgerError):
         database = point.ledger.path.name
         return RecoverError(
-            f"recover point {point.path} does not belong to the run's ledger: {fault}. Going on "
-            f"would train prompts twice. Put its {database} back (with {database}-wal, where there "
+            f"recover point {point.path} does not belong to the run's ledger: {fault}. Resuming "
+            f"would train prompts twice. Restore its {database} (with {database}-wal, where there "
             f"is one), or {advice}"
         )
     file = (Path(folder) / name).relative_to(point.path)
     return RecoverError(
-        f"recover point {point.path} is damaged: {file}: {fault}. To go on, {advice}"
+        f"recover point {point.path} is damaged: {file}: {fault}. To resume, {advice}"
     )
 
 

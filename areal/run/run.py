@@ -48,7 +48,7 @@ from areal.run.checkpoints import FrequencyTimer, Saver, save_checkpoint
 from areal.run.database import RunDatabase, Start
 from areal.run.fingerprint import run_identity
 from areal.run.model_paths import actor_section, fetch_models, pin_models
-from areal.run.numerics import RandomStates, numeric_world
+from areal.run.numerics import RandomStates, numeric_environment
 from areal.run.paths import RunPaths
 from areal.run.recover import RecoverError, Recovery, newest_step
 from areal.run.stats_logger import StatsLogger
@@ -156,11 +156,11 @@ class Run:
             point = self._recovery.read(self.load)
         first = 0 if point is None else point.global_step + 1
         if point is None and (undone := self.database.ledger_view().num_steps) > 0:
-            logger.warning("%d steps are done again: no recover point was written", undone)
+            logger.warning("%d steps are repeated: no recover point was written", undone)
         atomic_write_text(self.paths.config, self._config_text)
         self._has_begun = True
         self.database.record_start(
-            Start(first, self._config_text, self.ft_spec.dataset_size, numeric_world())
+            Start(first, self._config_text, self.ft_spec.dataset_size, numeric_environment())
         )
         if point is None:
             self.database.record_event("started", "step 0")

@@ -62,7 +62,7 @@ class TrackerThread:
         if self._steps.qsize() < _MAX_WAITING:
             self._steps.put((step, dict(stats)))
         else:
-            self._note("Backlog", f"{_MAX_WAITING} steps wait for it: new ones are left out")
+            self._note("Backlog", f"{_MAX_WAITING} steps are queued for it: new ones are dropped")
 
     def failures(self) -> Counter[str]:
         """Number of failures by kind."""
@@ -77,7 +77,7 @@ class TrackerThread:
         with waiting(f"tracker {self.name} to close"):
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._note("Hang", "it does not come to its end and is left behind")
+            self._note("Hang", "it did not finish in time and is abandoned")
 
     def _serve(self, open_tracker: Callable[[], Tracker]) -> None:
         tracker = self._try(open_tracker, "opening it")
@@ -100,7 +100,9 @@ class TrackerThread:
             self._failures[kind] += 1
             is_first = self._failures[kind] == 1
         if is_first:
-            logger.warning("tracker %s: %s; the run goes on, others are counted", self.name, text)
+            logger.warning(
+                "tracker %s: %s; the run continues, further failures are counted", self.name, text
+            )
 
 
 def close_all(trackers: Sequence[TrackerThread], timeout_s: float) -> None:
@@ -245,6 +247,6 @@ def _import(package: str, key: str, value: object) -> ModuleType:
         if err.name != package:
             raise
         raise ValueError(
-            f"{key}={value} needs the package {package}, which is not installed; "
-            "run pip install 'areal[trackers]' or take the key out"
+            f"{key}={value} needs the package {package}, which is not installed; run pip install "
+            "'areal[trackers]' or remove the key"
         ) from None

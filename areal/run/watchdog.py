@@ -122,7 +122,7 @@ class Watchdog:
             code = self._watcher.wait()
             if self._closing.wait(1.0):
                 return
-            logger.warning("the watchdog's process ended with code %d: starting another", code)
+            logger.warning("the watchdog process ended with code %d: starting a new one", code)
             self._watcher = self._start_watcher(seconds)
 
     def _answer(self) -> NoReturn:
@@ -130,7 +130,7 @@ class Watchdog:
             question = self._channel.receive()
             if question["ask"] == "end":
                 _end(question["line"])
-            found = waits.describe()[:_MAX_WAITS] or ["nobody waits: a computation hangs"]
+            found = waits.describe()[:_MAX_WAITS] or ["no thread waits: a computation hangs"]
             found = [hide_secrets(line) for line in found]
             self._channel.send({"waits": found, "quiet_s": waits.quiet_s()})
 
@@ -140,7 +140,7 @@ class Watchdog:
             try:
                 now = look()
             except Exception as error:  # its owner gets this error too, and handles it
-                logger.debug("nothing to see: %s", error)
+                logger.debug("progress could not be read: %s", error)
                 continue
             if now != seen:
                 seen = now

@@ -131,7 +131,7 @@ def _end(run: Watched, channel: Channel, quiet_s: float) -> bool:
         where = f"no stacks: {error}"
     found = answer["waits"] if answer is not None else [_who_holds_it(path, run.pid)]
     found = [*found[:_MAX_NAMED], *(f"stopped: {name}" for name in stacks.stopped(run.pid))]
-    quiet = f"nothing has moved for {quiet_s:.0f} s (watchdog.seconds={run.seconds:g})"
+    quiet = f"no progress for {quiet_s:.0f} s (watchdog.seconds={run.seconds:g})"
     line = f"areal: error: {quiet}: {'; '.join(found)}. {where}"
     if answer is None or not _ends_itself(channel, line):
         _kill(run.pid, line)
@@ -144,7 +144,7 @@ def _who_holds_it(path: Path, pid: int) -> str:
     except OSError:
         frames = ""
     place = f"; its busiest thread is in {frames}" if frames else ""
-    return f"process {pid} does not answer: one of its calls lets no other thread run{place}"
+    return f"process {pid} does not respond: one of its calls holds the GIL{place}"
 
 
 def _ask(channel: Channel, question: dict[str, Any]) -> dict[str, Any] | None:

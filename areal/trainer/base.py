@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self, cast
 
-from areal.api.alloc_mode import ModelAllocation, ParallelStrategy
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.scheduler_api import Scheduler
 from areal.engine import train_engine_class, train_engine_path
+from areal.infra.jobs import all_jobs, model_job
 from areal.infra.scheduler import open_scheduler
 from areal.infra.train_controller import TrainController
 from areal.rollout.source import PromptSource
@@ -86,14 +86,13 @@ class Trainer(ABC):
 
         It runs in this process or on separate ranks, behind the same interface.
         """
-        layout = ModelAllocation.from_str(config.backend).parallel
         with stage(f"model of {role}, {config.backend}", limit_s=config.setup_timeout):
-            if self.config.scheduler.type == "local" and layout.world_size == 1:
+            if self.config.hosts()[role] == "controller":
                 # TrainEngine does not define the constructor.
                 make = cast(Callable[..., TrainEngine], train_engine_class(config.backend))
                 engine = make(config, seed=self.config.seed)
             else:
-                engine = self._open_ranks(role, config, layout, stack)
+                engine = self._open_ranks(role, config, stack)
             stack.callback(engine.destroy)
             engine.initialize(self.run.ft_spec if trained else None)
         self.models[role] = engine
@@ -101,19 +100,17 @@ class Trainer(ABC):
             self.run.roles.add(role, engine)
         return engine
 
-    def _open_ranks(
-        self, role: str, config: TrainEngineConfig, layout: ParallelStrategy, stack: ExitStack
-    ) -> TrainEngine:
+    def _open_ranks(self, role: str, config: TrainEngineConfig, stack: ExitStack) -> TrainEngine:
         if self.scheduler is None:
             self.scheduler = open_scheduler(
-                self.config.scheduler, self.config.jobs(), logs=self.run.paths.logs
+                self.config.scheduler, all_jobs(self.config), logs=self.run.paths.logs
             )
             stack.callback(self.scheduler.delete_workers)
         controller = TrainController(
             self.scheduler,
-            self.config.model_job(role),
+            model_job(self.config, role),
             train_engine_path(config.backend),
-            layout,
+            config.allocation.parallel,
             config,
             seed=self.config.seed,
             shares_prefixes=config.enable_tree_training,

@@ -1,9 +1,9 @@
 """Colocation: training and generation alternate on one device.
 
-    turns = TimeSharedDevice(models)  # offloads the models, so that a server can start
-    turns.connect(server)
-    turns.to_training()               # offload the server's weights and cache, onload the models
-    turns.to_generation()             # offload models and optimizers, onload the server
+    device = TimeSharedDevice(models)  # offloads the models, so that a server can start
+    device.connect(server)
+    device.to_training()               # offload the server's weights and cache, onload the models
+    device.to_generation()             # offload models and optimizers, onload the server
 
 | phase      | on the device       | in host memory                                                |
 |------------|---------------------|---------------------------------------------------------------|
@@ -28,7 +28,7 @@ class TimeSharedDevice:
 
     def __init__(self, models: Sequence[TrainEngine]) -> None:
         self._models = models
-        self._turn: Literal["generation", "training"] = "generation"
+        self._phase: Literal["generation", "training"] = "generation"
         for model in models:
             model.offload()
 
@@ -37,19 +37,19 @@ class TimeSharedDevice:
         self._server = server
 
     def to_training(self) -> None:
-        if not self._models or self._turn == "training":
+        if not self._models or self._phase == "training":
             return
         with phase("to_training", "comm"):
             self._server.offload()
             for model in self._models:
                 model.onload()
-        self._turn = "training"
+        self._phase = "training"
 
     def to_generation(self) -> None:
-        if not self._models or self._turn == "generation":
+        if not self._models or self._phase == "generation":
             return
         with phase("to_generation", "comm"):
             for model in self._models:
                 model.offload()
             self._server.onload()
-        self._turn = "generation"
+        self._phase = "generation"

@@ -22,7 +22,7 @@ from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.reward import get_reward_fn
 from areal.utils import logging
 from areal.utils.import_path import load_named
-from areal.workflow import find_workflow, image_refusal
+from areal.workflow import resolve
 from areal.workflow.chat import has_images
 
 if TYPE_CHECKING:
@@ -50,15 +50,10 @@ def build_workflow(
         return _online(config, tokenizer, given)
     _, found = _chosen(config, given, is_eval)
     if isinstance(found, RolloutWorkflow):
-        return found
+        return resolve.build_workflow(found, kwargs)
     if is_agent(found):
         own = {**config.workflow_kwargs, **(kwargs or {})}
         return _agent_episodes(config, tokenizer, found, own, is_eval=is_eval)
-    if not (isinstance(found, type) and issubclass(found, RolloutWorkflow)):
-        raise ValueError(
-            "workflow: expected a RolloutWorkflow, an agent, the class or the import path of one, "
-            f"got {found!r:.200}"
-        )
     arguments = {
         "gconfig": config.eval_gconfig if is_eval else config.gconfig,
         "tokenizer": tokenizer,
@@ -70,10 +65,7 @@ def build_workflow(
     if is_eval and kwargs and "gconfig" in kwargs:
         # A script may pass one gconfig for both; evaluation keeps its own.
         arguments["gconfig"] = config.eval_gconfig
-    try:
-        return found(**arguments)
-    except TypeError as error:
-        raise ValueError(f"workflow_kwargs do not fit {found.__name__}: {error}") from error
+    return resolve.build_workflow(found, arguments)
 
 
 def refuse_images(
@@ -97,14 +89,14 @@ def refuse_images(
     looked_at = rows if isinstance(rows, list) else itertools.islice(rows, 1)
     if any(has_images(row) for row in looked_at):
         section = "valid_dataset" if is_eval else "train_dataset"
-        raise ValueError(image_refusal(section, getattr(config, section), name))
+        raise ValueError(resolve.image_refusal(section, getattr(config, section), name))
 
 
 def _chosen(config: PPOConfig, given: WorkflowLike | None, is_eval: bool) -> tuple[Any, Any]:
     """The workflow as given or named, and the resolved object."""
     named = config.eval_workflow or config.workflow if is_eval else config.workflow
     chosen = given or named
-    return chosen, find_workflow(chosen) if isinstance(chosen, str) else chosen
+    return chosen, resolve.find_workflow(chosen)
 
 
 def _agent_episodes(
@@ -135,8 +127,8 @@ def _agent_episodes(
 def _online(config: PPOConfig, tokenizer: Any, given: Any) -> RolloutWorkflow:
     if given is not None:
         raise ValueError(
-            f"workflow: rollout.agent.mode=online has none, clients run the episodes; got "
-            f"{given!r:.200}"
+            "workflow must be left out with rollout.agent.mode=online: clients run the episodes; "
+            f"got {given!r:.200}"
         )
     return online_workflow(config=config.rollout.agent, tokenizer=tokenizer, gconfig=config.gconfig)
 

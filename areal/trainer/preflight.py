@@ -82,7 +82,7 @@ def _advice(key: str) -> str:
     if key != "messages":
         return "see docs/howto/dataset.md for what a row holds"
     return (
-        "the workflow wants a chat there, a list of {'role', 'content'}; name the column of the "
+        "the workflow expects a chat there, a list of {'role', 'content'}; name the column of the "
         "question in train_dataset.prompt, or let the loader make it"
     )
 
@@ -150,8 +150,8 @@ async def _run_group(config: PPOConfig, workflow: Any, engine: StubEngine, row: 
     except Exception as error:  # an exception of user code is the result of the trial
         cause = errors[0] if errors else error
         raise ValueError(
-            f"an episode of the first row failed: {describe(cause)} (the model of a trial answers "
-            f"with random tokens; it was asked {engine.num_requests} times)"
+            f"an episode of the first row failed: {describe(cause)} (a trial uses a stub model "
+            f"with random tokens; it got {engine.num_requests} requests)"
         ) from cause
 
 
@@ -159,7 +159,7 @@ def _describe_group(
     config: PPOConfig, group: dict[str, torch.Tensor] | None, engine: StubEngine, tokenizer: Any
 ) -> Iterator[str]:
     if engine.first is None:
-        yield "requests  none: the workflow never asked the model"
+        yield "requests  none: the workflow sent none to the model"
     else:
         prompt = tokenizer.decode(engine.first.input_ids)
         yield f"prompt    {len(engine.first.input_ids)} tokens: {prompt!r:.300}"
@@ -170,7 +170,7 @@ def _describe_group(
     yield f"rewards   {rewards:.200}"
     accept = build_filter(config, None)
     if accept is not None:
-        yield f"filter    {'accepts' if accept(group) else 'turns down'} this group"
+        yield f"filter    {'accepts' if accept(group) else 'rejects'} this group"
 
 
 class StubEngine(InferenceEngine):

@@ -87,7 +87,7 @@ def _load_config(start: Start, paths: RunPaths) -> PPOConfig:
 def _why_not(
     step: int, whole: list[int], points: Mapping[int, RecoverPoint], paths: RunPaths
 ) -> str:
-    lacking = f"trajectories of step {step} were forgotten"
+    lacking = f"trajectories of step {step} were deleted"
     if step == 0:
         lacking = "no recover point is written before the first step"
     elif step - 1 not in points:

@@ -32,7 +32,7 @@ from areal.api.cli_args import (
 from areal.api.scratch import ScratchFolder
 from areal.engine.train.checkpoint import digests
 from areal.rollout.trajectory import decode
-from areal.run.numerics import numeric_world
+from areal.run.numerics import numeric_environment
 from areal.run.recover import RecoverPoint
 from areal.trainer.base import Trainer
 from areal.trainer.episodes import describe_batch
@@ -63,7 +63,7 @@ class Replay:
     step: int
     statistics: list[Compared]
     state: list[Compared] | None  # None: no recover point was written after the step
-    world: dict[str, tuple[Any, Any]]  # changed `numeric_world` values: then, now
+    world: dict[str, tuple[Any, Any]]  # changed `numeric_environment` values: then, now
 
     @property
     def compared(self) -> list[Compared]:
@@ -84,7 +84,7 @@ def replay(recording: Recording) -> Replay:
             state = None
             if recording.point_after is not None:
                 state = rehearsal.compare_state(recording.point_after, scratch / "replayed")
-        world = _paired(start.world, numeric_world())
+        world = _paired(start.world, numeric_environment())
     return Replay(
         recording.step,
         _compare_statistics(recording.statistics, replayed),

@@ -63,14 +63,16 @@ class PPOTrainer(Trainer):
         self.learner = PPOLearner(self.config, partial(self._open_engine, stack=stack))
         self.engine = self.learner.engine
         self.run.remember(**self.learner.states())
-        self.turns = TimeSharedDevice([self.models[role] for role in self.config.models_in_turns()])
+        self.device = TimeSharedDevice(
+            [self.models[role] for role in self.config.time_shared_models()]
+        )
         runner = self._start_runner(stack)
         rollout = self.config.rollout
         with stage(f"inference, {rollout.backend}", limit_s=rollout.setup_timeout):
             self.inference, self.weights = open_inference(
                 self.config, self.run.paths, stack, self.scheduler
             )
-        self.turns.connect(self.inference)
+        self.device.connect(self.inference)
         self._connect()
         self.run.watchdog.observe("inference", self.inference.stats)
         self.server_trace = ServerTrace(self.inference)
@@ -115,7 +117,7 @@ class PPOTrainer(Trainer):
             if self.run.evaluation_due(step):
                 with phase("evaluate", "sync"):
                     stats["eval/reward"] = self.evaluate(evaluation)
-            self.turns.to_training()  # after an evaluation; saving needs the models on the device
+            self.device.to_training()  # after an evaluation; saving needs the models on the device
             recorded = self.run.finish_step(step, self.tokenizer, stats)
             if on_step is not None:
                 on_step(step.global_step + 1, self.run.total_steps, recorded)
@@ -123,7 +125,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> float:
         """Mean reward on the validation set; training episodes continue meanwhile."""
-        self.turns.to_generation()
+        self.device.to_generation()
         section = self.config.valid_dataset
         groups = self.rollout.rollout_batch(
             self.valid_dataset,
@@ -136,8 +138,8 @@ class PPOTrainer(Trainer):
     def _share_cores(self) -> None:
         """Reserve cores for the servers if they run concurrently with training."""
         config = self.config
-        in_turns = config.rollout.scheduling_strategy.target is not None
-        together = config.rollout.max_head_offpolicyness > 0 and not in_turns
+        time_shared = config.rollout.scheduling_strategy.target is not None
+        together = config.rollout.max_head_offpolicyness > 0 and not time_shared
         if together and config.actor.weight_update_mode != "direct":
             taken = config.rollout.num_servers * config.server.threads
             torch.set_num_threads(max(1, num_cores() - taken))
@@ -151,10 +153,10 @@ class PPOTrainer(Trainer):
         """A batch that is ready already (staleness > 0) needs no switch of a shared device."""
         batch = self.rollout.take_batch()
         if batch is None:
-            self.turns.to_generation()
+            self.device.to_generation()
         with phase("rollout", "sync"):
             batch = batch or self.rollout.prepare_batch()
-        self.turns.to_training()
+        self.device.to_training()
         return batch
 
     def _start_runner(self, stack: ExitStack) -> TaskRunner:
@@ -227,7 +229,7 @@ class PPOTrainer(Trainer):
         accept: Callable[[dict], bool] | None,
     ) -> int:
         """Load the recover point if there is one and start episodes; returns the next step."""
-        self.turns.to_training()
+        self.device.to_training()
         first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)
         if first > 0:

@@ -38,6 +38,7 @@ from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_process import HostedServer, Launch, ServerProcess
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
+from areal.infra.jobs import rollout_worker_job, server_job
 from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.models.hf_io import language_config, read_hf_config
 from areal.rollout.workers import HostedWorker, spawn_here
@@ -293,7 +294,7 @@ def place_rollout_workers(
     """The function that starts the rollout worker of an index."""
     if config.scheduler.type == "local":
         return partial(spawn_here, logs=logs)
-    job, timeout_s = config.rollout_worker_job(), config.rollout.setup_timeout
+    job, timeout_s = rollout_worker_job(config), config.rollout.setup_timeout
     ray = _opened(scheduler)
     ray.create_workers(job)
     hosted = [
@@ -325,8 +326,8 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
         free = others[:wanted] if len(others) >= wanted else None
     if free is None and rollout.num_servers > 1 and len(gpus) > 1:
         raise ValueError(
-            f"rollout.backend {rollout.backend!r} needs {wanted} GPUs that do not train, and "
-            f"there are not as many among {', '.join(gpus)}: use fewer d"
+            f"rollout.backend {rollout.backend!r} needs {wanted} GPUs that are not used for "
+            f"training, and fewer are free among {', '.join(gpus)}: lower d"
         )
     return free
 
@@ -346,7 +347,7 @@ def _opened(scheduler: Scheduler | None) -> Scheduler:
 def _in_workers(
     config: PPOConfig, servers: Sequence[dict[str, Any]], scheduler: Scheduler
 ) -> list[Launch]:
-    job, timeout_s = config.server_job(), config.rollout.setup_timeout
+    job, timeout_s = server_job(config), config.rollout.setup_timeout
     scheduler.create_workers(job)
     workers = scheduler.get_workers(job.role, timeout_s)
     _fetch_model(config, scheduler, workers)
@@ -375,7 +376,7 @@ def _fetch_model(config: PPOConfig, scheduler: Scheduler, workers: Sequence[Work
             raise error.__cause__ or error from None
 
     with (
-        stage(f"{path} where the servers are", limit_s=limit_s),
+        stage(f"{path} on the servers' machines", limit_s=limit_s),
         ThreadPoolExecutor(len(workers), thread_name_prefix="fetch") as pool,
     ):
         list(pool.map(fetch, workers))

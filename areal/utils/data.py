@@ -87,10 +87,6 @@ class TrajBatchMeta:
     traj_group_sizes: list[int]  # rows of each trajectory
     traj_seqlens: list[int]  # padded width of each trajectory
 
-    @property
-    def n_trajs(self) -> int:
-        return len(self.traj_group_sizes)
-
 
 def concat_batch(trajs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], TrajBatchMeta]:
     """All trajectories (one per prompt group) as one padded batch; `split_batch` undoes it."""

@@ -86,8 +86,13 @@ def shard_names(index: Path) -> list[str]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file."""
+    return parse_object(file, file.read_bytes())
+
+
+def parse_object(file: Path, data: bytes) -> dict[str, Any]:
+    """The JSON object in `data`, which was read from `file`."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(data)
     except ValueError as error:  # bad JSON or bad UTF-8
         raise ValueError(f"{file} is damaged: it is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -3,8 +3,6 @@
 `pack_sequences` puts every index into exactly one bin. No bin exceeds the token budget, unless one
 item alone does. Deterministic: same arguments, same bins.
 
-`balanced_greedy_partition` divides prompt groups among ranks: equal in number, balanced in tokens.
-
 `ffd` (first-fit decreasing) yields few bins; `kk` (Karmarkar-Karp differencing) equal ones.
 """
 
@@ -33,27 +31,6 @@ def pack_sequences(
         raise ValueError(f"packing_algorithm must be one of {list(ALGORITHMS)}, got {algorithm!r}")
     bins = ALGORITHMS[algorithm](lengths, max_tokens, min(min_bins, len(lengths)))
     return sorted(sorted(bin_) for bin_ in bins)
-
-
-def balanced_greedy_partition(sizes: Sequence[int], num_parts: int) -> Bins:
-    """Parts of indices into `sizes`, equal in number (the first ones get the remainder) and nearly
-    equal in size. An item is never split. Each part is ascending.
-    """
-    if not 1 <= num_parts <= len(sizes):
-        raise ValueError(
-            f"cannot divide {len(sizes)} items among {num_parts} ranks: each needs at least one"
-        )
-    fewest, rest = divmod(len(sizes), num_parts)
-    parts: Bins = [[] for _ in range(num_parts)]
-    heap = [(0, part) for part in range(num_parts)]  # load of the parts that still have room
-    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        load, part = heap[0]
-        parts[part].append(item)
-        if len(parts[part]) < fewest + (part < rest):
-            heapq.heapreplace(heap, (load + sizes[item], part))
-        else:
-            heapq.heappop(heap)
-    return [sorted(part) for part in parts]
 
 
 def _ffd(sizes: Sequence[int], max_tokens: int | None, min_bins: int) -> Bins:

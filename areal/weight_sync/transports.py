@@ -58,8 +58,6 @@ def send_weights(
 
     RuntimeError if the engine refuses them; its old weights then stay live.
     """
-    if meta.use_lora:
-        raise ValueError("use_lora: no transport here moves adapters; send the whole model")
     _SENDERS[meta.type](engine, meta, named_tensors)
 
 

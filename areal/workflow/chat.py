@@ -38,7 +38,7 @@ def messages_of(data: dict[str, Any]) -> Any:
     if "messages" not in data:
         raise ValueError(f"a row needs the key 'messages' (a chat), found {', '.join(data)}")
     if has_images(data):
-        raise ValueError("a row with images: this workflow reads text alone")
+        raise ValueError("the row has images, and this workflow reads text only")
     return data["messages"]
 
 

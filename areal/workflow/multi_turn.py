@@ -125,7 +125,7 @@ def feedback_ids(feedback: str, tokenizer: Any, enable_thinking: bool) -> list[i
     _, found, after = text.rpartition(_REPLY_PLACE)
     if not found or feedback not in after:
         raise ValueError(
-            "the tokenizer's chat template leaves out earlier turns, so a chat cannot go on; "
-            f"from a reply {_REPLY_PLACE!r} and the feedback it made {text!r:.300}"
+            "the tokenizer's chat template leaves out earlier turns, so a chat cannot be "
+            f"continued; for a reply {_REPLY_PLACE!r} and the feedback it rendered {text!r:.300}"
         )
     return tokenizer(after, add_special_tokens=False)["input_ids"]

@@ -1,34 +1,60 @@
-"""Resolves the forms in which a user may give a workflow: object, class or import path."""
+"""Resolves the forms in which a user may give a workflow: object, class, name or import path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.utils import import_path
+from areal.workflow import WORKFLOWS
+
+if TYPE_CHECKING:
+    from areal.api.config.run import DatasetConfig
 
 
-def build_workflow(
-    given: WorkflowLike, kwargs: dict[str, Any] | None
-) -> tuple[RolloutWorkflow, Callable[[], None] | None]:
-    """A workflow, and its `close` if it was built here.
+def find_workflow(given: WorkflowLike) -> Any:
+    """A RolloutWorkflow, an agent, or the class of either."""
+    found: Any = given
+    if isinstance(given, str):
+        is_path = given not in WORKFLOWS and "." in given
+        find = import_path.load_object if is_path else _load_shipped
+        found = find(given, key="workflow")
+    kind = found if isinstance(found, type) else type(found)
+    if not issubclass(kind, RolloutWorkflow) and not is_agent(found):
+        raise ValueError(
+            f"workflow: {given!r:.200} is neither a RolloutWorkflow nor an agent (a class or an "
+            f"object with `async def run(self, data, **kwargs)`), got {found!r:.200}"
+        )
+    return found
 
-    An object is used as it is; a class is called with `kwargs`; a str is the import path of either.
-    """
-    found = import_path.load_object(given, key="workflow") if isinstance(given, str) else given
+
+def _load_shipped(name: str, *, key: str) -> Any:
+    return import_path.load_named(name, WORKFLOWS, key=key)
+
+
+def build_workflow(given: WorkflowLike, kwargs: dict[str, Any] | None) -> RolloutWorkflow:
+    """A workflow; a class is called with `kwargs`, an object takes none."""
+    found = find_workflow(given)
     if isinstance(found, RolloutWorkflow):
         if kwargs:
             raise ValueError("workflow_kwargs build a workflow, but this one is built already")
-        return found, None
-    if not isinstance(found, type) or not issubclass(found, RolloutWorkflow):
-        advice = " (wrap an agent with areal.agents.workflow.agent_workflow)"
+        return found
+    if is_agent(found):
         raise ValueError(
-            "workflow: expected a RolloutWorkflow, its class or the import path of either, "
-            f"got {given!r:.200}{advice if is_agent(found) else ''}"
+            f"workflow: expected a RolloutWorkflow, got {given!r:.200} (wrap an agent with "
+            "areal.agents.workflow.agent_workflow)"
         )
     try:
-        workflow = found(**(kwargs or {}))
+        return found(**(kwargs or {}))
     except TypeError as error:
         raise ValueError(f"workflow_kwargs do not fit {found.__name__}: {error}") from error
-    return workflow, workflow.close
+
+
+def image_refusal(section: str, dataset: DatasetConfig | None, workflow: Any) -> str:
+    """Error text for rows with images and a text-only workflow."""
+    path = "" if dataset is None else f" {dataset.path!r}"
+    name = workflow if isinstance(workflow, str) else getattr(workflow, "__name__", workflow)
+    return (
+        f"{section}.path: the rows of{path} have images, and workflow {str(name)!r:.99} reads text "
+        "only: use a data set of text, or a workflow class of your own that reads images"
+    )

@@ -187,7 +187,7 @@ def test_a_matcher_of_ones_own(world):
 
 
 def test_an_agent_that_never_asks_has_no_sample(world):
-    with pytest.raises(ValueError, match="the model was not asked"):
+    with pytest.raises(ValueError, match="no completion to reward"):
         world.run(Silent)
 
 

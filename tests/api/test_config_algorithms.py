@@ -332,7 +332,7 @@ SENSELESS = [
     ),
     (
         ["actor.is_critic=true"],
-        "actor.is_critic must be false: this trainer needs a model of tokens",
+        "actor.is_critic must be false: this trainer needs a language model",
     ),
     (["teacher={}"], "teacher.path must be set: the model to learn from"),
     (

@@ -12,9 +12,11 @@ from config_files import FILES
 
 from areal.api.cli_args import ConfigError, dump_yaml, load_experiment, load_expr_config
 from areal.api.config.experiment import PPOConfig
-from areal.api.config.loader import EXPERIMENTS, ROWS, SHIPPED_WORKFLOWS, rows_of
+from areal.api.config.loader import EXPERIMENTS, ROWS, rows_of
 from areal.api.config.section import field_types, section_class
+from areal.api.workflow_api import RolloutWorkflow
 from areal.workflow import WORKFLOWS
+from areal.workflow.resolve import find_workflow
 
 # Keys that every run reads, or that their section refuses where it does not.
 ALWAYS = """
@@ -80,8 +82,10 @@ def test_every_key_says_when_it_has_an_effect() -> None:
 SECTIONS = ("rollout.agent.limits", "workflow_kwargs.key")  # optional, and of any shape
 
 
-def test_the_shipped_workflows_are_those_of_the_package() -> None:
-    assert SHIPPED_WORKFLOWS == WORKFLOWS
+def test_no_shipped_workflow_is_an_agent() -> None:
+    for name, path in WORKFLOWS.items():
+        assert "." not in name and path.startswith("areal.workflow.")
+        assert issubclass(find_workflow(name), RolloutWorkflow)
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ AGENT = "workflow=my.Agent"
         (
             "sft",
             ["actor.backend=archon:d2", "actor.scheduling_spec=[{mem: 2}]"],
-            "mem is set aside by Ray alone",
+            "only Ray reserves mem",
         ),
         ("sft", ["actor.request_timeout=60"], "actor.request_timeout has no effect"),
         ("ppo", ["rollout.scheduling_spec=[{cpu: 2}]"], "rollout.scheduling_spec has no effect"),
@@ -135,11 +139,19 @@ AGENT = "workflow=my.Agent"
         ("ppo", ["gconfig.skip_special_tokens=false"], "workflow 'rlvr' reads tokens"),
         ("ppo", ["rollout.agent.mode=online", "reward_fn=math_verify"], "clients run the episodes"),
         ("ppo", ["gconfig={greedy: true, top_p: 0.9, n_samples: 2}"], "gconfig.greedy is true"),
-        ("rw", ["actor.temperature=0.5"], "actor.temperature has no effect: it gives values"),
+        ("rw", ["actor.temperature=0.5"], "actor.temperature has no effect: is_critic is true"),
         ("ppo", ["critic.logprobs_chunk_size=64"], "critic.logprobs_chunk_size has no effect"),
         ("sft", ["actor.lora_rank=8"], "actor.lora_rank has no effect: use_lora is false"),
-        ("sft", ["actor.weight_update_mode=disk"], "no server takes the weights of this model"),
-        ("ppo", ["critic.weight_update_mode=disk"], "no server takes the weights of this model"),
+        (
+            "sft",
+            ["actor.weight_update_mode=disk"],
+            "the weights of this model are sent to no server",
+        ),
+        (
+            "ppo",
+            ["critic.weight_update_mode=disk"],
+            "the weights of this model are sent to no server",
+        ),
         ("sft", ["actor.archon.ac_mode=full"], "gradient_checkpointing is false"),
         (
             "sft",
@@ -185,7 +197,7 @@ def test_a_key_a_shared_file_may_carry_is_warned_about(
         (["rollout.agent.mode=subproc"], "rollout.agent.mode has no effect: workflow 'rlvr' is"),
         (
             ["workflow=multi_turn", "rollout.agent.turn_discount=0.9"],
-            "workflow 'multi_turn' is no agent: its own is workflow_kwargs.turn_discount",
+            "workflow 'multi_turn' is not an agent: its own is workflow_kwargs.turn_discount",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, sa
         ("actor.overlong_reward_penalty=true", "actor.overlong_tokens must be set"),
         ("actor.backend=native:d1", "actor.backend 'native:d1' is for inference"),
         ("actor.backend=archn:d1", "actor.backend: unknown backend 'archn'"),
-        ("allocation_mode=sglang:d4+fsdp:d4", "allocation_mode must hold 'native:d1'"),
+        ("allocation_mode=sglang:d4+fsdp:d4", "allocation_mode must hold 'archon:d1'"),
         ("allocation_mode=what", "allocation_mode: cannot read 'what'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`backend`, `scheduling_*`: which layouts a config may ask for, how many processes these are."""
+"""`backend`, `scheduling_*`: which layouts a config may ask for."""
 
 from __future__ import annotations
 
@@ -11,47 +11,12 @@ REF = ("actor.kl_ctl=0.1", "ref={}")
 SHARED = "ref.scheduling_strategy={type: colocation, target: actor}"
 
 
-def test_processes_of_each_role(tmp_path: Path) -> None:
-    def count(*overrides: str) -> dict[str, int]:
-        return load(tmp_path, "ppo", *overrides).num_processes()
-
-    assert count() == {"actor": 0}
-    assert count("scheduler.type=ray") == {"actor": 1}
-    assert count("actor.backend=fsdp:d2c2t2") == {"actor": 8}
-    assert count("actor.backend=archon:d4e2") == {"actor": 4}
-    assert count("actor.backend=archon:d2p2e2") == {"actor": 4}
-    assert count(*REF, "actor.backend=archon:d2") == {"actor": 2, "ref": 2}
-    assert count(*REF, "actor.backend=archon:d2", SHARED) == {"actor": 2, "ref": 0}
-
-
 def test_replicas_are_a_part_of_the_layout(tmp_path: Path) -> None:
     actor = ("actor.backend=archon:d4", "actor.archon.num_replicas=2")
     config = load(tmp_path, "ppo", *REF, *actor)
     assert config.ref.engine_config(config.actor).archon.num_replicas == 2
     config = load(tmp_path, "ppo", *REF, *actor, "ref.backend=archon:d1")
     assert config.ref.engine_config(config.actor).archon.num_replicas == 1
-
-
-@pytest.mark.parametrize(
-    ("backend", "num_servers", "num_ranks"),
-    [("native:d1", 1, 1), ("native:t4", 1, 4), ("native:d3", 3, 1), ("native:d2t2", 2, 2)],
-)
-def test_servers_and_their_ranks(tmp_path, backend: str, num_servers: int, num_ranks: int) -> None:
-    config = load(tmp_path, "ppo", f"rollout.backend={backend}", "native.threads=3")
-    assert config.rollout.num_servers == num_servers
-    assert config.rollout.tensor_parallel == num_ranks
-    job = config.server_job()
-    assert (job.role, job.replicas) == ("rollout", num_servers)
-    assert job.spec_of(num_servers - 1).cpu == 3 * num_ranks
-    counts = [job.num_gpus_of(0, has_gpus=has_gpus) for has_gpus in (True, False)]
-    assert counts == [num_ranks, 0]
-
-
-def test_what_a_server_needs_can_be_said(tmp_path) -> None:
-    specs = "rollout.scheduling_spec=[{cpu: 8, mem: 64}, {gpu: 0}]"
-    job = load(tmp_path, "ppo", "rollout.backend=native:d2", specs).server_job()
-    assert [(spec.cpu, spec.mem) for spec in job.tasks] == [(8, 64), (1, None)]
-    assert [job.num_gpus_of(index, has_gpus=True) for index in range(2)] == [1, 0]
 
 
 def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
@@ -75,7 +40,7 @@ def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
         ),
         (
             ["actor.backend=archon:d2p2", "actor.use_lora=true"],
-            "actor.use_lora cannot be cut by t or p: use d or c instead",
+            "actor.use_lora cannot be sharded by t or p: use d or c instead",
         ),
         (
             ["actor.backend=archon:d2p2", "actor.enable_tree_training=true"],

@@ -23,7 +23,7 @@ def test_how_weights_may_reach_a_stock_server(tmp_path: Path) -> None:
     said = complaint(tmp_path, "ppo", "rollout.backend=sglang:d1", by_group)
     assert (
         "actor.weight_update_mode must be shm or disk when rollout.backend is 'sglang:d1': it "
-        "reads weights from a folder alone, got 'xccl'"
+        "loads weights only from a folder, got 'xccl'"
     ) in said
     for mode in ("direct", "ipc", "delta"):
         override = f"actor.weight_update_mode={mode}"
@@ -78,4 +78,4 @@ def test_a_stock_server_needs_the_actor_in_the_controller(tmp_path, kind):
 
 def test_other_models_may_stand_beside_a_stock_server(tmp_path: Path) -> None:
     config = load(tmp_path, "ppo", "rollout.backend=vllm:d1", "actor.kl_ctl=0.1", "ref={}")
-    assert config.num_processes() == {"actor": 0, "ref": 0}
+    assert config.hosts() == {"actor": "controller", "ref": "controller"}

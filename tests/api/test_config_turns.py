@@ -28,7 +28,7 @@ TWO = ("actor.backend=archon:d2", "rollout.backend=native:d1t2")
     ],
 )
 def test_models_that_take_turns(tmp_path: Path, overrides: list[str], models: list[str]) -> None:
-    assert load(tmp_path, "ppo", *overrides).models_in_turns() == models
+    assert load(tmp_path, "ppo", *overrides).time_shared_models() == models
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_models_that_take_turns(tmp_path: Path, overrides: list[str], models: li
         (
             [IN_TURNS, "rollout.backend=vllm:d1"],
             "rollout.backend must be native when rollout.scheduling_strategy.target is 'actor': "
-            "other servers do not leave a device, got 'vllm:d1'",
+            "other servers cannot be offloaded, got 'vllm:d1'",
         ),
         ([IN_TURNS, "rollout.backend=sglang:d1"], "rollout.backend must be native when rollout"),
         (

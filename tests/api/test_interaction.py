@@ -133,7 +133,7 @@ def test_a_reward_by_turn():
 def test_tokens_that_do_not_continue_are_refused():
     first = interaction([], response=reply_to([5], [7, 8]))
     second = interaction([], parent=first, response=reply_to([5, 7, 9], [4]), reward=1.0)
-    with pytest.raises(ValueError, match="turn 1 does not go on"):
+    with pytest.raises(ValueError, match="turn 1 does not continue"):
         second.to_tensor_dict()
 
 
@@ -329,7 +329,7 @@ def test_what_is_not_a_number_is_no_reward(value):
 def test_a_reward_needs_its_completion():
     with pytest.raises(ValueError, match="no completion 'x'.*it has 0, 1"):
         rewarded([None, None]).set_reward("x", 1.0)
-    with pytest.raises(ValueError, match="the model was not asked"):
+    with pytest.raises(ValueError, match="no completion to reward"):
         InteractionCache().set_last_reward(1.0)
 
 

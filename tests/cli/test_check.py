@@ -123,8 +123,11 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         ("actor.path=model2", "'model2' does not exist (the name of a model on a hub is org/name)"),
         ("actor.path=Qwen/Qwen3-0.6B", "actor.path: Qwen/Qwen3-0.6B is not whole in the cache"),
         ("actor.path=grpo.yaml", "actor.path: 'grpo.yaml' is a file, expected a folder"),
-        ("actor.path=./gsm8k", "actor.path: './gsm8k' is no model folder: it holds no config.json"),
-        ("tokenizer_path=./gsm8k", "tokenizer_path: './gsm8k' holds no tokenizer"),
+        (
+            "actor.path=./gsm8k",
+            "actor.path: './gsm8k' is not a model folder: it has no config.json",
+        ),
+        ("tokenizer_path=./gsm8k", "tokenizer_path: './gsm8k' has no tokenizer"),
         ("train_dataset.path=./nowhere", "train_dataset.path: './nowhere' does not exist"),
         ("train_dataset.path=arithmetics", "(did you mean 'arithmetic'?)"),
         ("train_dataset.path=org/unknown", "set train_dataset.dataset_kwargs.loader"),
@@ -162,7 +165,7 @@ def test_good_variants(capsys: pytest.CaptureFixture[str], overrides: list[str])
         (
             "train_dataset.path=hiyouga/geometry3k",
             "train_dataset.path: the rows of 'hiyouga/geometry3k' have images, and workflow 'rlvr' "
-            "reads text alone",
+            "reads text only",
         ),
         (
             "valid_dataset={path: clevr_count_70k}",

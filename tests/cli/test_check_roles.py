@@ -74,7 +74,7 @@ def test_other_trainers(check, trainer: str, summary: str) -> None:
         ("ppo", ["actor.kl_ctl=0.1"], "ref must be set for a KL penalty"),
         ("ppo", ["critic.path=./none"], "critic.path: folder './none' does not exist"),
         ("ppo", ["teacher.path=ppo.yaml"], "teacher.path: 'ppo.yaml' is a file, expected a"),
-        ("ppo", [*KL, "ref.path=./empty"], "ref.path: './empty' is no model folder"),
+        ("ppo", [*KL, "ref.path=./empty"], "ref.path: './empty' is not a model folder"),
         ("dpo", ["ref.path=./none"], "ref.path: folder './none' does not exist"),
         ("ppo", ["actor.gae_lambda=vap"], "actor.gae_lambda: unknown name 'vap' (did you mean"),
         ("ppo", ["actor.gae_lambda=no.such.fn"], "actor.gae_lambda: there is no module 'no.such'"),
@@ -169,7 +169,7 @@ def test_a_family_that_an_engine_does_not_know(
 def test_what_a_layout_cannot_compute(check) -> None:
     code, line = check("ppo", "actor.backend=archon:t2", "actor.archon.enable_compile=true")
     assert code == 2
-    assert "actor.archon.enable_compile cannot compile blocks that are cut by t" in line
+    assert "actor.archon.enable_compile cannot compile blocks that are sharded by t" in line
 
 
 def test_megatron_without_its_package(check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def raising(monkeypatch: pytest.MonkeyPatch):
         def run(args) -> int:
             raise error
 
-        module.add_parser = lambda sub: sub.add_parser("fault").set_defaults(run=run)
+        module.add_arguments, module.run = lambda parser: None, run
         monkeypatch.setitem(sys.modules, "areal.cli.fault", module)
         monkeypatch.setitem(cli.COMMANDS, "fault", "raises")
 

@@ -19,7 +19,7 @@ from areal.api.cli_args import dump_yaml
 from areal.cli.main import main
 from areal.rollout.trajectory import decode, encode
 from areal.run.database import RunDatabase, Start
-from areal.run.numerics import numeric_world
+from areal.run.numerics import numeric_environment
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer
@@ -202,7 +202,7 @@ def test_steps_that_cannot_be_replayed_say_which_can(copy, ppo_run, capsys):
     tasks = "(SELECT max(task_id) FROM tasks WHERE step = 2)"
     write(copy, f"DELETE FROM trajectories WHERE task_id = {tasks}")
     code, err = replay(capsys, copy, 2)
-    assert code == 2 and "trajectories of step 2 were forgotten" in err
+    assert code == 2 and "trajectories of step 2 were deleted" in err
 
 
 def test_no_run_and_a_run_of_another_kind_are_mistakes(tmp_path, capsys):
@@ -214,7 +214,7 @@ def test_no_run_and_a_run_of_another_kind_are_mistakes(tmp_path, capsys):
     assert code == 2 and "does not say with which config" in err
     with RunDatabase(tmp_path / "run.db") as database:
         text = dump_yaml(config_of("sft", tmp_path, "sft"))
-        database.record_start(Start(0, text, 20, numeric_world()))
+        database.record_start(Start(0, text, 20, numeric_environment()))
         database.record_step(0, {"loss": 1.0})
     code, err = replay(capsys, tmp_path, 0)
     assert code == 2 and "a run of trainer: sft" in err

@@ -184,8 +184,8 @@ def test_command_line_and_file(project, argv, says):
         (["train_dataset.path=./gsm8k"], "8 is more than the 3 rows of gsm8k/train.jsonl"),
         (["train_dataset.path=./gsm8k", "train_dataset.split=empty"], "gsm8k/empty.jsonl"),
         (["actor.path=./nowhere"], "actor.path: folder './nowhere' does not exist"),
-        (["actor.path=./gsm8k"], "'./gsm8k' is no model folder"),
-        (["tokenizer_path=./gsm8k"], "tokenizer_path: './gsm8k' holds no tokenizer"),
+        (["actor.path=./gsm8k"], "'./gsm8k' is not a model folder"),
+        (["tokenizer_path=./gsm8k"], "tokenizer_path: './gsm8k' has no tokenizer"),
         (["reward_fn=gsm8"], "reward_fn: unknown name 'gsm8' (did you mean 'gsm8k'?)"),
         (["reward_fn=nowhere.score"], "reward_fn: there is no module 'nowhere'"),
         (["reward_fn=broken_parts.scores"], "reward_fn: module 'broken_parts'"),
@@ -219,7 +219,7 @@ def test_values_and_world(project, overrides, says):
         ),
         (lambda model: cut(model / "model.safetensors", 20), "model.safetensors is damaged"),
         (lambda model: cut(model / "model.safetensors", 0), "model.safetensors is damaged"),
-        (lambda model: (model / "config.json").unlink(), "holds no config.json"),
+        (lambda model: (model / "config.json").unlink(), "has no config.json"),
         (lambda model: cut(model / "config.json", 50), "config.json is damaged"),
         (lambda model: (model / "config.json").write_text("[]"), "config.json is damaged"),
         (lambda model: edit_config(model, model_type="abacus"), "model_type 'abacus'"),
@@ -449,7 +449,7 @@ def test_recover_folder_that_becomes_read_only(project, small_disk):
     try:
         subprocess.run(["mount", "-o", "remount,ro,bind", points], check=True)
         ended = project(*order, "total_train_steps=20")
-        says = ("Read-only file system", "Training stopped after step", "goes on from", "step_1")
+        says = ("Read-only file system", "Training stopped after step", "resumes from", "step_1")
         check_line(ended, 1, *says)
     finally:
         subprocess.run(["umount", points], check=True)
@@ -499,7 +499,7 @@ def test_disk_full_under_the_ledger(project, small_disk, freq_steps):
     out, err = process.communicate(timeout=300)
     line = check_line(Ended(process.returncode, out, err), 1, str(run_dir))
     assert "No space left on device" in line or "disk is full" in line or "disk I/O error" in line
-    assert "going on from" not in err
+    assert "resuming from" not in err
     ballast.unlink()
     done = query(run_dir, "SELECT count(*) FROM steps")[0][0] + 2
     ended = project(*order, f"total_train_steps={done}")

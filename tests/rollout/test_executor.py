@@ -113,9 +113,7 @@ def test_tokens_of_weights_that_nobody_sent_are_no_data(tmp_path):
     with open_world(tmp_path, batch_size=2) as world:
         world.engine.version, world.engine.newest_version = 3, 2
         world.start(FakeWorkflow())
-        with pytest.raises(
-            RolloutFailedError, match="names version 3 .* newest that was sent is 2"
-        ):
+        with pytest.raises(RolloutFailedError, match="has version 3 .* newest that was sent is 2"):
             world.executor.prepare_batch()
         assert world.executor.stats()["finished"] == 0
 

@@ -136,7 +136,7 @@ def test_a_workflow_built_for_one_row_is_closed_after_it(tmp_path):
             world.executor.submit({"i": 1}, Touching)
         with pytest.raises(ValueError, match="built already"):
             world.executor.submit({"i": 1}, FakeWorkflow(), {"folder": "x"})
-        with pytest.raises(ValueError, match="workflow: expected a RolloutWorkflow"):
+        with pytest.raises(ValueError, match="workflow: .* is neither a RolloutWorkflow"):
             world.executor.submit({"i": 1}, dict)
         with pytest.raises(ValueError, match="wrap an agent with"):
             world.executor.submit({"i": 1}, Solver)

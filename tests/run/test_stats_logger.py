@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from run.test_database import step_stats
 
 from areal.run.database import RunDatabase
 from areal.run.stats_logger import Figure, StatsLogger
@@ -92,7 +93,7 @@ def test_database_and_trackers_get_everything_but_counts(run_db):
     stats_logger.commit(11, STATS)
     stats_logger.close()
     expected = {key: value for key, value in STATS.items() if not key.endswith("__count")}
-    assert run_db.step_stats() == [(11, expected)]
+    assert step_stats(run_db) == [(11, expected)]
     assert tracker.logged == [(11, expected)]
 
 
@@ -146,7 +147,7 @@ def test_a_tracker_that_raises_is_warned_of_once_and_counted(run_db, caplog, bro
         commit_steps(stats_logger, 6)
         stats_logger.close()
     assert len(good.logged) == 6 and good.closed == 1
-    assert len(run_db.step_stats()) == 6
+    assert len(step_stats(run_db)) == 6
     *warnings, summary = caplog.messages
     kinds = {
         "open": {"ConnectionRefusedError": 1},
@@ -170,7 +171,7 @@ def test_what_a_tracker_failed_at_is_a_statistic_of_the_step(run_db, caplog):
     with caplog.at_level(logging.INFO, "areal"):
         stats_logger.commit(1, {"loss": 1.0})
     stats_logger.close()
-    recorded = dict(run_db.step_stats())
+    recorded = dict(step_stats(run_db))
     assert recorded[0] == {"loss": 1.0}
     failed = {"trackers/failed": 1.0, "trackers/failed/ConnectionResetError": 1.0}
     assert recorded[1] == {"loss": 1.0, **failed}
@@ -203,8 +204,8 @@ def test_a_tracker_that_hangs_holds_nobody_up(run_db, caplog, where):
         stats_logger.close(timeout_s=0.5)
     assert time.monotonic() - tic < 60
     released.set()
-    assert "tracker slow: it does not come to its end and is left behind" in caplog.text
-    full = "1000 steps wait for it: new ones are left out" in caplog.text
+    assert "tracker slow: it did not finish in time and is abandoned" in caplog.text
+    full = "1000 steps are queued for it: new ones are dropped" in caplog.text
     assert full == (where in ("open", "log"))
     assert "tracker slow is incomplete: " in caplog.messages[-1]
 

@@ -34,30 +34,30 @@ def server(tmp_path):
 
 async def test_each_does_its_work_in_its_turn(server, tmp_path):
     plain, model = (open_engine(tmp_path / "model", "archon:d1") for _ in range(2))
-    turns = TimeSharedDevice([model])
-    turns.connect(server)
+    device = TimeSharedDevice([model])
+    device.connect(server)
     batch = make_batch()
     for version in (1, 2):
-        await asyncio.to_thread(turns.to_training)
+        await asyncio.to_thread(device.to_training)
         request = asyncio.create_task(generate(server))
         for engine in (plain, model):
             engine.train_batch(batch, loss_fn, loss_tokens)
         model.connect_engine(server, WeightUpdateMeta(type="direct"))
         await asyncio.to_thread(model.update_weights, version)
-        await asyncio.to_thread(turns.to_training)  # it is: nothing moves
+        await asyncio.to_thread(device.to_training)  # it is: nothing moves
         done, _ = await asyncio.wait([request], timeout=0.2)
         assert not done
-        await asyncio.to_thread(turns.to_generation)
+        await asyncio.to_thread(device.to_generation)
         assert set((await request).output_versions) == {version}
-    turns.to_training()
+    device.to_training()
     expected = weights_of(plain)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(model).items())
 
 
 async def test_without_models_nothing_moves(server):
-    turns = TimeSharedDevice([])
-    turns.connect(server)
-    turns.to_training()
+    device = TimeSharedDevice([])
+    device.connect(server)
+    device.to_training()
     assert len((await generate(server)).output_tokens) == 12
 
 
@@ -107,7 +107,7 @@ def test_the_device_belongs_to_one_side_at_a_time(tmp_path, mode):
         assert start.here - before.here < model_bytes / 20
         in_training = []
         trainer.train(on_step=lambda *step: in_training.append(measure()))
-        trainer.turns.to_generation()
+        trainer.device.to_generation()
         end = measure()
     assert len(in_training) == 3
     for training in in_training:

@@ -124,7 +124,7 @@ def test_a_lost_ledger(root, paths, capsys):
     for name in LEDGER_FILES:
         (paths.root / name).unlink(missing_ok=True)
     says = ("step_3 does not belong to the run's ledger", "is empty", "train prompts twice")
-    refused(root, paths, *says, "Put its run.db back (with run.db-wal", "trial_name")
+    refused(root, paths, *says, "Restore its run.db (with run.db-wal", "trial_name")
     assert not paths.database.exists()  # nor is there an empty one that would look balanced
     assert main(["ledger", str(paths.root)]) == 2
 
@@ -159,13 +159,13 @@ def test_a_ledger_older_than_every_point(root, paths):
 
 def test_the_ledger_of_another_run(root, paths):
     replace_ledger(paths, root / "copies-second" / "after_4.db")
-    refused(root, paths, "is of another run")
+    refused(root, paths, "belongs to another run")
 
 
 def test_a_point_of_another_run(root, paths):
     shutil.rmtree(paths.recover / "step_3")
     shutil.copytree(root / "arithmetic" / "second" / "recover" / "step_3", paths.recover / "step_3")
-    refused(root, paths, "step_3", "is of another run")
+    refused(root, paths, "step_3", "belongs to another run")
 
 
 def test_a_copy_from_a_course_of_events_that_was_undone(root, paths):
@@ -221,7 +221,7 @@ def test_a_process_that_ended_before_its_first_point_starts_over(root, tmp_path,
         train(config, end)
     assert not paths.recover.exists()
     train(config)
-    assert "1 steps are done again: no recover point was written" in caplog.text
+    assert "1 steps are repeated: no recover point was written" in caplog.text
     is_whole(paths)
 
 

@@ -245,7 +245,7 @@ def test_the_objective_travels_by_the_path_of_its_loss():
 
 def test_a_metric_does_not_take_the_name_of_another_statistic(folder):
     actor = open_actor(folder, **ONE_STEP, policy_loss="sample_losses.with_another_entropy")
-    with pytest.raises(ValueError, match="the metric 'entropy' has another meaning"):
+    with pytest.raises(ValueError, match="the metric 'entropy' is reserved"):
         actor.ppo_update(advantages(actor, two_groups()))
 
 

@@ -39,7 +39,7 @@ def test_a_filter_is_asked(tmp_path, capsys):
     """All rewards of the random replies are 0: there is nothing to learn from such a group."""
     options = ("dynamic_filter_fn=keep_mixed_groups", "reward_fn=sample_rewards.exact_match")
     code, out, _ = trial(tmp_path, capsys, *options)
-    assert code == 0 and "filter    turns down this group" in out
+    assert code == 0 and "filter    rejects this group" in out
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_point_by_itself(roo
     _, err = run.communicate(timeout=200)
     assert run.returncode == 0, err
     assert "actor/1: actor/1" in err and "was ended by signal SIGKILL" in err
-    assert "going on from the recover point of step" in err
+    assert "resuming from the recover point of step" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert query(run_dir, "SELECT count(*) FROM events WHERE kind = 'resumed'") == [(1,)]
     assert query(run_dir, "SELECT step FROM steps ORDER BY step") == [(step,) for step in range(8)]

@@ -44,7 +44,7 @@ def start(root: Path, *more: str) -> Command:
 def last_line(ended: Ended) -> str:
     assert ended.code == 1, ended.err[-3000:]
     line = ended.err.splitlines()[-1]
-    assert line.startswith("areal: error: nothing has moved for "), ended.err[-3000:]
+    assert line.startswith("areal: error: no progress for "), ended.err[-3000:]
     return line
 
 
@@ -66,7 +66,7 @@ def wait_for_a_step(root: Path, at_least: int = 1) -> None:
 
 def test_a_workflow_that_waits_for_ever(tmp_path):
     line = last_line(start(tmp_path, IN_PROCESS, "workflow=broken_parts.WaitsForEver").wait(120))
-    assert "the trainer waits for phase rollout > 0 of 8 groups wait at version 0" in line
+    assert "the trainer waits for phase rollout > 0 of 8 groups are ready at version 0" in line
     assert "task-0/0 and " in line and "wait for workflow WaitsForEver since" in line
     text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
     assert "prepare_batch" in text, "the trainer's own stack"
@@ -95,7 +95,7 @@ def test_a_call_that_holds_the_interpreter(tmp_path):
     finally:
         run.kill()
     line = last_line(Ended(run.returncode, "", err))
-    assert "does not answer" in line and "endless_filter (" in line and "broken_parts.py:" in line
+    assert "does not respond" in line and "endless_filter (" in line and "broken_parts.py:" in line
     text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
     assert "in endless_filter" in text and "in prepare_batch" in text
 
@@ -222,7 +222,7 @@ def test_a_rank_that_stops_in_a_collective_ends_the_run_for_good(tmp_path):
         run.kill()
     line = last_line(Ended(run.returncode, "", err))
     assert re.search(r"the trainer waits for phase \w+ > \w+ on 2 ranks of actor since \d+ s", line)
-    assert "going on from" not in err, "nobody has started it again"
+    assert "resuming from" not in err, "nobody has started it again"
     text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
     assert f"process {workers[1]} (stopped)" in text and f"process {workers[0]}:" in text
     (waiting,) = re.findall(rf"== process {workers[0]}:.*?(?=\n== |\Z)", text, flags=re.DOTALL)

@@ -68,7 +68,9 @@ def test_concat_refuses_different_keys_and_ranks():
 def test_split_undoes_concat(groups: list[list[int]]):
     trajs = [padded(lengths) | {"names": [str(n) for n in lengths]} for lengths in groups]
     batch, meta = concat_batch(trajs)
-    assert meta.n_trajs == len(groups) and sum(meta.traj_group_sizes) == len(batch["rewards"])
+    assert len(meta.traj_group_sizes) == len(groups) and sum(meta.traj_group_sizes) == len(
+        batch["rewards"]
+    )
     for traj, back in zip(trajs, split_batch(batch, meta), strict=True):
         assert back["names"] == traj["names"]
         for key in ("input_ids", "attention_mask", "rewards"):

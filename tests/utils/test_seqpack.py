@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.utils.seqpack import ALGORITHMS, balanced_greedy_partition, pack_sequences
+from areal.utils.seqpack import ALGORITHMS, pack_sequences
 
 
 @given(
@@ -57,26 +57,3 @@ def test_refusals_name_the_fault():
         pack_sequences([])
     with pytest.raises(ValueError, match="'ffd', 'kk'"):
         pack_sequences([1], algorithm="best")
-
-
-def test_partition_by_hand():
-    """Longest first to the lightest rank with room: 9, then 8 and 7, then 3 and 1, then 1."""
-    assert balanced_greedy_partition([1, 9, 8, 3, 7, 1], 2) == [[0, 1, 3], [2, 4, 5]]
-
-
-@given(
-    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=40),
-    num_parts=st.integers(1, 8),
-)
-def test_partition_has_every_item_once_and_equal_counts(sizes, num_parts):
-    if len(sizes) < num_parts:
-        with pytest.raises(ValueError, match=f"{len(sizes)} items among {num_parts} ranks"):
-            balanced_greedy_partition(sizes, num_parts)
-        return
-    parts = balanced_greedy_partition(sizes, num_parts)
-    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
-    counts = [len(part) for part in parts]
-    assert len(parts) == num_parts and max(counts) - min(counts) <= 1
-    loads = [sum(sizes[i] for i in part) for part in parts]
-    if len(sizes) % num_parts == 0:
-        assert max(loads) - min(loads) <= max(sizes)

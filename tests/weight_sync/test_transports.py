@@ -79,14 +79,6 @@ def test_a_refused_publication_is_kept_for_inspection(tmp_path):
     assert open_publication(meta.path).version == 1
 
 
-def test_adapters_are_refused_before_anything_is_sent(tmp_path):
-    receiver = Receiver()
-    adapter = WeightUpdateMeta.from_disk(tmp_path, use_lora=True, lora_name="a").with_version(1)
-    with pytest.raises(ValueError, match="use_lora: no transport here moves adapters"):
-        send_weights(receiver, adapter, WEIGHTS.items())
-    assert os.listdir(tmp_path) == []
-
-
 def test_remove_old_versions_by_number_not_by_name(tmp_path):
     for version in (8, 9, 10, 11):
         (tmp_path / f"weight_update_v{version}").mkdir()

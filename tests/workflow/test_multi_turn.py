@@ -13,8 +13,8 @@ from areal.dataset.arithmetic import build_char_tokenizer
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.models.common.attention import PackedAttention
 from areal.utils import stats_tracker
-from areal.workflow import find_workflow
 from areal.workflow.multi_turn import MultiTurnWorkflow, feedback_ids
+from areal.workflow.resolve import find_workflow
 from areal.workflow.rlvr import RLVRWorkflow
 
 FEEDBACK = " no! again: "

@@ -15,7 +15,7 @@ from areal.api.workflow_context import episode
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.sandbox.pool import RewardError
 from areal.utils import stats_tracker
-from areal.workflow import find_workflow
+from areal.workflow.resolve import find_workflow
 from areal.workflow.rlvr import RLVRWorkflow
 from areal.workflow.transcript import Transcript
 

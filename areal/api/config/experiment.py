@@ -2,16 +2,15 @@
 
 A value is written once. Sections get what they need from the root (batch size, model, sampling
 options) in `__post_init__`; run name and folders exist only at the root. A section checks itself;
-checks across sections are here.
+checks across sections are here, those about processes and devices in placement.py.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import field, fields, replace
+from dataclasses import field, fields
 from typing import Any, Literal
 
-from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.inference import (
     GenerationHyperparameters,
     InferenceEngineConfig,
@@ -19,6 +18,7 @@ from areal.api.config.inference import (
     SGLangConfig,
     VLLMConfig,
 )
+from areal.api.config.placement import check_models, check_servers
 from areal.api.config.ppo import (
     FrozenModelConfig,
     PPOActorConfig,
@@ -40,8 +40,7 @@ from areal.api.config.run import (
     WatchdogConfig,
 )
 from areal.api.config.section import config_section, expand_path, require, require_at_least
-from areal.api.config.train_engine import TrainEngineConfig, check_allocation
-from areal.api.scheduler_api import Job, SchedulingSpec
+from areal.api.config.train_engine import TrainEngineConfig
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
@@ -55,15 +54,15 @@ class BaseExperimentConfig:
     trial_name: str
     """Name of this run of the experiment."""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
-    """Where files lie."""
+    """Folders and machines of the run."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Who starts worker processes."""
+    """How worker processes are started."""
     allocation_mode: str = ""
     """Older way to write the `backend` of all engines in one string, like `native:d1+archon:d1`."""
     seed: int = 1
     """Fixes data order, sampling and initial weights."""
     total_train_epochs: int = 1
-    """Times the training goes through the data set."""
+    """Passes over the data set."""
     total_train_steps: int | None = None
     """Stop after this many steps, if that is sooner."""
     tokenizer_path: str = ""
@@ -71,7 +70,7 @@ class BaseExperimentConfig:
     train_dataset: DatasetConfig
     """What is trained on."""
     valid_dataset: ValidDatasetConfig | None = None
-    """What is evaluated on. null: nothing is, whatever `evaluator` says."""
+    """What is evaluated on. null: no evaluation, whatever `evaluator` says."""
     saver: SaverConfig = field(default_factory=SaverConfig)
     """When checkpoints are saved."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
@@ -106,85 +105,14 @@ class BaseExperimentConfig:
         kinds = (TrainEngineConfig, FrozenModelConfig)
         return {name: section for name, section in sections.items() if isinstance(section, kinds)}
 
-    def num_processes(self) -> dict[str, int]:
-        """Role -> number of its own worker processes; 0 for a role that runs in the controller or
-        in another role's processes."""
-        hosts = self.hosts()
-        return {role: n if hosts[role] == role else 0 for role, n in self.num_ranks().items()}
-
-    def jobs(self) -> list[Job]:
-        """The workers of all roles that have their own."""
-        return [self.model_job(role) for role, count in self.num_processes().items() if count]
-
-    def model_job(self, role: str) -> Job:
-        """The ranks of one model as workers of a scheduler."""
-        section = self.models()[role]
-        return Job(
-            role=role,
-            replicas=self.num_ranks()[role],
-            tasks=section.scheduling_spec or [SchedulingSpec()],
-            scheduling_strategy=section.scheduling_strategy,
-        )
-
     def hosts(self) -> dict[str, str]:
         """Role -> the role whose processes host its model, or `controller`."""
-        sizes = self.num_ranks()
         return {
             role: "controller"
-            if self.scheduler.type == "local" and sizes[role] == 1
+            if self.scheduler.type == "local" and section.num_ranks == 1
             else section.scheduling_strategy.target or role
             for role, section in self.models().items()
         }
-
-    def num_ranks(self) -> dict[str, int]:
-        """Role -> number of ranks of its model."""
-        models = self.models().items()
-        return {role: section.allocation.parallel.world_size for role, section in models}
-
-    def _check_placement(self, actor: TrainEngineConfig) -> None:
-        """Each rank has the devices it needs; colocated roles have equal numbers of ranks."""
-        models, sizes = self.models(), self.num_ranks()
-        mode = actor.weight_update_mode
-        require(
-            self.scheduler.type == "local" or mode in ("shm", "disk", "delta", "xccl"),
-            "actor.weight_update_mode must be shm, disk, delta or xccl when scheduler.type is ray",
-            mode,
-        )
-        self._check_machines()
-        for role, section in models.items():
-            require(
-                len(section.scheduling_spec) in (0, 1, sizes[role]),
-                f"{role}.scheduling_spec must have one entry, or one for each of the "
-                f"{sizes[role]} ranks of {section.backend!r}",
-                f"{len(section.scheduling_spec)} entries",
-            )
-            target = section.scheduling_strategy.target
-            if target is None:
-                continue
-            key = f"{role}.scheduling_strategy.target"
-            others = [
-                name
-                for name, other in models.items()
-                if name != role and other.scheduling_strategy.target is None
-            ]
-            require(
-                target in others,
-                f"{key} must be a model with processes of its own: {others}",
-                target,
-            )
-            require(
-                sizes[role] == sizes[target],
-                f"{role}.backend must have as many ranks as {target}.backend ({sizes[target]}), "
-                "whose processes it shares",
-                sizes[role],
-            )
-
-    def _check_machines(self) -> None:
-        require(
-            self.cluster.n_nodes == 1 or self.scheduler.type == "ray",
-            f"scheduler.type must be ray when cluster.n_nodes is {self.cluster.n_nodes}",
-            self.scheduler.type,
-        )
 
     def _inherit_from_trainer(self, actor: TrainEngineConfig, row_type: RowType) -> None:
         """Set the parts of the root that follow from the trainer and its model."""
@@ -199,7 +127,7 @@ class BaseExperimentConfig:
         else:
             require(
                 not actor.is_critic,
-                "actor.is_critic must be false: this trainer needs a model of tokens (a reward "
+                "actor.is_critic must be false: this trainer needs a language model (a reward "
                 "model is trained with trainer: rw, a critic has its own section)",
                 actor.is_critic,
             )
@@ -255,7 +183,7 @@ class PPOConfig(BaseExperimentConfig):
     """Train on the accepted prompts of a batch instead of waiting for a full one. Needs
     dynamic_filter_fn."""
     dynamic_filter_fn: str | None = None
-    """A name, or the import path of a function trajectory -> bool; prompts it refuses are not
+    """A name, or the import path of a function trajectory -> bool; prompts it rejects are not
     trained on."""
 
     def __post_init__(self) -> None:
@@ -263,17 +191,11 @@ class PPOConfig(BaseExperimentConfig):
         self._inherit_from_trainer(self.actor, "rl")
         self._inherit_sampling()
         self._check_batch()
-        self._check_ranks()
-        self._check_workers()
         self._check_ref()
         self._check_critic()
         self._check_teacher()
-        self._check_stock_server()
-        self._check_placement(self.actor)
-        _check_turns(self)
-        if self.allocation_mode:
-            backends = {"inference": self.rollout.backend, "training": self.actor.backend}
-            check_allocation(self.allocation_mode, backends)
+        check_models(self)
+        check_servers(self)
 
     def _inherit_sampling(self) -> None:
         if self.eval_gconfig is None:
@@ -338,145 +260,17 @@ class PPOConfig(BaseExperimentConfig):
             self.dynamic_bs,
         )
 
-    def _check_ranks(self) -> None:
-        num_servers = self.rollout.num_servers
-        require(
-            len(self.rollout.scheduling_spec) in (0, 1, num_servers),
-            f"rollout.scheduling_spec must have one entry, or one for each of the {num_servers} "
-            f"servers of {self.rollout.backend!r}",
-            f"{len(self.rollout.scheduling_spec)} entries",
-        )
-        if self.rollout.num_servers * self.rollout.tensor_parallel == 1:
-            return
-        several = f"when rollout.backend is {self.rollout.backend!r}, several processes"
-        mode = self.actor.weight_update_mode
-        require(
-            mode in ("shm", "disk", "delta", "xccl"),
-            f"actor.weight_update_mode must be shm, disk, delta or xccl {several}",
-            mode,
-        )
-        require(
-            not self.native.batch_invariant or self.rollout.tensor_parallel == 1,
-            f"native.batch_invariant must be false {several}",
-            True,
-        )
-
-    def _check_machines(self) -> None:
-        super()._check_machines()
-        machines, mode = self.cluster.n_nodes, self.actor.weight_update_mode
-        require(
-            machines == 1 or mode in ("disk", "delta", "xccl"),
-            "actor.weight_update_mode must be disk, delta or xccl when cluster.n_nodes is "
-            f"{machines}: memory is not shared between machines",
-            mode,
-        )
-
-    def jobs(self) -> list[Job]:
-        workers = [self.rollout_worker_job()] if self.rollout.workers else []
-        return [*super().jobs(), self.server_job(), *workers]
-
-    def rollout_worker_job(self) -> Job:
-        """The rollout worker processes as workers of a scheduler."""
-        return Job("rollout_worker", self.rollout.workers, default_gpus=0)
-
-    def server_job(self) -> Job:
-        """The inference servers as workers of a scheduler, one worker per server."""
-        rollout = self.rollout
-        num_threads = self.server.threads * rollout.tensor_parallel
-        specs = rollout.scheduling_spec or [SchedulingSpec()]
-        return Job(
-            role="rollout",
-            replicas=rollout.num_servers,
-            tasks=[replace(spec, cpu=spec.cpu or num_threads) for spec in specs],
-            default_gpus=rollout.tensor_parallel,
-        )
-
     @property
     def server(self) -> NativeServerConfig | VLLMConfig | SGLangConfig:
         """The section of the engine that rollout.backend chooses."""
         return getattr(self, self.rollout.engine)
 
-    def _check_stock_server(self) -> None:
-        """Reject, not ignore, options that a stock server does not support."""
-        engine = self.rollout.engine
-        if engine == "native":
-            return
-        chosen = f"when rollout.backend is {self.rollout.backend!r}"
-        mode = self.actor.weight_update_mode
-        if engine == "vllm":
-            require(
-                mode in ("shm", "disk", "xccl"),
-                f"actor.weight_update_mode must be shm, disk or xccl {chosen}",
-                mode,
-            )
-        else:
-            require(
-                mode in ("shm", "disk"),
-                f"actor.weight_update_mode must be shm or disk {chosen}: it reads weights from a "
-                "folder alone",
-                mode,
-            )
-        require(
-            self.rollout.recompute_kv,
-            f"rollout.recompute_kv must be true {chosen}: what an update interrupts is sent again",
-            False,
-        )
-        require(
-            not self.native.batch_invariant,
-            f"native.batch_invariant must be false {chosen}: the native server does not run",
-            True,
-        )
-        # Only the controller knows which requests an update interrupts; ranks would bypass it.
-        require(
-            self.num_processes()["actor"] == 0,
-            f"actor.backend must be one rank in the controller {chosen}: use archon:d1 or fsdp:d1 "
-            "with scheduler.type=local, or rollout.backend=native:d1",
-            self.actor.backend,
-        )
-        if engine == "sglang":
-            default = GenerationHyperparameters()
-            for name in ("top_p", "top_k"):
-                value = getattr(self.gconfig, name)
-                require(
-                    value == getattr(default, name),
-                    f"gconfig.{name} must be left out {chosen}: its log-probabilities are those "
-                    "before the cut, which is not what samples are drawn from",
-                    value,
-                )
-
-    def models_in_turns(self) -> list[str]:
-        """Roles whose models share devices with the inference server and alternate with it."""
+    def time_shared_models(self) -> list[str]:
+        """Roles whose models alternate with the inference server on the same devices."""
         target, hosts = self.rollout.scheduling_strategy.target, self.hosts()
         if target is None:
             return []
         return [role for role, host in hosts.items() if host == hosts[target]]
-
-    def _check_workers(self) -> None:
-        if self.rollout.workers == 0:
-            return
-        agent, mode = self.rollout.agent, self.actor.weight_update_mode
-        in_workers = "when rollout.workers is above 0"
-        require(
-            self.rollout.engine == "native",
-            f"rollout.backend must be native {in_workers}: what an update interrupts in a stock "
-            "server is sent again by the controller alone",
-            self.rollout.backend,
-        )
-        require(
-            mode != "direct",
-            f"actor.weight_update_mode must not be direct {in_workers}: they need a server",
-            mode,
-        )
-        require(
-            agent.mode != "online",
-            f"rollout.agent.mode must not be online {in_workers}: clients need one address",
-            agent.mode,
-        )
-        require(
-            agent.port == 0,
-            f"rollout.agent.port must be 0 {in_workers}: each has a proxy of its own",
-            agent.port,
-        )
 
     def _check_ref(self) -> None:
         actor = self.actor
@@ -526,61 +320,3 @@ class PPOConfig(BaseExperimentConfig):
 
 
 GRPOConfig = PPOConfig
-
-
-_SHARED_DEVICES = "rollout.scheduling_strategy.target"
-
-
-def _check_turns(config: PPOConfig) -> None:
-    """ValueError if `rollout` shares devices and cannot; no-op if it has its own."""
-    target = config.rollout.scheduling_strategy.target
-    if target is None:
-        return
-    models = config.models()
-    owners = [role for role, model in models.items() if model.scheduling_strategy.target is None]
-    require(
-        target in owners,
-        f"{_SHARED_DEVICES} must be a model with devices of its own: {owners}",
-        target,
-    )
-    in_turns = f"when {_SHARED_DEVICES} is {target!r}"
-    _check_server_in_turns(config, target, in_turns)
-    for role in config.models_in_turns():
-        require(
-            models[role].allocation.backend != "megatron",
-            f"{role}.backend must be archon or fsdp {in_turns}: megatron does not leave a device",
-            models[role].backend,
-        )
-
-
-def _check_server_in_turns(config: PPOConfig, target: str, in_turns: str) -> None:
-    rollout, mode = config.rollout, config.actor.weight_update_mode
-    require(
-        rollout.engine == "native",
-        f"rollout.backend must be native {in_turns}: other servers do not leave a device",
-        rollout.backend,
-    )
-    num_ranks = ModelAllocation.from_str(rollout.backend).parallel.world_size
-    expected = config.num_ranks()[target]
-    require(
-        num_ranks == expected,
-        f"rollout.backend must have as many ranks as {target}.backend ({expected}), whose devices "
-        "it shares",
-        num_ranks,
-    )
-    require(
-        config.scheduler.type == "local",
-        f"scheduler.type must be local {in_turns}: Ray gives servers devices of their own",
-        config.scheduler.type,
-    )
-    require(
-        mode in ("shm", "ipc", "disk", "delta"),
-        f"actor.weight_update_mode must be shm, ipc, disk or delta {in_turns}: the server is a "
-        "process of its own, and off the device when new weights come",
-        mode,
-    )
-    require(
-        rollout.recompute_kv,
-        f"rollout.recompute_kv must be true {in_turns}: a cache does not outlive the turn",
-        False,
-    )

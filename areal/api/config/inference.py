@@ -39,16 +39,16 @@ KEYS = [
 
 @config_section
 class ProcessLimits:
-    """What the process may use. SECURITY.md says how this is kept, and what is not."""
+    """Limits of a process. SECURITY.md says how they are enforced, and what they do not cover."""
 
     memory_gb: float = 8.0
-    """Memory of one process, in GiB; more is a MemoryError, or its end."""
+    """Memory of one process, in GiB; beyond it a MemoryError, or the process is killed."""
     cpu_seconds: float | None = None
     """CPU time of one call over all its threads and processes. Default: four times its time."""
     file_size_mb: int = 1024
     """Largest file it may write, in MiB."""
     disk_mb: int = 4096
-    """All it may keep in $TMPDIR, in MiB; more ends the process."""
+    """Size of its $TMPDIR, in MiB; beyond it the process is killed."""
     max_processes: int = 0
     """Processes it may start besides threads."""
     network: bool = True
@@ -56,8 +56,8 @@ class ProcessLimits:
     writable: list[str] = field(default_factory=list)
     """Folders it may write in, besides a temporary one of its own ($TMPDIR)."""
     unreadable: list[str] = field(default_factory=lambda: [*KEYS])
-    """Files and folders it may not read, besides the run's own folder. Default: where keys lie
-    (~/.ssh, ~/.aws, ~/.netrc and their like)."""
+    """Files and folders it may not read, besides the run's own folder. Default: where credentials
+    are stored (~/.ssh, ~/.aws, ~/.netrc and their like)."""
     env: list[str] = field(default_factory=list)
     """Environment variables it gets besides PATH, HOME and the like (JUDGE_API_KEY)."""
 
@@ -88,16 +88,16 @@ class AgentConfig:
     drop_retry_orphans: bool = False
     """Leave out completions that were requested again with the same messages."""
     prefix_matcher: str | None = None
-    """Import path of a function (prefix, messages) -> bool that says whether a chat goes on.
-    Default: equal roles, texts and tool calls."""
+    """Import path of a function (prefix, messages) -> bool that says whether messages continue a
+    chat. Default: equal roles, texts and tool calls."""
     session_timeout_seconds: float = 3600.0
     """An episode that takes longer has failed."""
     subproc_max_workers: int = 4
     """Processes of `subproc`; each runs one episode at a time."""
     limits: ProcessLimits | None = None
-    """What a process of `subproc` may use. Default: whatever you may."""
+    """Limits of a process of `subproc`. Default: no limits."""
     port: int = 0
-    """Port of the server that agents talk to, on this machine only. 0 is a free one."""
+    """Port of the server that agents talk to, on this machine only. 0: a free port."""
 
     def __post_init__(self) -> None:
         require(
@@ -139,25 +139,25 @@ class GenerationHyperparameters:
     stop_token_ids: list[int] = field(default_factory=list)
     """Generation ends after one of these."""
     ignore_eos: bool = False
-    """Go on after the model's end token; `stop_token_ids` still hold."""
+    """Continue after the model's end token; `stop_token_ids` still apply."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text of an OpenAI-style reply."""
     stop: list[str] | None = None
     """Generation ends once the text contains one of these."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time it was generated already, between -2 and 2."""
+    """Subtracted from a token's logit for each time it was generated, between -2 and 2."""
     seed: int | None = None
-    """Fixes the draw of this request, whatever else is in the batch."""
+    """Seed of this request's samples, whatever else is in the batch."""
     lora_name: str = ""
     """The adapter to generate with. Default: none, the model itself."""
     use_beam_search: bool = False
     """Must stay false: a beam search does not sample, so its log-probabilities cannot be trained
     on."""
     reward_normalization: bool = False
-    """Subtract the group's mean from the rewards and divide by its spread, before anything else
-    sees them; what they were is kept as `original_rewards`."""
+    """Subtract the group's mean from the rewards and divide by its standard deviation, before
+    anything else uses them; the raw rewards are kept as `original_rewards`."""
     drop_incomplete_group: bool = False
-    """Reject a group of which the workflow rejected a sample. Default: go on with the others."""
+    """Reject a group of which the workflow rejected a sample. Default: keep the others."""
 
     def __post_init__(self) -> None:
         require(self.n_samples >= 1, "n_samples must be at least 1", self.n_samples)
@@ -238,8 +238,8 @@ class GenerationHyperparameters:
     def _check_one_call(self, *, may_have_n: bool) -> None:
         require(
             self.n_samples == 1 or may_have_n,
-            "n_samples must be 1, because one call of this interface gives one answer (the samples "
-            "of a group are episodes of their own: use gconfig.new(n_samples=1))",
+            "n_samples must be 1, because one call of this interface returns one reply (the "
+            "samples of a group are episodes of their own: use gconfig.new(n_samples=1))",
             self.n_samples,
         )
         require(
@@ -350,8 +350,8 @@ class InferenceEngineConfig:
 
     backend: str = "native:d1"
     """Engine and parallel layout, like `native:d1`; `native:d2` starts two servers, `native:d1t2`
-    cuts the model over two processes, each with a device of its own. `vllm:d1` and `sglang:d1`
-    start a stock server."""
+    shards the model over two processes, one device each. `vllm:d1` and `sglang:d1` start a stock
+    server."""
     max_concurrent_rollouts: int | None = None
     """Most prompts in flight. Default: as many as staleness allows, (max_head_offpolicyness + 1)
     times consumer_batch_size."""
@@ -363,26 +363,26 @@ class InferenceEngineConfig:
     max_failure_ratio: float = 0.1
     """The run stops when a larger share of episodes fails."""
     request_timeout: float = 3600.0
-    """Seconds a generation may take, turns of training not counted; also the longest time nothing
-    may finish."""
+    """Timeout of a generation in seconds, not counting phases of training on a shared device; also
+    the longest time without a finished group."""
     request_retries: int = 3
     """Times a failed episode or request is tried again."""
     setup_timeout: float = 300.0
-    """Seconds the server may take to come up."""
+    """Timeout of the server's start, in seconds."""
     dump_to_file: bool = False
     """Write every trajectory as text under the run's logs."""
     workers: int = 0
     """Processes that run the episodes, each with an event loop of its own: beside the controller,
     with Ray on whatever machines have a CPU for them. 0: the controller's event loop runs them,
-    which carries more than a thousand samples a second."""
+    which handles more than a thousand samples a second."""
     recompute_kv: bool = True
-    """After a weight update, compute the cache of running requests again with the new weights."""
+    """After a weight update, recompute the cache of running requests with the new weights."""
     scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
     """With Ray, what each server needs of its machine: one entry for all servers, or one for each.
     Default: a CPU for each of its threads, and a GPU for each of its processes."""
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
-    """Devices of its own, or those of a model, in turns: `{type: colocation, target: actor}`. While
-    one generates or trains, the other waits in the memory of the host."""
+    """Its own devices, or those of a model, time-shared: `{type: colocation, target: actor}`. While
+    one uses the devices, the other is offloaded to host memory."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """How agents run that talk to the model over HTTP."""
 

@@ -109,7 +109,7 @@ def _report_idle(config: BaseExperimentConfig, source: Source, *, by_workflow: b
             continue
         if idle.refuse:
             raise source.error(idle.key, f"{idle}; remove it")
-        logger.warning("%s: %s", source.place(idle.key), idle)
+        logger.warning("%s: %s", source.position(idle.key), idle)
 
 
 def _is_the_same_without(config: BaseExperimentConfig, source: Source, key: KeyPath) -> bool:
@@ -166,18 +166,11 @@ def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         reason = str(error).strip().splitlines()[0]
         raise source.error(tuple(key.split(".")), f"{key}: {reason}") from None
     except RecursionError:
-        raise ConfigError(f"{source.path}: ${{...}} references go round in a circle") from None
-
-
-# The workflows of areal/workflow/__init__.py, none of which is an agent.
-SHIPPED_WORKFLOWS = {
-    "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
-    "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
-}
+        raise ConfigError(f"{source.path}: ${{...}} references form a cycle") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KeyContext:
     """Argument of a reason: a config, and the section that contains the key."""
 
     config: Any
@@ -194,7 +187,7 @@ class Place:
 
 
 # Why a key is idle, after "has no effect: "; None if it is not.
-Reason = Callable[[Place], str | None]
+Reason = Callable[[KeyContext], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +218,9 @@ def idle_keys(config: BaseExperimentConfig, source: Source) -> Iterator[IdleKey]
     for key in _leaves(type(config), source.tree, ()):
         if _value(config, key) == _default(type(config), key):
             continue
-        place = Place(config, key[0], frozenset(source.tree))
+        context = KeyContext(config, key[0], frozenset(source.tree))
         for row in rows_of(".".join(key)):
-            why = row.reason(place)
+            why = row.reason(context)
             if why is not None:
                 yield IdleKey(key, why, row.refuse, row.by_workflow)
                 break
@@ -238,48 +231,52 @@ def rows_of(name: str) -> list[Row]:
     return [row for row in ROWS if any(fnmatch.fnmatchcase(name, key) for key in row.keys)]
 
 
-def _unless(holds: Callable[[Place], bool], why: str) -> Reason:
-    return lambda place: None if holds(place) else why
+def _unless(holds: Callable[[KeyContext], bool], why: str) -> Reason:
+    return lambda context: None if holds(context) else why
 
 
-def _evaluates(place: Place) -> bool:
-    evaluator = place.config.evaluator
+def _evaluates(context: KeyContext) -> bool:
+    evaluator = context.config.evaluator
     return evaluator.ever_fires or evaluator.eval_before_train
 
 
-def _has_agent(place: Place) -> bool:
-    shipped = {*SHIPPED_WORKFLOWS, *SHIPPED_WORKFLOWS.values()}
-    return place.config.rollout.agent.mode == "online" or place.config.workflow not in shipped
+def _has_agent(context: KeyContext) -> bool:
+    # Short names and areal.workflow.* are workflows of the package, none of which is an agent.
+    name = context.config.workflow
+    is_shipped = "." not in name or name.startswith("areal.workflow.")
+    return context.config.rollout.agent.mode == "online" or not is_shipped
 
 
-def _in_controller(place: Place) -> bool:
-    return place.config.hosts()[place.role] == "controller"
+def _in_controller(context: KeyContext) -> bool:
+    return context.config.hosts()[context.role] == "controller"
 
 
-def _learns_by_reward(place: Place) -> bool:
-    teacher = place.config.teacher
+def _learns_by_reward(context: KeyContext) -> bool:
+    teacher = context.config.teacher
     return teacher is None or teacher.rl_loss_weight > 0
 
 
 def _engine_reason(engine: str) -> Reason:
-    def reason(place: Place) -> str | None:
-        backend = place.config.rollout.backend
-        return None if place.config.rollout.engine == engine else f"rollout.backend is {backend!r}"
+    def reason(context: KeyContext) -> str | None:
+        backend = context.config.rollout.backend
+        return (
+            None if context.config.rollout.engine == engine else f"rollout.backend is {backend!r}"
+        )
 
     return reason
 
 
-def _spec_reason(place: Place) -> str | None:
-    if _in_controller(place):
+def _spec_reason(context: KeyContext) -> str | None:
+    if _in_controller(context):
         return "this model runs in the controller itself"
-    by_ray = place.config.scheduler.type == "ray"
-    asks = any(spec.mem is not None for spec in place.section.scheduling_spec)
-    return "mem is set aside by Ray alone" if asks and not by_ray else None
+    by_ray = context.config.scheduler.type == "ray"
+    asks = any(spec.mem is not None for spec in context.section.scheduling_spec)
+    return "only Ray reserves mem" if asks and not by_ray else None
 
 
 def _std_reason(name: str) -> Reason:
-    def reason(place: Place) -> str | None:
-        norm = getattr(place.section, name)
+    def reason(context: KeyContext) -> str | None:
+        norm = getattr(context.section, name)
         return None if norm.std_level is not None else "std_level is null, so nothing is divided"
 
     return reason
@@ -366,7 +363,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         ("rollout.agent.turn_discount",),
         lambda p: (
-            "workflow 'multi_turn' is no agent: its own is workflow_kwargs.turn_discount"
+            "workflow 'multi_turn' is not an agent: its own is workflow_kwargs.turn_discount"
             if not _has_agent(p) and p.config.workflow == "multi_turn"
             else None
         ),
@@ -375,7 +372,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         ("rollout.agent.*",),
-        lambda p: None if _has_agent(p) else f"workflow {p.config.workflow!r} is no agent",
+        lambda p: None if _has_agent(p) else f"workflow {p.config.workflow!r} is not an agent",
         refuse=True,
         by_workflow=True,
     ),
@@ -409,7 +406,9 @@ ROWS: tuple[Row, ...] = (
     # Models
     Row(
         _of_trained("temperature", "logprobs_chunk_size"),
-        _unless(lambda p: not p.section.is_critic, "it gives values, not tokens"),
+        _unless(
+            lambda p: not p.section.is_critic, "is_critic is true: it gives values, not tokens"
+        ),
     ),
     Row(
         _of_trained("lora_rank", "lora_alpha"),
@@ -419,7 +418,7 @@ ROWS: tuple[Row, ...] = (
         _of_trained("weight_update_mode"),
         _unless(
             lambda p: p.config.trainer == "ppo" and p.role == "actor",
-            "no server takes the weights of this model",
+            "the weights of this model are sent to no server",
         ),
     ),
     Row(

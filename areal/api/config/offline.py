@@ -10,9 +10,10 @@ from dataclasses import field
 from typing import Literal
 
 from areal.api.config.experiment import BaseExperimentConfig
+from areal.api.config.placement import check_models
 from areal.api.config.ppo import RefConfig
 from areal.api.config.section import config_section, require_above
-from areal.api.config.train_engine import TrainEngineConfig, check_allocation
+from areal.api.config.train_engine import TrainEngineConfig
 
 
 @config_section
@@ -27,9 +28,7 @@ class SFTConfig(BaseExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "sft")
-        self._check_placement(self.actor)
-        if self.allocation_mode:
-            check_allocation(self.allocation_mode, {"training": self.actor.backend})
+        check_models(self)
 
 
 @config_section
@@ -39,14 +38,12 @@ class RWConfig(BaseExperimentConfig):
     trainer: Literal["rw"] = "rw"
     """Which trainer `areal train` runs."""
     actor: TrainEngineConfig
-    """The trained model; `is_critic: true` gives it the head that scores."""
+    """The trained model; `is_critic: true` gives it a scoring head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "rw")
-        self._check_placement(self.actor)
-        if self.allocation_mode:
-            check_allocation(self.allocation_mode, {"training": self.actor.backend})
+        check_models(self)
 
 
 @config_section
@@ -54,7 +51,7 @@ class DPOActorConfig(TrainEngineConfig):
     """The policy trained by direct preference optimisation."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the reference model."""
+    """How strongly the policy is kept near the reference model."""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
     """`sigmoid` is DPO; `ipo` regresses the margin on 1 / (2 beta)."""
 
@@ -78,6 +75,4 @@ class DPOConfig(BaseExperimentConfig):
         super().__post_init__()
         self._inherit_from_trainer(self.actor, "dpo")
         self.ref.inherit(self.actor)
-        self._check_placement(self.actor)
-        if self.allocation_mode:
-            check_allocation(self.allocation_mode, {"training": self.actor.backend})
+        check_models(self)

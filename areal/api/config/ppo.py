@@ -50,7 +50,7 @@ class FrozenModelConfig:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of the model. Default: actor.dtype."""
     mb_spec: MicroBatchSpec | None = None
-    """How a batch is cut into micro-batches. Default: actor.mb_spec."""
+    """How a batch is split into micro-batches. Default: actor.mb_spec."""
     scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
     """What each rank needs of its machine: one entry for all ranks, or one for each."""
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
@@ -77,6 +77,10 @@ class FrozenModelConfig:
         if self.backend is None:
             raise RuntimeError("backend is not known yet: `inherit` takes it from the actor")
         return ModelAllocation.from_str(self.backend)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.allocation.parallel.world_size
 
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
@@ -144,9 +148,9 @@ class PPOCriticConfig(TrainEngineConfig):
     eps_clip: float = 0.5
     """A value moves at most this far from its old one before its loss is clipped."""
     value_error: Literal["squared", "huber"] = "squared"
-    """What a wrong value costs: half its square, or beyond an error of 10 in proportion to it."""
+    """Loss of a value error: half its square, or Huber's, which is linear beyond an error of 10."""
     mb_spec: MicroBatchSpec | None = None
-    """How a batch is cut into micro-batches. Default: actor.mb_spec."""
+    """How a batch is split into micro-batches. Default: actor.mb_spec."""
     mask_no_eos_with_zero: bool = False
     """Leave answers cut off by length out of the value loss."""
 
@@ -252,7 +256,7 @@ class PPOActorConfig(TrainEngineConfig):
     eps_clip: float = 0.2
     """The probability ratio is clipped to [1 - eps_clip, 1 + eps_clip]."""
     eps_clip_higher: float | None = None
-    """Another bound above 1 (DAPO). Default: eps_clip."""
+    """Upper bound 1 + eps_clip_higher instead (DAPO). Default: eps_clip."""
     c_clip: float | None = None
     """Dual clip: bounds the loss of tokens with negative advantage; above 1."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -283,7 +287,7 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: float = 20.0
     """Scaled rewards are clipped to +- this."""
     overlong_reward_penalty: bool = False
-    """Take reward away as the answer comes near max_new_tokens (DAPO)."""
+    """Penalise answers that come near max_new_tokens (DAPO)."""
     overlong_tokens: int | None = None
     """The penalty grows over the last this many tokens."""
     overlong_penalty_factor: float | None = None
@@ -304,7 +308,7 @@ class PPOActorConfig(TrainEngineConfig):
     adv_norm: NormConfig | None = None
     """Normalisation of advantages over the loss tokens."""
     kl_ctl: float = 0.0
-    """Coefficient of the KL divergence from `ref`, taken off the reward of every token."""
+    """Coefficient of the KL divergence from `ref`, subtracted from the reward of every token."""
     kl_loss_coef: float = 0.0
     """Coefficient of the KL divergence from `ref`, added to the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
@@ -316,7 +320,7 @@ class PPOActorConfig(TrainEngineConfig):
     kl_horizon: int = 10_000
     """Samples over which kl_ctl adapts; a smaller number adapts faster."""
     recompute_logprob: bool = False
-    """Compute the batch's log-probabilities again with the weights at the start of the step."""
+    """Recompute the batch's log-probabilities with the weights at the start of the step."""
     use_decoupled_loss: bool = False
     """Clip around the weights at the start of the step and weight every token by pi_prox /
     pi_behave: those weights over the ones that sampled it."""
@@ -362,7 +366,8 @@ class PPOActorConfig(TrainEngineConfig):
                 )
                 require(
                     self.c_clip is None,
-                    f"c_clip must be left out with {name}: only the clipped PPO loss has a dual",
+                    f"c_clip must be left out with {name}: only the clipped PPO loss has a dual "
+                    "clip",
                     self.c_clip,
                 )
         if self.use_sapo_loss:

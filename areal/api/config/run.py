@@ -23,7 +23,7 @@ from areal.api.config.section import (
 
 @config_section
 class ClusterSpecConfig:
-    """What the run needs to know about the machines."""
+    """Folders and machines."""
 
     fileroot: str = "runs"
     """Folder of all runs. What a run keeps is under {fileroot}/{experiment_name}/{trial_name}."""
@@ -42,13 +42,13 @@ class ClusterSpecConfig:
 
 @config_section
 class SchedulerConfig:
-    """Who starts worker processes."""
+    """How worker processes are started."""
 
     type: Literal["local", "ray"] = "local"
     """`local`: the controller itself, on this machine; a layout of one rank then runs in the
     controller. `ray`: Ray, on one machine or a cluster; needs the extra `ray`."""
     placement: Literal["PACK", "SPREAD"] = "PACK"
-    """With Ray, the workers of a role on few machines or on many."""
+    """With Ray: pack the workers of a role on few machines, or spread them."""
 
 
 RowType = Literal["sft", "rl", "rw", "dpo"]
@@ -78,7 +78,8 @@ class DatasetConfig:
     """Column of a file (JSON-lines, CSV, TSV, Parquet) with the question: a text, or a chat. With
     it no loader is needed; all columns but this one reach the reward function by their names."""
     answer: str | None = None
-    """Column with what is right, `answer` of the reward function; for `sft` what is learned."""
+    """Column with the reference answer, `answer` of the reward function; for `sft` the target
+    text."""
     dataset_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the loader."""
 
@@ -102,7 +103,8 @@ class DatasetConfig:
         )
         require(
             self.prompt is None or "loader" not in self.dataset_kwargs,
-            "dataset_kwargs.loader must go when prompt names a column: columns need no loader",
+            "dataset_kwargs.loader must be removed when prompt names a column: columns need no "
+            "loader",
             self.dataset_kwargs.get("loader"),
         )
 
@@ -201,7 +203,7 @@ class PerfTracerConfig:
 
 @config_section
 class TimerConfig:
-    """Three clocks."""
+    """Up to three timers; any one triggers."""
 
     freq_epochs: int | None = None
     """Every this many epochs."""
@@ -241,19 +243,19 @@ class EvaluatorConfig(TimerConfig):
 
 @config_section
 class RecoverConfig(TimerConfig):
-    """Points a killed run goes on from."""
+    """Recover points, from which a killed run resumes."""
 
     mode: Literal["disabled", "on", "off", "auto"] = "disabled"
-    """`on`: write recover points and go on from the newest. `off` and `auto` are older names of
+    """`on`: write recover points and resume from the newest. `off` and `auto` are older names of
     `disabled` and `on`, and are stored as those."""
     retries: int = 3
-    """Times in a row, without a new recover point between, that `areal train` starts a training
-    process again that died. 0: never."""
+    """Restarts in a row, without a new recover point in between, of a training process that died
+    under `areal train`. 0: none."""
     keep: int = 2
     """Newest recover points kept."""
     on_damage: Literal["stop", "previous"] = "stop"
-    """When the newest recover point is damaged or does not belong to the run's ledger: stop and say
-    so, or go on from the point before."""
+    """When the newest recover point is damaged or does not belong to the run's ledger: stop with an
+    error, or resume from the previous point."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,11 +272,11 @@ class RecoverConfig(TimerConfig):
 
 @config_section
 class WatchdogConfig:
-    """Ends a run that hangs, and says who waits for whom."""
+    """Ends a run without progress, and reports what waits for what."""
 
     seconds: float | None = 300.0
-    """Longest time in which no episode ends, no token is generated, no phase begins, no
-    micro-batch is computed and no stage of the start ends. null: wait for ever."""
+    """Longest time in which no episode ends, no token is generated, no phase begins, no micro-batch
+    is computed and no stage of the start ends. null: no limit."""
 
     def __post_init__(self) -> None:
         require_above(0, seconds=self.seconds)

@@ -38,18 +38,18 @@ class Source:
 
     path: str  # the config file
     tree: dict[str, Any] = dataclasses.field(default_factory=dict)
-    places: dict[KeyPath, str] = dataclasses.field(default_factory=dict)  # key -> "grpo.yaml:12"
+    positions: dict[KeyPath, str] = dataclasses.field(default_factory=dict)  # key -> "grpo.yaml:12"
 
-    def place(self, key: KeyPath) -> str:
+    def position(self, key: KeyPath) -> str:
         """Position of `key`, or of the innermost section around it."""
         for length in range(len(key), 0, -1):
-            if key[:length] in self.places:
-                return self.places[key[:length]]
+            if key[:length] in self.positions:
+                return self.positions[key[:length]]
         return self.path
 
     def error(self, key: KeyPath, message: str) -> ConfigError:
         """`message` (which starts with the key), prefixed with its position, on one line."""
-        return ConfigError(f"{self.place(key)}: {message}")
+        return ConfigError(f"{self.position(key)}: {message}")
 
 
 def read_source(argv: list[str]) -> Source:
@@ -125,12 +125,12 @@ def _read_text(path: str) -> str:
         raise ConfigError(f"cannot read config file {path!r}: {error}") from None
 
 
-def _yaml_error(place: str, error: Any) -> ConfigError:
+def _yaml_error(position: str, error: Any) -> ConfigError:
     """One line for the several that PyYAML and OmegaConf write."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).strip().partition("\n")[0]
-    line = f":{mark.line + 1}" if mark is not None and not place.startswith(COMMAND_LINE) else ""
-    return ConfigError(f"{place}{line}: not valid YAML: {problem}")
+    line = f":{mark.line + 1}" if mark is not None and not position.startswith(COMMAND_LINE) else ""
+    return ConfigError(f"{position}{line}: not valid YAML: {problem}")
 
 
 def _note_lines(node: Any, key: KeyPath, source: Source) -> None:
@@ -139,7 +139,7 @@ def _note_lines(node: Any, key: KeyPath, source: Source) -> None:
 
     for key_node, value_node in node.value:
         child = (*key, str(key_node.value))
-        source.places[child] = f"{source.path}:{key_node.start_mark.line + 1}"
+        source.positions[child] = f"{source.path}:{key_node.start_mark.line + 1}"
         if isinstance(value_node, yaml.MappingNode):
             _note_lines(value_node, child, source)
 
@@ -155,7 +155,7 @@ def _apply_override(source: Source, override: str) -> None:
     for depth, part in enumerate(key[:-1], start=1):
         if parent.get(part) is None:
             parent[part] = {}
-            source.places[key[:depth]] = COMMAND_LINE
+            source.positions[key[:depth]] = COMMAND_LINE
         child = parent[part]
         if not isinstance(child, dict):
             section = ".".join(key[:depth])
@@ -167,7 +167,7 @@ def _apply_override(source: Source, override: str) -> None:
         parent.pop(key[-1], None)
     else:
         parent[key[-1]] = _parse_value(override, text)
-        source.places[key] = COMMAND_LINE
+        source.positions[key] = COMMAND_LINE
 
 
 def _parse_value(override: str, text: str) -> Any:

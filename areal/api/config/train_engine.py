@@ -61,7 +61,7 @@ class OptimizerConfig:
 
 @config_section
 class MicroBatchSpec:
-    """How a batch is cut so that activations fit in memory. The result does not depend on it."""
+    """How a batch is split so that activations fit in memory. The result does not depend on it."""
 
     n_mbs: int = 1
     """At least this many micro-batches."""
@@ -82,11 +82,11 @@ class NormConfig:
     mean_level: Literal["batch", "group"] | None = "batch"
     """Whose mean is subtracted; null subtracts nothing."""
     mean_leave1out: bool = False
-    """The mean a sample is compared with leaves that sample out, with all rows of its episode."""
+    """Leave-one-out: the mean excludes the sample itself, with all rows of its episode."""
     std_level: Literal["batch", "group"] | None = "batch"
-    """Whose standard deviation divides; null divides by nothing. Where a group has none worth
-    dividing by (equal rewards, one sample), the batch's divides, and where that has none, nothing.
-    """
+    """Whose standard deviation divides; null divides by nothing. If a group's is too small to
+    divide by (equal rewards, one sample), the batch's is used, and if that is too small too,
+    none."""
     std_unbiased: bool = True
     """Divide squares by n - 1 instead of n."""
     eps: float = 1e-5
@@ -113,13 +113,15 @@ class NormConfig:
 
 @config_section
 class FSDPEngineConfig:
-    """What only the fsdp engine is told."""
+    """Options of the fsdp engine alone."""
 
     offload_params: bool = False
-    """Weights, gradients and optimizer stay in the memory of the CPU; blocks visit the GPU."""
+    """Weights, gradients and optimizer stay in host memory; blocks are copied to the GPU for
+    use."""
     num_replicas: int = 1
-    """Groups of data-parallel ranks (they divide d) that hold all the weights each, in shards. More
-    of them gather weights among fewer ranks, take more memory and exchange gradients at the end."""
+    """Replicas of the weights (a divisor of d), each sharded over its share of the data-parallel
+    ranks. More replicas gather weights among fewer ranks, take more memory and all-reduce gradients
+    at the end."""
 
     def __post_init__(self) -> None:
         require_at_least(1, num_replicas=self.num_replicas)
@@ -127,7 +129,7 @@ class FSDPEngineConfig:
 
 @config_section
 class ArchonEngineConfig:
-    """What only the archon engine is told."""
+    """Options of the archon engine alone."""
 
     enable_compile: bool = False
     """Compile each block: faster after a first step that takes about a minute."""
@@ -143,20 +145,21 @@ class ArchonEngineConfig:
         "Interleaved1F1B"
     )
     """In which order the stages of a pipeline (`p2` and more in `backend`) compute micro-batches.
-    `1F1B` has one stage on each rank, the others two or more, with less waiting. Zero bubble also
-    fills the waiting with the gradients of weights: `ZBVZeroBubble` has exactly two stages on each
+    `1F1B` has one stage on each rank, the others two or more, with less idle time. Zero bubble also
+    fills idle time with the gradients of weights: `ZBVZeroBubble` has exactly two stages on each
     rank, one from each end of the model."""
     pp_layers_per_stage: int | None = None
-    """How long a stage is, embedding and head included; more, shorter stages wait less and talk
-    more. Default: as many stages as the schedule needs."""
+    """Layers of a stage, embedding and head included; more, shorter stages idle less and
+    communicate more. Default: as many stages as the schedule needs."""
     pp_first_stage_less_layers: int = 1
     """How many layers' work the embedding counts for; the first stage has so many fewer."""
     pp_last_stage_less_layers: int = 1
     """How many layers' work the final norm and head count for. A large vocabulary on a small model
     is worth several."""
     num_replicas: int = 1
-    """Groups of data-parallel ranks (they divide d) that hold all the weights each, in shards. More
-    of them gather weights among fewer ranks, take more memory and exchange gradients at the end."""
+    """Replicas of the weights (a divisor of d), each sharded over its share of the data-parallel
+    ranks. More replicas gather weights among fewer ranks, take more memory and all-reduce gradients
+    at the end."""
 
     @property
     def splits_backward(self) -> bool:
@@ -168,7 +171,7 @@ class ArchonEngineConfig:
         require(
             not (self.splits_backward and self.enable_compile),
             f"pp_schedule {self.pp_schedule} computes the backward pass in two parts, which "
-            "compiled blocks cannot: set enable_compile to false",
+            "compiled blocks do not support: set enable_compile to false",
             True,
         )
         option = self.selective_ac_option
@@ -194,12 +197,12 @@ class ArchonEngineConfig:
 
 @config_section
 class MegatronEngineConfig:
-    """What only the megatron engine is told."""
+    """Options of the megatron engine alone."""
 
     virtual_pipeline_parallel_size: int = 1
-    """Stages on each rank of a pipeline (`p2` and more in `backend`): more, shorter ones wait less
-    and talk more. p times this number divides the model's layers, and micro-batches are padded to
-    the longest of a step."""
+    """Stages on each rank of a pipeline (`p2` and more in `backend`): more, shorter ones idle less
+    and communicate more. p times this number divides the model's layers, and micro-batches are
+    padded to the longest of a step."""
 
     def __post_init__(self) -> None:
         require_at_least(1, virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size)
@@ -228,28 +231,27 @@ class TrainEngineConfig:
     """Forward passes with the kernels of native.batch_invariant: log-probabilities of both are then
     equal bit for bit. Needs a CUDA device; slower."""
     enable_tree_training: bool = False
-    """Compute once what sequences of a micro-batch begin with alike: the prompt of a group, earlier
-    turns of an agent. Same loss and gradients but for rounding; max_tokens_per_mb then counts the
-    tokens computed. Needs backend archon with data parallelism alone."""
+    """Compute shared prefixes of a micro-batch once: the prompt of a group, earlier turns of an
+    agent. Same loss and gradients but for rounding; max_tokens_per_mb then counts the tokens
+    computed. Needs backend archon with data parallelism alone."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-    """How a batch is cut into micro-batches."""
+    """How a batch is split into micro-batches."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of the model. Default: bfloat16 on a GPU, float32 on a CPU."""
     optimizer: OptimizerConfig | None = None
     """Required to train."""
     gradient_checkpointing: bool = False
-    """Keep only a part of each block's results and compute the rest again in the backward pass:
-    less memory, more work. `archon.ac_mode` says which; fsdp and megatron keep the inputs of
-    blocks."""
+    """Keep only a part of each block's results and recompute the rest in the backward pass: less
+    memory, more work. `archon.ac_mode` says which; fsdp and megatron keep the inputs of blocks."""
     use_lora: bool = False
-    """Train small matrices beside the frozen weights (LoRA) and save only these, as peft does.
-    Backend fsdp needs the extra `lora`."""
+    """Train LoRA adapters beside the frozen weights and save only these, in peft's format. Backend
+    fsdp needs the extra `lora`."""
     lora_rank: int = 32
-    """Rank of those matrices."""
+    """Rank of the adapters."""
     lora_alpha: float = 16.0
-    """Their product counts lora_alpha / lora_rank times."""
+    """The adapters' product is scaled by lora_alpha / lora_rank."""
     target_modules: list[str] = field(default_factory=list)
-    """Which layers get them, by the ends of their names, like `[q_proj, v_proj]`. Default: every
+    """Layers that get adapters, by the ends of their names, like `[q_proj, v_proj]`. Default: every
     linear layer but the head."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Settings of backend fsdp."""
@@ -266,9 +268,9 @@ class TrainEngineConfig:
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
     """Worker processes of its own, or those of another role."""
     setup_timeout: float = 3600.0
-    """Seconds the ranks may take to come up."""
+    """Timeout of the ranks' start, in seconds."""
     request_timeout: float = 3600.0
-    """Seconds a call to the ranks may take: a training step, a checkpoint."""
+    """Timeout of a call to the ranks, in seconds: a training step, a checkpoint."""
 
     def __post_init__(self) -> None:
         if self.path is not None:  # pyright: ignore[reportUnnecessaryComparison]  # a critic's may be
@@ -286,6 +288,10 @@ class TrainEngineConfig:
     def allocation(self) -> ModelAllocation:
         """Engine and parallel layout of `backend`."""
         return ModelAllocation.from_str(self.backend)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.allocation.parallel.world_size
 
     def _check_engine_keys(self, engine: str) -> None:
         """Reject keys that the chosen engine does not read."""
@@ -315,7 +321,7 @@ class TrainEngineConfig:
         require(
             not (self.archon.splits_backward and self.gradient_checkpointing),
             f"archon.pp_schedule {self.archon.pp_schedule} computes the backward pass in two "
-            "parts, which gradient_checkpointing cannot: use Interleaved1F1B or 1F1B",
+            "parts, which gradient_checkpointing does not support: use Interleaved1F1B or 1F1B",
             True,
         )
         require(
@@ -326,7 +332,7 @@ class TrainEngineConfig:
         require(
             not (self.use_lora and self.batch_invariant),
             "use_lora must be false with batch_invariant: servers get the adapters merged, which "
-            "rounds otherwise",
+            "rounds differently",
             self.use_lora,
         )
         require(
@@ -336,7 +342,7 @@ class TrainEngineConfig:
         )
         require(
             engine != "megatron" or self.optimizer is None or self.optimizer.type == "adam",
-            "backend megatron trains with adam, which its distributed optimizer knows alone",
+            "backend megatron trains with adam, the only one of its distributed optimizer",
             self.optimizer and self.optimizer.type,
         )
         require(
@@ -392,13 +398,13 @@ class TrainEngineConfig:
         )
         require(
             not self.archon.enable_compile or layout.tensor_parallel_size == 1,
-            f"archon.enable_compile cannot compile blocks that are cut by t: set it to false, or "
-            f"use d, c or p instead {several}",
+            "archon.enable_compile cannot compile blocks that are sharded by t: set it to false, "
+            f"or use d, c or p instead {several}",
             True,
         )
         require(
             not self.use_lora or layout.tensor_parallel_size == layout.pipeline_parallel_size == 1,
-            f"use_lora cannot be cut by t or p: use d or c instead {several}",
+            f"use_lora cannot be sharded by t or p: use d or c instead {several}",
             True,
         )
         require(
@@ -432,12 +438,12 @@ def check_inference_backend(backend: str) -> None:
     if layout.world_size != layout.data_parallel_size * layout.tensor_parallel_size:
         raise ValueError(
             f"backend {backend!r} cannot run in this version: use d for servers and t for the "
-            f"devices a model is cut over, like '{allocation.backend}:d1t2'"
+            f"devices a model is sharded over, like '{allocation.backend}:d1t2'"
         )
     if allocation.backend != "native" and layout.data_parallel_size > 1:
         raise ValueError(
             f"backend {backend!r} cannot run in this version: use '{allocation.backend}:d1', or t "
-            "to cut the model over several devices"
+            "to shard the model over several devices"
         )
 
 
@@ -454,18 +460,19 @@ def _parse_backend(backend: str, role: str, example: str) -> ModelAllocation:
     return allocation
 
 
-def check_allocation(allocation_mode: str, backends: dict[str, str]) -> None:
-    """Check that the string agrees with the `backend` of each engine."""
+def check_allocation(allocation_mode: str, role: str, backend: str) -> None:
+    """Check that the string, if there is one, holds the `backend` of `role`."""
+    if not allocation_mode:
+        return
     try:
         mode = AllocationMode.from_str(allocation_mode)
     except ValueError as error:
         raise ValueError(f"allocation_mode: {error}") from None
     layouts = {(part.backend, part.parallel) for part in mode.allocations}
-    for role, backend in backends.items():
-        engine = ModelAllocation.from_str(backend)
-        require(
-            (engine.backend, engine.parallel) in layouts,
-            f"allocation_mode must hold {backend!r}, the backend of {role}; leave it out and "
-            "write `backend` in each section",
-            allocation_mode,
-        )
+    engine = ModelAllocation.from_str(backend)
+    require(
+        (engine.backend, engine.parallel) in layouts,
+        f"allocation_mode must hold {backend!r}, the backend of {role}; leave it out and write "
+        "`backend` in each section",
+        allocation_mode,
+    )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from areal.infra.jobs import all_jobs
 from areal.infra.scheduler.ray import check_fits, join_cluster, resources_of
 from areal.utils import logging
 
@@ -40,7 +41,7 @@ def open_cluster(config: BaseExperimentConfig, *, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     if address is not None:
         _wait_for_port(address, deadline)
-    jobs = config.jobs()
+    jobs = all_jobs(config)
     join_cluster(jobs)
     _wait_for_nodes(num_nodes, deadline)
     check_resources(jobs)

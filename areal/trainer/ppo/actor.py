@@ -380,9 +380,7 @@ def _record(metrics: dict[str, torch.Tensor]) -> None:
     """Ratios as means, everything else with min and max; the engine reports the loss itself."""
     for name, value_T in metrics.items():
         if name in _RECORDED:
-            raise ValueError(
-                f"actor.policy_loss: the metric {name!r} has another meaning; rename it"
-            )
+            raise ValueError(f"actor.policy_loss: the metric {name!r} is reserved; rename it")
         if name.endswith("_ratio"):
             stats_tracker.stat("n_tokens", stats_tracker.ReduceType.AVG, **{name: value_T})
         elif name != "loss":

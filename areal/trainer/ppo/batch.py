@@ -52,8 +52,8 @@ def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
     """`data[key]`, which a workflow must provide only if `option` of the config is used."""
     if key not in data:
         raise ValueError(
-            f"{option} needs the key {key!r} in every trajectory (found {sorted(data)}): "
-            "let the workflow give it"
+            f"{option} needs the key {key!r} in every trajectory (found {sorted(data)}): return it "
+            "from the workflow"
         )
     return data[key]
 

@@ -358,7 +358,7 @@ def changed_reply(**changes):
         (
             {name: [1] * 5 for name in ("output_tokens", "output_versions")}
             | {"output_logprobs": [-1.0] * 5},
-            "5 tokens came, 4 were asked for",
+            "got 5 tokens, 4 were requested",
         ),
         (
             {"output_tokens": [1, 1], "output_logprobs": [-1, -1], "output_versions": [3, 2]},
@@ -366,7 +366,7 @@ def changed_reply(**changes):
         ),
         (
             {"output_tokens": [], "output_logprobs": [], "output_versions": []},
-            "none came, though the request ended with 'stop'",
+            "got none, though the request ended with 'stop'",
         ),
     ],
 )

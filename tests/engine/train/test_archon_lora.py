@@ -120,7 +120,9 @@ def test_what_cannot_be_adapted_is_refused(folder, tmp_path):
     experts = write_tiny_model(tmp_path / "experts", "qwen3_moe")
     with pytest.raises(ValueError, match="no adapters for experts; use backend fsdp"):
         open_engine(experts, "archon:d1", **LORA)
-    with pytest.raises(ValueError, match="use_lora cannot be cut by t or p: use d or c.*archon:t2"):
+    with pytest.raises(
+        ValueError, match="use_lora cannot be sharded by t or p: use d or c.*archon:t2"
+    ):
         archon_world.open_engine(str(folder), "archon:t2", **LORA)
 
 
