@@ -43,7 +43,7 @@ from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, Train
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.engine import train_engine_class
-from areal.engine.train import base
+from areal.engine.train.micro_batches import split_micro_batches
 from areal.models.hf_io import build_model, save_hf
 
 SHARED = {
@@ -310,7 +310,7 @@ def engine_gradients(engine: TrainEngine, batch: dict[str, torch.Tensor]) -> Ten
     from areal.engine.train.megatron.weights import stream
 
     total = batch["loss_mask"].sum().item()
-    mbs = base.split_micro_batches(batch, engine.mb_spec, engine.device)
+    mbs = split_micro_batches(batch, engine.mb_spec, engine.device)
 
     def mean_loss(index: int, logprobs_T: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return -(logprobs_T * mbs[index].data["loss_mask"]).sum() / total

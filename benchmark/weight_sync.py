@@ -44,9 +44,10 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
+from areal.engine.train.export import send_weights
 from areal.models.hf_io import build_model, save_hf
 from areal.utils.device import best_device
-from areal.weight_sync.transports import PublicationRoot, send_weights
+from areal.weight_sync.transports import PublicationRoot
 
 TRANSPORTS = ("direct", "ipc", "shm", "xccl", "disk", "delta")
 CPU_SHAPE = SHAPES["1.5b"] | {

@@ -25,13 +25,14 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.engine import HttpEngine
+from areal.engine.train.export import send_weights
 from areal.models.hf_io import weight_files
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode
 from areal.run.database import RunDatabase
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
-from areal.weight_sync.transports import PublicationRoot, send_weights
+from areal.weight_sync.transports import PublicationRoot
 
 RECEIVER = ModelAllocation.from_str("vllm:d1")  # which engine it is does not matter
 

@@ -2,10 +2,15 @@
 
 The tables map names of the YAML to import paths, the form in which a user's own function is given;
 `areal.utils.import_path.load_named(name, TABLE, key=...)` resolves either. This file imports no
-torch, so that a config can be checked against the tables quickly.
+torch, so that a config can be checked against the tables quickly. The calls are the signatures of
+functions that users give by import path.
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+from areal.utils.import_path import Call
 
 # fn(LossInputs, **options) -> (loss, metrics per token)
 POLICY_LOSSES = {
@@ -44,3 +49,22 @@ PREFERENCE_LOSSES = {
 DYNAMIC_FILTERS = {
     "keep_mixed_groups": "areal.algorithm.filters.keep_mixed_groups",
 }
+
+
+def filter_call() -> Call:
+    """Of `dynamic_filter_fn`."""
+    return Call("fn(trajectory)", 1)
+
+
+def lambda_call(kwargs: dict[str, Any]) -> Call:
+    """Of `actor.gae_lambda`."""
+    return _call("fn(context, **gae_lambda_kwargs)", "gae_lambda_kwargs", kwargs)
+
+
+def policy_loss_call(kwargs: dict[str, Any]) -> Call:
+    """Of `actor.policy_loss`."""
+    return _call("fn(inputs, **policy_loss_kwargs)", "policy_loss_kwargs", kwargs)
+
+
+def _call(text: str, key: str, kwargs: dict[str, Any]) -> Call:
+    return Call(text, 1, kwargs, f"actor.{key} is {kwargs}")

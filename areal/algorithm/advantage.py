@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 
-from areal.algorithm.calls import lambda_call
+from areal.algorithm import lambda_call
 from areal.utils.import_path import signature_of
+
+LambdaFunction = Callable[..., torch.Tensor]
 
 
 def overlong_penalty(
@@ -177,9 +179,6 @@ class LambdaContext:
     num_tokens_B: torch.Tensor  # generated tokens
     num_turns_B: torch.Tensor  # turns with a generated token; 1 if turns are unknown
     num_steps_B: torch.Tensor  # the one of the two that is GAE's time step
-
-
-LambdaFunction = Callable[..., torch.Tensor]
 
 
 def lambda_context(

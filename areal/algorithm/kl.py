@@ -32,6 +32,8 @@ from areal.algorithm.segments import token_mean
 
 # A large estimate says little beyond "far away"; unbounded, one token would dominate a batch.
 MAX_TOKEN_KL = 10.0
+KlEstimator = Callable[[torch.Tensor], torch.Tensor]
+MAX_RELATIVE_ERROR = 0.2
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
@@ -44,9 +46,6 @@ def k2(d: torch.Tensor) -> torch.Tensor:
 
 def k3(d: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-d) + d  # expm1: near d = 0 the plain form is rounding noise
-
-
-KlEstimator = Callable[[torch.Tensor], torch.Tensor]
 
 
 def kl_rewards(
@@ -83,9 +82,6 @@ def kl_loss(
 def _difference(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """d, and 0 off the mask, where every estimator is then 0 as well."""
     return (logp - ref_logp.detach()).masked_fill(~mask.bool(), 0.0)
-
-
-MAX_RELATIVE_ERROR = 0.2
 
 
 class AdaptiveKlController:

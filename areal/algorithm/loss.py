@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from areal.algorithm.segments import sequence_mean, spread, token_mean
 
 Metrics = dict[str, torch.Tensor]
+HUBER_DELTA = 10.0  # the gradient is constant above this error; rewards are of order 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +209,6 @@ def _masked_mean(
     loss_T = loss_T.masked_fill(off_T, 0.0)
     metrics["loss"] = loss_T.detach()
     return token_mean(loss_T, inputs.mask_T, inputs.credit_T), metrics
-
-
-HUBER_DELTA = 10.0  # the gradient is constant above this error; rewards are of order 1
 
 
 def squared_error(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:

@@ -153,8 +153,14 @@ def _check_rows(dataset: DatasetConfig) -> None:
 
 def _check_import_paths(config: PPOConfig) -> None:
     from areal.agents.preconditions import check_agent_options
-    from areal.algorithm import DYNAMIC_FILTERS, LAMBDA_FUNCTIONS, POLICY_LOSSES
-    from areal.algorithm.calls import FILTER_CALL, lambda_call, policy_loss_call
+    from areal.algorithm import (
+        DYNAMIC_FILTERS,
+        LAMBDA_FUNCTIONS,
+        POLICY_LOSSES,
+        filter_call,
+        lambda_call,
+        policy_loss_call,
+    )
     from areal.cli.static_import import has_blocking_run
     from areal.reward import REWARD_CALL, REWARD_FNS
     from areal.workflow import WORKFLOWS
@@ -176,7 +182,7 @@ def _check_import_paths(config: PPOConfig) -> None:
         call = replace(REWARD_CALL, certain=["messages"] if finds_messages else [])
     _check_name("reward_fn", config.reward_fn, REWARD_FNS, call)
     if config.dynamic_filter_fn is not None:
-        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS, FILTER_CALL)
+        _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS, filter_call())
     if isinstance(actor.gae_lambda, str):
         call = lambda_call(actor.gae_lambda_kwargs)
         _check_name("actor.gae_lambda", actor.gae_lambda, LAMBDA_FUNCTIONS, call)

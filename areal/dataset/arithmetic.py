@@ -15,7 +15,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from areal.dataset.chat_rows import (
     ONE_IN,
@@ -70,48 +70,36 @@ def load_rl(
     path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
 ) -> list[dict[str, Any]]:
     """{"messages", "answer"}. `options` are those of `make_problems`."""
-    options.pop("style", None)  # the target format matters to supervised rows only
-    problems = make_problems(
-        split=split, **known_options(options, make_problems, besides=("style",))
-    )
+    problems, _ = _problems(split, options)  # the target format matters to supervised rows only
     rows = [{"messages": user_says(p.text), "answer": p.answer} for p in problems]
     return drop_long_prompts(rows, tokenizer, max_length)
 
 
 def load_sft(
-    path: str,
-    *,
-    split: str,
-    tokenizer: Any,
-    max_length: int | None = None,
-    style: Literal["plain", "reversed"] = "plain",
-    **options: Any,
+    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    """{"input_ids", "loss_mask"}. `options` are those of `make_problems`."""
-    problems = make_problems(
-        split=split, **known_options(options, make_problems, besides=("style",))
-    )
+    """{"input_ids", "loss_mask"}. `options` are those of `make_problems`, and style (`target`)."""
+    problems, style = _problems(split, options)
     chats = [(user_says(p.text), target(p.answer, style)) for p in problems]
     return sft_rows(chats, tokenizer, max_length)
 
 
 def load_pairs(
-    path: str,
-    *,
-    split: str,
-    tokenizer: Any,
-    max_length: int | None = None,
-    style: Literal["plain", "reversed"] = "plain",
-    **options: Any,
+    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    """{"chosen_ids", "rejected_ids", "prompt_len"}. `options` are those of `make_problems`."""
-    problems = make_problems(
-        split=split, **known_options(options, make_problems, besides=("style",))
-    )
+    """{"chosen_ids", "rejected_ids", "prompt_len"}. `options` as those of `load_sft`."""
+    problems, style = _problems(split, options)
     pairs = [
         (user_says(p.text), target(p.answer, style), target(p.near_miss, style)) for p in problems
     ]
     return pair_rows(pairs, tokenizer, max_length)
+
+
+def _problems(split: str, options: dict[str, Any]) -> tuple[list[Problem], str]:
+    """The problems, and the style of their targets."""
+    style = options.pop("style", "plain")
+    known = known_options(options, make_problems, besides=("style",))
+    return make_problems(split=split, **known), style
 
 
 def target(answer: str, style: str) -> str:

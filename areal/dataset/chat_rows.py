@@ -18,6 +18,8 @@ from areal.utils import logging
 from areal.utils.tokenizer import Messages, chat_prompts_ids, replies_ids
 
 logger = logging.getLogger("Dataset")
+ONE_IN = 10
+TEST_SPLITS = ("test", "valid", "validation")
 
 
 def user_says(text: str) -> Messages:
@@ -90,10 +92,6 @@ def report_dropped(num_rows: int, num_kept: int, max_length: int) -> None:
     if num_kept < num_rows:
         dropped = num_rows - num_kept
         logger.warning("left out %d of %d rows over %d tokens", dropped, num_rows, max_length)
-
-
-ONE_IN = 10
-TEST_SPLITS = ("test", "valid", "validation")
 
 
 def is_held_out(problem: str) -> bool:

@@ -11,6 +11,25 @@ from typing import Any
 
 from areal.models.common.args import DecoderArgs, MoEArgs, RopeArgs, common_decoder_fields
 
+# config.json omits default values.
+_GEMMA3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+_WINDOW, _ALL = "sliding_attention", "full_attention"
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaModelArgs(DecoderArgs):
@@ -67,25 +86,6 @@ def _moe_args(hf: Mapping[str, Any]) -> MoEArgs:
     )
 
 
-# config.json omits default values.
-_GEMMA3_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-}
-_WINDOW, _ALL = "sliding_attention", "full_attention"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gemma3ModelArgs(DecoderArgs):
     @classmethod
@@ -113,9 +113,6 @@ class Gemma3ModelArgs(DecoderArgs):
 def _layer_types(hf: Mapping[str, Any]) -> list[str]:
     pattern = hf["sliding_window_pattern"]
     return [_WINDOW if (i + 1) % pattern else _ALL for i in range(hf["num_hidden_layers"])]
-
-
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
 def _rope_configs(hf: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

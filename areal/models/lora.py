@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,81 @@ _CONFIG_FILE = "adapter_config.json"
 FILE_PREFIX = "base_model.model."
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class LoraAdapters(ABC):
+    """The adapters of one model. What differs between our layers and peft's is abstract."""
+
+    _layers: Mapping[str, Any]  # layers with an adapter, by the name that `merge` gets
+
+    @abstractmethod
+    def _matrices(self, layer: Any) -> tuple[nn.Parameter, nn.Parameter, float]:
+        """A [R, D] and B [N, R] of a layer, and the factor on their product."""
+
+    @abstractmethod
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """By name in the adapter's file."""
+
+    @abstractmethod
+    def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
+        """adapter_config.json; `base_model` are its keys that name the base model."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Rank and target modules, for errors."""
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Initialize as a no-op, A random and B zero; equal on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self._layers.values():
+            a_RD, b_NR, _ = self._matrices(layer)
+            bound = 1 / math.sqrt(a_RD.shape[1])
+            drawn = torch.empty(a_RD.shape, device="cpu")
+            drawn.uniform_(-bound, bound, generator=generator)
+            write_own_part(a_RD.detach(), drawn)
+            b_NR.detach().zero_()
+
+    def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The unsharded weight `name` with its adapter, summed in float32."""
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            return whole(weight, dtype)
+        *matrices, scaling = self._matrices(layer)
+        a_RD, b_NR = (whole(matrix, torch.float32) for matrix in matrices)
+        return (whole(weight, torch.float32) + scaling * (b_NR @ a_RD)).to(dtype)
+
+    @torch.no_grad()
+    def tensors(self, *, is_receiver: bool) -> Tensors:
+        """(name in the adapter's file, unsharded tensor) of trained weights, for the receiver."""
+        for name, parameter in self._trained().items():
+            tensor = whole(parameter, parameter.dtype)
+            if is_receiver:
+                yield name, tensor
+
+    def save(self, tensors: Tensors, folder: str | Path, base_model: str) -> None:
+        """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+        save_file(on_cpu, folder / _FILE, metadata={"format": "pt"})
+        self._write_config(folder, _base_model_keys(base_model))
+
+    def load(self, folder: str | Path) -> None:
+        """Load a folder that `save` or peft wrote."""
+        file = Path(folder) / _FILE
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} not found: with use_lora a saved model is the adapter alone"
+            )
+        own, tensors = self._trained(), load_file(file)
+        odd = sorted(tensors.keys() ^ own.keys())
+        odd += [name for name in own.keys() & tensors if own[name].shape != tensors[name].shape]
+        if odd:
+            differ = f"{', '.join(odd[:4])} differ{'s' if len(odd) == 1 else ''}"
+            raise ValueError(f"{file} does not fit {self}: {differ}")
+        for name, parameter in own.items():
+            write_own_part(parameter.detach(), tensors[name])
 
 
 class LoraLinear(nn.Linear):
@@ -63,7 +139,7 @@ class LoraLinear(nn.Linear):
                 destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
 
-class Adapters:
+class Adapters(LoraAdapters):
     def __init__(
         self, model: Decoder, *, rank: int, alpha: float, target_modules: list[str]
     ) -> None:
@@ -86,36 +162,18 @@ class Adapters:
             setattr(model.get_submodule(parent), leaf, layer)
             self._layers[name] = layer
 
-    def draw(self, seed: int) -> None:
-        """Initialize as a no-op; equal on all ranks."""
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self._layers.values():
-            draw_adapter(layer.lora_A, layer.lora_B, generator)
+    def __str__(self) -> str:
+        return f"rank {self._rank} on {', '.join(self._targets)}"
 
-    def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The unsharded weight of our name `name` with its adapter, summed in float32."""
-        layer = self._layers.get(name.removesuffix(".weight"))
-        if layer is None:
-            return whole(weight, dtype)
-        a_RD, b_NR = (whole(matrix, torch.float32) for matrix in (layer.lora_A, layer.lora_B))
-        return (whole(weight, torch.float32) + layer.scaling * (b_NR @ a_RD)).to(dtype)
+    def _matrices(self, layer: LoraLinear) -> tuple[nn.Parameter, nn.Parameter, float]:
+        return layer.lora_A, layer.lora_B, layer.scaling
 
-    @torch.no_grad()
-    def tensors(self, *, is_receiver: bool) -> Tensors:
-        """(name in the adapter's file, unsharded tensor) of trained weights, for the receiver."""
-        for name, parameter in self._trained().items():
-            tensor = whole(parameter, parameter.dtype)
-            if is_receiver:
-                yield name, tensor
-
-    def save(self, tensors: Tensors, folder: str | Path, base_model: str) -> None:
-        """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
-        save_adapter(tensors, folder)
+    def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
         is_critic = self._model.score is not None
         config = {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
-            **base_model_keys(base_model),
+            **base_model,
             "r": self._rank,
             "lora_alpha": self._alpha,
             "lora_dropout": 0.0,
@@ -124,14 +182,9 @@ class Adapters:
             "modules_to_save": ["score"] if is_critic else None,
             "inference_mode": True,
         }
-        (Path(folder) / _CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-    def load(self, folder: str | Path) -> None:
-        """Load a folder that `save` or peft wrote."""
-        load_adapter(folder, self._trained(), f"rank {self._rank} on {', '.join(self._targets)}")
+        (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """By name in the adapter's file."""
         trained = {}
         for name, layer in self._layers.items():
             for matrix in ("lora_A", "lora_B"):
@@ -142,47 +195,13 @@ class Adapters:
         return trained
 
 
-@torch.no_grad()
-def draw_adapter(a_RD: torch.Tensor, b_NR: torch.Tensor, generator: torch.Generator) -> None:
-    """A random, B zero."""
-    bound = 1 / math.sqrt(a_RD.shape[1])
-    drawn = torch.empty(a_RD.shape, device="cpu").uniform_(-bound, bound, generator=generator)
-    write_own_part(a_RD.detach(), drawn)
-    b_NR.detach().zero_()
-
-
-def base_model_keys(base_model: str) -> dict[str, str]:
-    """Keys of an adapter's config that name its base model: a folder, or a hub name."""
+def _base_model_keys(base_model: str) -> dict[str, str]:
+    """A folder, or a hub name with its revision."""
     name = hub_name(base_model)
     if name is None:
         return {"base_model_name_or_path": base_model}
     revision = {} if name.revision is None else {"revision": name.revision}
     return {"base_model_name_or_path": name.repo, **revision}
-
-
-def save_adapter(tensors: Tensors, folder: str | Path) -> None:
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors}
-    save_file(on_cpu, folder / _FILE, metadata={"format": "pt"})
-
-
-def load_adapter(folder: str | Path, own: dict[str, nn.Parameter], what: str) -> None:
-    """Fill `own`, by name in the file; `what` describes them in error messages."""
-    file = Path(folder) / _FILE
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} not found: with use_lora a saved model is the adapter alone"
-        )
-    tensors = load_file(file)
-    odd = sorted(tensors.keys() ^ own.keys())
-    odd += [name for name in own.keys() & tensors if own[name].shape != tensors[name].shape]
-    if odd:
-        raise ValueError(
-            f"{file} does not fit {what}: {', '.join(odd[:4])} differ{'s' if len(odd) == 1 else ''}"
-        )
-    for name, parameter in own.items():
-        write_own_part(parameter.detach(), tensors[name])
 
 
 def _linear_layers(model: Decoder) -> dict[str, str]:

@@ -31,6 +31,9 @@ from areal.api.engine_api import TrainEngine
 from areal.utils import stats_tracker
 from areal.utils.import_path import load_named
 
+PAIR = 2  # rows_per_unit of a preference batch
+Rows = Sequence[dict[str, Any]]
+
 
 class LMLearner:
     def __init__(self, engine: TrainEngine) -> None:
@@ -158,11 +161,6 @@ def _record(metrics: dict[str, torch.Tensor]) -> None:
     stats_tracker.denominator(n_pairs=torch.ones_like(metrics["loss"], dtype=torch.bool))
     means = {name: value_P for name, value_P in metrics.items() if name != "loss"}
     stats_tracker.stat("n_pairs", stats_tracker.ReduceType.AVG, **means)
-
-
-PAIR = 2  # rows_per_unit of a preference batch
-
-Rows = Sequence[dict[str, Any]]
 
 
 def text_batch(rows: Rows) -> dict[str, torch.Tensor]:

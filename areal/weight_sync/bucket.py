@@ -33,6 +33,9 @@ DTYPE_NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+# Words per chunk: fits the cache of a CPU core; keeps a GPU busy within tens of MB.
+_CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
+
 
 def fill_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
@@ -136,10 +139,6 @@ def _file_content(tensors: dict[str, torch.Tensor]) -> Iterable[bytes | memoryvi
         if tensor.nbytes:
             flat = tensor.detach().contiguous().view(-1)
             yield flat.view(torch.uint8).numpy().data
-
-
-# Words per chunk: fits the cache of a CPU core; keeps a GPU busy within tens of MB.
-_CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 def device_checksum(tensor: torch.Tensor) -> int:

@@ -5,7 +5,7 @@
                                        over all of it (seal.py)
 
 The receiver maps the sender's memory and verifies every weight before it copies one. The sender
-must not change its weights until the receiver has replied, which `send_weights` waits for.
+keeps and does not change its weights until the receiver has replied (`offer_weights`).
 
     publish_handles(actor.hf_weights(), folder, 7)                  # training process
     for name, tensor in open_handles(folder, version=7): ...        # inference process

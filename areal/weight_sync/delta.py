@@ -48,6 +48,9 @@ from areal.weight_sync.publication import (
 from areal.weight_sync.transports import PublicationRoot
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+_HEAD = struct.Struct("<IIQ")
+_LEVEL = 1  # of zlib: higher ones take several times as long for a few percent
+_WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 class WrongBaseError(PublicationError):
@@ -157,11 +160,6 @@ def _patched(base: Publication, patches: Publication) -> Iterator[tuple[str, tor
     names = list(patches.manifest.tensors)
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="patch") as pool:
         yield from zip(names, pool.map(patched, names, dict(patches).values()), strict=True)
-
-
-_HEAD = struct.Struct("<IIQ")
-_LEVEL = 1  # of zlib: higher ones take several times as long for a few percent
-_WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def make_patch(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@
 
     with PublicationRoot("shm", run_name="demo", disk_root=paths.weights) as root:
         meta = root.meta(recompute_kv=True)
-        send_weights(engine, meta.with_version(3), actor.hf_weights())
+        with offer_weights(meta.with_version(3), actor.hf_weights()) as tensors:
+            engine.update_weights(meta.with_version(3), tensors)
 
 A `PublicationRoot` is owned by one process, which removes it at the end, and is private to its
 user. In memory it has a random name; if the owner was killed, the next run that opens a root finds
@@ -28,45 +29,53 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightTransport, WeightUpdateMeta
 from areal.api.redact import remember_secret
 from areal.api.scratch import ScratchFolder, sweep
 from areal.weight_sync.cuda_ipc import HANDLES, open_handles, publish_handles
 from areal.weight_sync.publication import PublicationError, open_publication, publish
 
-_ON_DISK = ("disk", "delta")
-_IN_MEMORY = ("shm", "ipc")
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
 _KEPT_VERSIONS = 2  # the newest, and one that a slow reader may still have mapped
 _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = ".owner.lock"
 _VERSION_FOLDER = re.compile(r"weight_update_v(\d+)")
 
 
-def send_weights(
-    engine: InferenceEngine,
-    meta: WeightUpdateMeta,
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
-) -> None:
-    """Moves the weights to `engine` as `meta.version`; when it returns, they are live.
-
-    RuntimeError if the engine refuses them; its old weights then stay live.
-    """
-    _SENDERS[meta.type](engine, meta, named_tensors)
+def offer_weights(
+    meta: WeightUpdateMeta, named_tensors: NamedTensors
+) -> AbstractContextManager[Tensors | None]:
+    """Within the context `meta.version` can be loaded: from the tensors it gives, else from
+    `meta.path`. Leave it without an error when the version was loaded, so that old ones go."""
+    return TRANSPORTS[meta.type].offer(meta, named_tensors)
 
 
-def _send_by_engine(engine, meta, named_tensors) -> None:
-    """Transports with state between versions are implemented by the engine."""
-    engine.update_weights(meta, iter(named_tensors))
+@dataclass(frozen=True, slots=True)
+class Transport:
+    offer: Callable[[WeightUpdateMeta, NamedTensors], AbstractContextManager[Tensors | None]]
+    place: Literal["disk", "memory"] | None = None  # of the folder it publishes in
 
 
-def _send_published(engine, meta, named_tensors) -> None:
+def _hand_over(
+    meta: WeightUpdateMeta, named_tensors: NamedTensors
+) -> AbstractContextManager[Tensors]:
+    """For engines in this process, and for those that move tensors themselves because they keep
+    state between versions: a group of processes (collective.py), the last version (delta.py)."""
+    return nullcontext(iter(named_tensors))
+
+
+@contextmanager
+def _publish(meta: WeightUpdateMeta, named_tensors: NamedTensors) -> Iterator[None]:
     publish(
         named_tensors,
         meta.path,
@@ -75,31 +84,31 @@ def _send_published(engine, meta, named_tensors) -> None:
         durable=meta.type == "disk",
         key=meta.key,
     )
-    engine.update_weights(meta)
+    yield
     if meta.clear_checkpoint_after_load:
         remove_old_versions(Path(meta.path).parent)
 
 
-def _send_handles(engine, meta, named_tensors) -> None:
-    publish_handles(named_tensors, meta.path, meta.version, key=meta.key)
-    engine.update_weights(meta)
+@contextmanager
+def _publish_handles(meta: WeightUpdateMeta, named_tensors: NamedTensors) -> Iterator[None]:
+    held = list(named_tensors)  # the receiver maps this memory until it has loaded
+    publish_handles(held, meta.path, meta.version, key=meta.key)
+    yield
     remove_old_versions(Path(meta.path).parent)
 
 
-_SENDERS = {
-    "direct": _send_by_engine,
-    "xccl": _send_by_engine,
-    "delta": _send_by_engine,
-    "shm": _send_published,
-    "disk": _send_published,
-    "ipc": _send_handles,
+TRANSPORTS: dict[WeightTransport, Transport] = {
+    "direct": Transport(_hand_over),
+    "xccl": Transport(_hand_over),
+    "delta": Transport(_hand_over, "disk"),
+    "shm": Transport(_publish, "memory"),
+    "disk": Transport(_publish, "disk"),
+    "ipc": Transport(_publish_handles, "memory"),
 }
 
 
-def open_sent(
-    folder: str | Path, *, version: int, key: str = ""
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """The verified weights that a sender left in `folder`, or PublicationError."""
+def open_sent(folder: str | Path, *, version: int, key: str = "") -> NamedTensors:
+    """The verified weights that were offered in `folder`, or PublicationError."""
     if (Path(folder) / HANDLES).exists():
         return open_handles(folder, version=version, key=key)
     publication = open_publication(folder, version=version, key=key)
@@ -122,19 +131,21 @@ class PublicationRoot:
     """The folder a run publishes in, owned by this process until `close`."""
 
     def __init__(self, type: WeightTransport, *, run_name: str, disk_root: str | Path) -> None:
-        if type not in _SENDERS:
-            raise ValueError(f"unknown weight transport {type!r}, expected one of {list(_SENDERS)}")
+        if type not in TRANSPORTS:
+            known = list(TRANSPORTS)
+            raise ValueError(f"unknown weight transport {type!r}, expected one of {known}")
         self.type: WeightTransport = type
         self.path: Path | None = None
         self._key = secrets.token_hex(32)
         self._memory: ScratchFolder | None = None
         self._lock: int | None = None
         remember_secret(self._key)
-        if type in _ON_DISK:
+        place = TRANSPORTS[type].place
+        if place == "disk":
             self.path = Path(disk_root)
             self._lock = _own(self.path)
             remove_old_versions(self.path, keep=0)
-        elif type in _IN_MEMORY:
+        elif place == "memory":
             sweep(_memory_root())
             self._memory = ScratchFolder("weights", place=_memory_root(), label=run_name)
             self.path = self._memory.path

@@ -1,4 +1,4 @@
-"""send_weights over each transport, and roots that never pile up in memory or on disk."""
+"""Weights offered by each transport, and roots that never pile up in memory or on disk."""
 
 from __future__ import annotations
 
@@ -13,54 +13,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.weight_sync.publication import open_publication
-from areal.weight_sync.transports import PublicationRoot, remove_old_versions, send_weights
+from areal.weight_sync.transports import PublicationRoot, offer_weights, remove_old_versions
 
 NOBODY = 65534
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 
-class Receiver(InferenceEngine):
-    """An engine as a user might write one: it keeps what it is sent."""
-
-    def __init__(self):
-        self.version, self.weights = 0, {}
-
-    def update_weights(self, meta, named_tensors=None):
-        source = named_tensors
-        if source is None:
-            source = open_publication(meta.path, key=meta.key)
-        self.weights = {name: tensor.clone() for name, tensor in source}
-        self.version = meta.version
-
-    def initialize(self): ...
-    def destroy(self): ...
-    async def agenerate(self, req): ...
-    def pause_generation(self): ...
-    def continue_generation(self): ...
-    def get_version(self):
-        return self.version
-
-    def stats(self):
-        return {}
-
-    def busy_intervals(self, since):
-        return {}
+def load(meta, tensors) -> dict[str, torch.Tensor]:
+    """What any engine does with an offer."""
+    source = open_publication(meta.path, key=meta.key) if tensors is None else tensors
+    return {name: tensor.clone() for name, tensor in source}
 
 
 @pytest.mark.parametrize("kind", ["direct", "shm", "disk"])
 def test_each_transport_delivers(tmp_path, kind):
-    engine = Receiver()
     with PublicationRoot(kind, run_name="a/b c", disk_root=tmp_path / "weights") as root:
         meta = root.meta(recompute_kv=False)
         for version in (1, 2, 3):
-            send_weights(engine, meta.with_version(version), iter(WEIGHTS.items()))
-        assert engine.version == 3
-        assert engine.weights.keys() == WEIGHTS.keys()
-        for name, tensor in WEIGHTS.items():
-            assert torch.equal(engine.weights[name], tensor)
+            now = meta.with_version(version)
+            with offer_weights(now, iter(WEIGHTS.items())) as tensors:
+                loaded = load(now, tensors)
+            assert loaded.keys() == WEIGHTS.keys()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in WEIGHTS.items())
         if kind != "direct":
             kept = {entry.name for entry in root.path.iterdir() if not entry.name.startswith(".")}
             assert kept == {"weight_update_v2", "weight_update_v3"}
@@ -69,13 +45,9 @@ def test_each_transport_delivers(tmp_path, kind):
 
 
 def test_a_refused_publication_is_kept_for_inspection(tmp_path):
-    class Refusing(Receiver):
-        def update_weights(self, meta, named_tensors=None):
-            raise RuntimeError("no")
-
     meta = WeightUpdateMeta.from_disk(tmp_path).with_version(1)
-    with pytest.raises(RuntimeError, match="no"):
-        send_weights(Refusing(), meta, WEIGHTS.items())
+    with pytest.raises(RuntimeError, match="no"), offer_weights(meta, WEIGHTS.items()):
+        raise RuntimeError("no")
     assert open_publication(meta.path).version == 1
 
 
@@ -119,7 +91,8 @@ def test_memory_of_a_killed_owner_is_given_back(tmp_path):
 @pytest.mark.parametrize("kind", ["shm", "disk"])
 def test_nobody_else_may_enter(tmp_path, kind):
     with PublicationRoot(kind, run_name="r", disk_root=tmp_path / "weights") as root:
-        send_weights(Receiver(), root.meta().with_version(1), WEIGHTS.items())
+        with offer_weights(root.meta().with_version(1), WEIGHTS.items()):
+            pass
         modes = {path: stat.S_IMODE(path.stat().st_mode) for path in root.path.rglob("*")}
         assert stat.S_IMODE(root.path.stat().st_mode) == 0o700
         assert set(modes.values()) == {0o700, 0o600}
@@ -176,7 +149,8 @@ def test_another_user_can_neither_read_nor_swap_nor_trick_the_sweep(tmp_path):
     (tmp_path / "kept").write_text("as it was")
     try:
         with PublicationRoot("shm", run_name="r", disk_root=tmp_path) as root:
-            send_weights(Receiver(), root.meta().with_version(1), WEIGHTS.items())
+            with offer_weights(root.meta().with_version(1), WEIGHTS.items()):
+                pass
             done = subprocess.run(
                 ["/usr/bin/python3", "-c", attack, str(root.path), str(tmp_path / "kept")],
                 capture_output=True,

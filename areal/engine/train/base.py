@@ -1,72 +1,108 @@
-"""What training engines share: micro-batches, the exact global mean, the three entry points.
+"""What training engines share: all but the model itself.
 
-An engine implements one primitive, `forward_backward_batch`, and an optimizer step. `train_batch`,
-`eval_batch` and `forward_batch` are built on it here:
+An engine builds, shards, fills, runs and exports its model (the hooks of `BaseTrainEngine`); ranks,
+batches, the optimizer's steps, checkpoints, versions and weight updates are written once, here:
 
-    padded batch [B, S] -> pack_sequences -> packed micro-batches [T] -> forward (and backward)
+    padded batch [B, S] -> packed micro-batches [T] -> forward (and backward) -> optimizer step
 
 A loss function returns the mean over its micro-batch. Each is scaled by its share of the total
-weight, so the sum is the mean over the whole batch, however it was split.
-
-With data parallelism each rank has some rows of the batch, possibly none. The total weight is
-summed over ranks. All ranks run the same number of micro-batches, since each is a collective: ranks
-with fewer add fillers, one token of weight 0 that no loss function sees.
+weight, summed over ranks, so the result is the mean over the whole batch, however it was split.
 """
 
 from __future__ import annotations
 
+import gc
+import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
-from areal.api.engine_api import TrainEngine
-from areal.utils.data import pack, sequence_lengths, unpack
-from areal.utils.prefix_tree import PrefixTree, pack_trees
-from areal.utils.seqpack import Bins, pack_sequences
+from areal.api.alloc_mode import ParallelStrategy
+from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
+from areal.api.engine_api import InferenceEngine, TrainEngine
+from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from areal.engine.train import checkpoint
+from areal.engine.train.export import Weights, send_weights
+from areal.engine.train.micro_batches import MicroBatch, OutputFn, fill_up, split_micro_batches
+from areal.engine.train.process_group import any_rank, join_ranks, side_group
+from areal.models.hf_io import critic_config, save_hf
+from areal.models.lora import LoraAdapters
+from areal.models.parallel_dims import ParallelDims, ParallelMesh
+from areal.utils.data import unpack
+from areal.utils.device import best_device, use_plain_blas
+from areal.utils.hub import model_folder
 from areal.utils.waits import progress
-
-Part = TypeVar("Part")
 
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
 LossWeightFn = Callable[[dict[str, Any]], torch.Tensor]
 
-# (micro-batch number, *per-token model outputs) -> a tensor; a scalar when it is differentiated.
-# The outputs are logprobs_T and entropy_T of a language model, values_T of a critic.
-OutputFn = Callable[..., torch.Tensor]
+
+class Optimizer(checkpoint.Resumable, Protocol):
+    def step(self) -> dict[str, float]:
+        """Clip, update, clear the gradients; reports update_successful, grad_norm and lr."""
+        ...
+
+    def read_model(self) -> None:
+        """Copy the model's weights, just loaded, into the masters."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Some rows of a batch, packed. A filler has no rows and only the keys of its tokens."""
-
-    rows: list[int]
-    data: dict[str, Any]
-    tree: PrefixTree | None = None  # of its sequences, if the engine shares prefixes
+ModelT = TypeVar("ModelT")
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
-class BaseTrainEngine(TrainEngine):
-    """Entry points of a training engine over its `forward_backward_batch` and `optimizer_step`."""
+class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
+    """The abstract methods, private ones too, are what an engine implements."""
 
-    device: torch.device
-    mb_spec: MicroBatchSpec
-    dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
-    shares_prefixes: bool  # computes common prefixes of a micro-batch once
+    shares_prefixes = False  # computes common prefixes of a micro-batch once
 
-    @property
-    def min_micro_batches(self) -> int:
-        """With fewer, some pipeline stages would idle."""
-        return 1
+    def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
+        """`seed` draws the weights that are not in `config.path`: adapters, or all of them with
+        `config.init_from_scratch`."""
+        self.config = config
+        self.mb_spec = config.mb_spec
+        self.device = torch.device(best_device())
+        self.dp_group: dist.ProcessGroup | None = None  # with other rows of the batch; None is one
+        self._dims = ParallelDims()
+        self._mesh: ParallelMesh | None = None  # None on one rank
+        self._ranks: dist.ProcessGroup | None = None  # all of this engine; None is one
+        self._writers: dist.ProcessGroup | None = None  # the same ranks, for checkpoints
+        self._seed = seed
+        self._version = 0
+        self._folder = Path(config.path)  # of the model; for a hub name, once it is initialized
+        self._hf_config: Mapping[str, Any] = {}
+        self._model: ModelT | None = None
+        self._adapters: LoraAdapters | None = None
+        self._optimizer: OptimizerT | None = None
+        self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
 
-    @property
     @abstractmethod
-    def optimizer(self) -> Any:
-        """RuntimeError if the engine was initialized without one (`require_optimizer`)."""
+    def _dims_of(self, strategy: ParallelStrategy) -> ParallelDims:
+        """Ranks along each axis; ValueError for a layout that cannot be."""
+
+    @abstractmethod
+    def _build_model(self, *, trains: bool) -> ModelT:
+        """The model of `self._folder` with its weights, sharded; sets `self._hf_config`, with LoRA
+        also `self._adapters`. `trains`: there will be an optimizer."""
+
+    @abstractmethod
+    def _build_optimizer(self, config: OptimizerConfig, total_steps: int) -> OptimizerT: ...
+
+    @abstractmethod
+    def _checkpointed(self) -> nn.Module:
+        """The module whose parameters and buffers checkpoints hold."""
+
+    @abstractmethod
+    def _load_hf(self, path: str) -> None:
+        """Replace the weights by those of a Hugging Face folder."""
 
     @abstractmethod
     def forward_backward_batch(
@@ -78,8 +114,84 @@ class BaseTrainEngine(TrainEngine):
         summed (not averaged) over the ranks of `dp_group`.
         """
 
-    @abstractmethod
-    def optimizer_step(self) -> dict[str, float]: ...
+    def _weights_changed(self) -> None:
+        """Called after weights were loaded or updated."""
+
+    def _move(self, device: torch.device | str) -> None:
+        """Move model and optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+
+    def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
+        """Join the ranks of the layout; call it before `initialize`."""
+        self._dims = self._dims_of(parallel_strategy)
+        if parallel_strategy.world_size > 1:
+            self.config.check_layout(parallel_strategy)
+            self.device = join_ranks()
+            self._ranks = dist.group.WORLD
+        self._create_groups(parallel_strategy)
+
+    def _create_groups(self, strategy: ParallelStrategy) -> None:
+        """Of the ranks along each axis: a mesh of all ranks; none for a single process."""
+        if self._ranks is not None:
+            self._mesh = self._dims.build_mesh(self.device.type)
+            self.dp_group = self._mesh.get_group("dp") if self._dims.dp > 1 else None
+
+    @property
+    def min_micro_batches(self) -> int:
+        """One per pipeline stage, so that none idles."""
+        return self._dims.pp
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return 0 if self.dp_group is None else self.dp_group.rank()
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return 1 if self.dp_group is None else self.dp_group.size()
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._ranks is None or self._ranks.rank() == 0
+
+    def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
+        """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
+        if self.device.type == "cpu":
+            use_plain_blas()
+        self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
+        optimizer = self.config.optimizer
+        trains = optimizer is not None and ft_spec is not None
+        self._model = self._build_model(trains=trains)
+        self._weights_changed()
+        self._writers = side_group(self._ranks)
+        if optimizer is not None and ft_spec is not None:
+            self._optimizer = self._build_optimizer(optimizer, ft_spec.total_train_steps)
+
+    def destroy(self) -> None:
+        """Process groups stay: other engines of this process use them too."""
+        self._model = self._optimizer = self._receiver = self._adapters = None
+        if self.device.type == "cuda":
+            gc.collect()  # compiled and checkpointed blocks refer to themselves
+            torch.cuda.empty_cache()
+
+    @property
+    def model(self) -> ModelT:
+        if self._model is None:
+            raise RuntimeError("the engine has no model yet: call initialize() first")
+        return self._model
+
+    @property
+    def optimizer(self) -> OptimizerT:
+        if self._optimizer is None:
+            raise RuntimeError(
+                "the engine cannot train: give its config an optimizer section and initialize() "
+                "a FinetuneSpec"
+            )
+        return self._optimizer
+
+    def _dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        default = "bfloat16" if self.device.type == "cuda" else "float32"
+        return getattr(torch, self.config.dtype or default)
 
     def train_batch(
         self,
@@ -91,11 +203,11 @@ class BaseTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         """One optimizer step on the weighted mean of the loss over the rows of all ranks."""
         _ = self.optimizer  # raises before the forward pass, not after it
-        mbs = _micro_batches(self, input_, rows_per_unit)
-        loss = _weighted_loss(self, mbs, loss_fn, loss_weight_fn, forward_only=False)
+        mbs = self._micro_batches(input_, rows_per_unit)
+        loss = self._weighted_loss(mbs, loss_fn, loss_weight_fn, forward_only=False)
         stats = {**self.optimizer_step(), "loss": loss.item()}
         if self.shares_prefixes:
-            stats["tree_token_ratio"] = _tree_token_ratio(self, mbs)
+            stats["tree_token_ratio"] = self._tree_token_ratio(mbs)
         return stats
 
     def eval_batch(
@@ -107,13 +219,13 @@ class BaseTrainEngine(TrainEngine):
         rows_per_unit: int = 1,
     ) -> torch.Tensor:
         """The weighted mean of the loss over the rows of all ranks."""
-        mbs = _micro_batches(self, input_, rows_per_unit)
-        return _weighted_loss(self, mbs, loss_fn, loss_weight_fn, forward_only=True)
+        mbs = self._micro_batches(input_, rows_per_unit)
+        return self._weighted_loss(mbs, loss_fn, loss_weight_fn, forward_only=True)
 
     def forward_batch(self, input_: Mapping[str, Any]) -> torch.Tensor:
         """Log-probabilities or values `[B, S]` of this rank's rows on their device, padding 0."""
         mask = input_["attention_mask"]
-        mbs = _micro_batches(self, input_, 1)
+        mbs = self._micro_batches(input_, 1)
         out_BS = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
 
         def output_fn(index: int, output_T: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -128,174 +240,194 @@ class BaseTrainEngine(TrainEngine):
             out_BS[mb.rows] = rows_BS.to(mask.device)
         return out_BS
 
+    def _micro_batches(self, input_: Mapping[str, Any], rows_per_unit: int) -> list[MicroBatch]:
+        """This rank's micro-batches, as many as any other rank's."""
+        spec = replace(self.mb_spec, n_mbs=max(self.mb_spec.n_mbs, self.min_micro_batches))
 
-def require_model(model: Part | None) -> Part:
-    if model is None:
-        raise RuntimeError("the engine has no model yet: call initialize() first")
-    return model
+        def split() -> list[MicroBatch]:
+            shares = self.shares_prefixes
+            return split_micro_batches(
+                input_, spec, self.device, rows_per_unit, shares_prefixes=shares
+            )
+
+        if self.dp_group is None:
+            return split()
+        own = split if len(input_["attention_mask"]) else list
+        return fill_up(own, self.dp_group, self.device, shares_prefixes=self.shares_prefixes)
+
+    def _weighted_loss(
+        self,
+        mbs: list[MicroBatch],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        forward_only: bool,
+    ) -> torch.Tensor:
+        """The sum over all ranks of each micro-batch's loss times its share of the weight."""
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        weights = torch.stack([loss_weight_fn(mb.data).to(none) if mb.rows else none for mb in mbs])
+        total = self._summed(weights.sum())
+        if not total > 0:
+            raise ValueError(
+                f"the batch of {sum(len(mb.rows) for mb in mbs)} sequences has a loss weight of "
+                f"{total.item()}: there is no token to learn from; check its loss_mask"
+            )
+        shares = (weights / total).float()
+
+        def output_fn(index: int, *outputs: torch.Tensor) -> torch.Tensor:
+            progress()
+            if not mbs[index].rows:
+                return outputs[0].sum() * 0.0  # in the graph, so that backward collectives run
+            return loss_fn(*outputs, mbs[index].data) * shares[index]
+
+        losses = torch.stack(self.forward_backward_batch(mbs, output_fn, forward_only))
+        return self._summed(losses.sum())
+
+    def _tree_token_ratio(self, mbs: list[MicroBatch]) -> float:
+        """Computed tokens divided by the tokens of all sequences, over all ranks."""
+        trees = [mb.tree for mb in mbs if mb.tree is not None and mb.rows]
+        counts = [sum(map(len, trees)), sum(len(tree.place_T) for tree in trees)]
+        totals = self._summed(torch.tensor(counts, dtype=torch.float64, device=self.device))
+        computed, given = totals.tolist()
+        return computed / given
+
+    def _summed(self, local: torch.Tensor) -> torch.Tensor:
+        """In place, over the ranks with other rows."""
+        if self.dp_group is not None:
+            dist.all_reduce(local, group=self.dp_group)
+        return local
+
+    def optimizer_step(self) -> dict[str, float]:
+        stats = self.optimizer.step()
+        self._weights_changed()
+        return stats
+
+    def step_lr_scheduler(self) -> None:
+        self.optimizer.set_lr_step(self.optimizer.lr_step + 1)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write the folder `meta.path`: atomically as `dcp`; as `hf` pass a scratch folder for
+        that. With LoRA `hf` is the adapter alone, as peft saves it."""
+        if meta.weight_format == "dcp":
+            optimizer = self.optimizer if meta.with_optim else None
+            model = self._checkpointed()
+            checkpoint.save(meta.path, model, optimizer, self._version, self._writers)
+            return
+        _refuse_optimizer(meta)
+        adapters = self._adapters
+        if adapters is None:
+            self._hand_over(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
+        else:
+            trained = adapters.tensors(is_receiver=self._is_first_rank)
+            self._hand_over(trained, lambda tensors: self._save_adapters(adapters, tensors, meta))
+
+    def capture(self) -> Callable[[str | Path], None]:
+        model = self._checkpointed()
+        return checkpoint.capture(model, self.optimizer, self._version, self._writers).write
+
+    def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
+        config = critic_config(self._hf_config) if self.config.is_critic else self._hf_config
+        save_hf(weights, config, meta.path)
+        _save_beside(meta, self._folder)
+
+    def _save_adapters(self, adapters: LoraAdapters, tensors: Weights, meta: SaveLoadMeta) -> None:
+        adapters.save(tensors, meta.path, meta.base_model_path or self.config.path)
+        _save_beside(meta, self._folder)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        if meta.weight_format == "dcp":
+            optimizer = self.optimizer if meta.with_optim else None
+            model = self._checkpointed()
+            self._version = checkpoint.load(meta.path, model, optimizer, self._writers)
+        else:
+            _refuse_optimizer(meta)
+            if self._adapters is None:
+                self._load_hf(meta.path)
+            else:
+                self._adapters.load(meta.path)
+        self._weights_changed()
+        if self._optimizer is not None and not meta.with_optim:
+            self._optimizer.read_model()
+
+    def _hand_over(self, weights: Weights, consume: Callable[[Weights], None]) -> None:
+        """The first rank passes the weights to `consume`; an error of it is raised on all ranks."""
+        if self._ranks is None:
+            return consume(weights)
+        failure: Exception | None = None
+        if self._is_first_rank:
+            try:
+                consume(weights)
+            except Exception as error:
+                failure = error  # raised below: the other ranks still need this one's gathers
+        for _ in weights:
+            pass
+        if any_rank(failure is not None, self._ranks, self.device):
+            raise failure or RuntimeError("rank 0 could not pass the weights on: see its error")
+
+    def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
+        self._receiver = (engine, meta)
+
+    def update_weights(self, version: int) -> None:
+        if self._receiver is None:
+            raise RuntimeError("no inference engine is connected: call connect_engine() first")
+        engine, meta = self._receiver
+        meta = meta.with_version(version)
+        self._hand_over(self.hf_weights(), lambda weights: send_weights(engine, meta, weights))
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def get_version(self) -> int:
+        return self._version
+
+    def offload(self) -> None:
+        self._move("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._move(self.device)
 
 
-def require_optimizer(optimizer: Part | None) -> Part:
-    if optimizer is None:
-        raise RuntimeError(
-            "the engine cannot train: give its config an optimizer section and initialize() "
-            "a FinetuneSpec"
-        )
-    return optimizer
-
-
-def compute_dtype(config: TrainEngineConfig, device: torch.device) -> torch.dtype:
-    default = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, config.dtype or default)
-
-
-def split_micro_batches(
-    input_: Mapping[str, Any],
-    spec: MicroBatchSpec,
-    device: torch.device,
-    rows_per_unit: int = 1,
-    *,
-    shares_prefixes: bool = False,
-) -> list[MicroBatch]:
-    """Packed micro-batches on `device` within the token budget of `spec`.
-
-    Every `rows_per_unit` consecutive rows (a chosen and a rejected answer) are packed as one, so
-    they share a micro-batch and stay neighbours in it. With `shares_prefixes` the budget counts
-    the tokens of prefix trees, and each micro-batch has its tree.
-    """
-    lengths = sequence_lengths(input_["attention_mask"])
-    if len(lengths) % rows_per_unit:
-        raise ValueError(
-            f"the batch has {len(lengths)} rows, which do not make units of {rows_per_unit} rows"
-        )
-    limits = {
-        "max_tokens": spec.max_tokens_per_mb,
-        "min_bins": spec.n_mbs,
-        "algorithm": spec.packing_algorithm,
-    }
-    if not shares_prefixes:
-        unit_lengths = lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
-        row_bins = _rows_of_units(pack_sequences(unit_lengths, **limits), rows_per_unit)
-        return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in row_bins]
-    ids = input_["input_ids"].numpy(force=True)
-    sequences = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
-    bins = pack_trees(sequences, rows_per_unit=rows_per_unit, **limits)
-    return [
-        MicroBatch(
-            rows,
-            _to_device(pack(input_, rows), device),
-            PrefixTree.of([sequences[row] for row in rows]),
-        )
-        for rows in _rows_of_units(bins, rows_per_unit)
-    ]
-
-
-def _rows_of_units(bins: Bins, rows_per_unit: int) -> Bins:
-    return [
-        [unit * rows_per_unit + row for unit in bin_ for row in range(rows_per_unit)]
-        for bin_ in bins
-    ]
-
-
-def _micro_batches(
-    engine: BaseTrainEngine, input_: Mapping[str, Any], rows_per_unit: int
-) -> list[MicroBatch]:
-    """This rank's micro-batches, with fillers up to the largest count of any rank."""
-    device, group = engine.device, engine.dp_group
-    num_mbs = max(engine.mb_spec.n_mbs, engine.min_micro_batches)
-    spec = replace(engine.mb_spec, n_mbs=num_mbs)
-
-    def split() -> list[MicroBatch]:
-        return split_micro_batches(
-            input_,
-            spec,
-            device,
-            rows_per_unit,
-            shares_prefixes=engine.shares_prefixes,
-        )
-
-    if group is None:
-        return split()
-    # Raised only after the collective below, which the other ranks are waiting in.
-    refused: ValueError | None = None
-    mbs: list[MicroBatch] = []
-    try:
-        if len(input_["attention_mask"]):
-            mbs = split()
-    except ValueError as error:
-        refused = error
-    most, any_refused = _largest([len(mbs), int(refused is not None)], group, device)
-    if refused is not None:
-        raise refused
-    if any_refused:
-        raise RuntimeError("another rank refused its part of the batch: its error says why")
-    if most == 0:
-        raise ValueError("the batch has no rows on any rank; give at least one")
-    tree = PrefixTree.of([[0]]) if engine.shares_prefixes else None
-    return mbs + [MicroBatch([], _filler(device), tree)] * (most - len(mbs))
-
-
-def _filler(device: torch.device) -> dict[str, Any]:
-    tokens = {"input_ids": torch.zeros(1, dtype=torch.int32)}
-    bounds = {"cu_seqlens": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen": 1}
-    return _to_device({**tokens, **bounds}, device)
-
-
-def _largest(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    largest = torch.tensor(numbers, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest.tolist()
-
-
-def _weighted_loss(
-    engine: BaseTrainEngine,
+def run_each(
     mbs: list[MicroBatch],
-    loss_fn: LossFn,
-    loss_weight_fn: LossWeightFn,
-    *,
-    forward_only: bool,
-) -> torch.Tensor:
-    """The sum over all ranks of each micro-batch's loss times its share of the weight."""
-    group = engine.dp_group
-    none = torch.zeros((), dtype=torch.float64, device=engine.device)
-    weights = torch.stack([loss_weight_fn(mb.data).to(none) if mb.rows else none for mb in mbs])
-    total = _summed(weights.sum(), group)
-    if not total > 0:
+    token_outputs: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
+    output_fn: OutputFn,
+    collect_gradients: Callable[[], None] | None,
+) -> list[torch.Tensor]:
+    """`output_fn` of each micro-batch, one after another, detached; unless `collect_gradients` is
+    None also backward of it."""
+    outputs = []
+    with torch.set_grad_enabled(collect_gradients is not None):
+        for index, mb in enumerate(mbs):
+            output = output_fn(index, *token_outputs(mb))
+            if collect_gradients is not None:
+                output.backward()
+                collect_gradients()
+            outputs.append(output.detach())
+    return outputs
+
+
+def reshard(model: nn.Module) -> None:
+    """A pass without backward leaves the head unsharded, hence stale after the next step."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def _save_beside(meta: SaveLoadMeta, folder: Path) -> None:
+    """Write tokenizer and generation config; `folder` is the one the model was loaded from."""
+    if meta.base_model_path is not None:
+        folder = model_folder(meta.base_model_path, weights=False)
+    generation_config = folder / "generation_config.json"
+    if generation_config.is_file():
+        shutil.copy(generation_config, meta.path)
+    for part in (meta.tokenizer, meta.processor):
+        if part is not None:
+            part.save_pretrained(meta.path)
+
+
+def _refuse_optimizer(meta: SaveLoadMeta) -> None:
+    if meta.with_optim:
         raise ValueError(
-            f"the batch of {sum(len(mb.rows) for mb in mbs)} sequences has a loss weight of "
-            f"{total.item()}: there is no token to learn from; check its loss_mask"
+            "weight_format='hf' holds weights only: use weight_format='dcp' for the optimizer"
         )
-    shares = (weights / total).float()
-
-    def output_fn(index: int, *outputs: torch.Tensor) -> torch.Tensor:
-        progress()
-        if not mbs[index].rows:
-            return outputs[0].sum() * 0.0  # stays in the graph, so that backward collectives run
-        return loss_fn(*outputs, mbs[index].data) * shares[index]
-
-    losses = torch.stack(engine.forward_backward_batch(mbs, output_fn, forward_only))
-    return _summed(losses.sum(), group)
-
-
-def _tree_token_ratio(engine: BaseTrainEngine, mbs: list[MicroBatch]) -> float:
-    """Computed tokens divided by the tokens of all sequences, over all ranks."""
-    trees = [mb.tree for mb in mbs if mb.tree is not None and mb.rows]
-    counts = [sum(map(len, trees)), sum(len(tree.place_T) for tree in trees)]
-    totals = _summed(
-        torch.tensor(counts, dtype=torch.float64, device=engine.device), engine.dp_group
-    )
-    computed, given = totals.tolist()
-    return computed / given
-
-
-def _summed(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is not None:
-        dist.all_reduce(local, group=group)
-    return local
-
-
-def _to_device(data: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in data.items()
-    }

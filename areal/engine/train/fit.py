@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# Of tables in transformers' source, and of keys and layers in a config.json.
+_ROW = re.compile(r"\(\s*\"([\w.-]+)\",\s*\(?\"(\w+)\"")
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 
 
 def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -191,11 +195,6 @@ def _check_batch_invariant(args: DecoderArgs) -> None:
             "batch_invariant: its attention has no sliding window and no scale of its own; turn "
             "batch_invariant off for this model"
         )
-
-
-_ROW = re.compile(r"\(\s*\"([\w.-]+)\",\s*\(?\"(\w+)\"")
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-_LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 
 
 def check_transformers_family(hf_config: Mapping[str, Any], *, is_critic: bool) -> None:

@@ -33,8 +33,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.engine.train import base
 from areal.engine.train.fit import stage_layout
+from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.packing import LaidOut, outputs_of, pack_micro_batch
 from areal.models.common.decoder import Decoder
 from areal.models.parallel_dims import ParallelMesh
@@ -112,7 +112,7 @@ class Pipeline:
         if self._tied is not None:
             self._tied.refresh()
 
-    def train(self, mbs: list[base.MicroBatch], output_fn: base.OutputFn) -> list[torch.Tensor]:
+    def train(self, mbs: list[MicroBatch], output_fn: OutputFn) -> list[torch.Tensor]:
         """`output_fn`, a scalar, of each micro-batch; gradients of their sum."""
         longest = max(len(mb.data["input_ids"]) for mb in mbs)
         laid = [
@@ -162,7 +162,7 @@ class Pipeline:
         )
 
     @torch.no_grad()
-    def forward(self, mbs: list[base.MicroBatch], output_fn: base.OutputFn) -> list[torch.Tensor]:
+    def forward(self, mbs: list[MicroBatch], output_fn: OutputFn) -> list[torch.Tensor]:
         """`output_fn` of each micro-batch."""
         laid = [pack_micro_batch(mb.data, self._config, self._mesh) for mb in mbs]
         inbox: dict[Unit, torch.Tensor] = {}
@@ -198,7 +198,7 @@ class Pipeline:
 
     @contextmanager
     def _computing(
-        self, laid: list[LaidOut], output_fn: base.OutputFn
+        self, laid: list[LaidOut], output_fn: OutputFn
     ) -> Iterator[dict[int, torch.Tensor]]:
         """Set `compute` of the stages. The rank with the last stage fills the dict with outputs."""
         outputs: dict[int, torch.Tensor] = {}

@@ -29,6 +29,7 @@ B x S one rectangle, Q queries of a block, W keys it reaches.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -174,15 +175,38 @@ def _windowed(
     size = q_BNSH.shape[2]
     block = max(window, _MIN_QUERY_BLOCK)
     position_S = torch.arange(size, device=q_BNSH.device)
+
+    def sees(start: int, end: int) -> tuple[int, torch.Tensor]:
+        first = max(start - window + 1, 0)
+        behind_QW = position_S[start:end, None] - position_S[first:end]
+        return first, (behind_QW >= 0) & (behind_QW < window)
+
+    return masked_blocks(q_BNSH, k_BKSH, v_BKSH, block, sees, scale)
+
+
+def masked_blocks(
+    q_BNSH: torch.Tensor,
+    k_BKSH: torch.Tensor,
+    v_BKSH: torch.Tensor,
+    block: int,
+    sees: Callable[[int, int], tuple[int, torch.Tensor]],
+    scale: float | None,
+) -> torch.Tensor:
+    """Masked attention, `block` queries at a time, so that no S x S mask is created.
+
+    sees: (start, end) of a block -> the first key it reaches, and which keys up to `end` each query
+    sees.
+    """
+    size = q_BNSH.shape[2]
     outputs = []
     for start in range(0, size, block):
-        end, first = min(start + block, size), max(start - window + 1, 0)
-        behind_QW = position_S[start:end, None] - position_S[first:end]
+        end = min(start + block, size)
+        first, mask_QW = sees(start, end)
         out_BNQH = F.scaled_dot_product_attention(
             q_BNSH[:, :, start:end],
             k_BKSH[:, :, first:end],
             v_BKSH[:, :, first:end],
-            attn_mask=(behind_QW >= 0) & (behind_QW < window),
+            attn_mask=mask_QW,
             scale=scale,
             enable_gqa=_shares(q_BNSH, k_BKSH),
         )

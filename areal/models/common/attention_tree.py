@@ -28,13 +28,14 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from areal.models.common.attention import masked_blocks
 from areal.utils.prefix_tree import PrefixTree
 
 _aten = torch.ops.aten
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_QUERY_BLOCK = 1024  # queries whose mask exists at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,6 @@ def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.transpose(0, 1)[None] for x in tensors)
 
 
-_QUERY_BLOCK = 1024  # queries whose mask exists at a time
-
-
 @dataclass(frozen=True, slots=True)
 class _Level:
     """Segments of equal depth, and the descendants of each."""
@@ -193,24 +191,17 @@ class TreeAttention:
     ) -> torch.Tensor:
         q_NTH, k_KTH, v_KTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
         place_T = torch.arange(self.num_tokens, device=q_TNH.device)
-        outputs = []
-        for start in range(0, self.num_tokens, _QUERY_BLOCK):
-            end = min(start + _QUERY_BLOCK, self.num_tokens)
+
+        def sees(start: int, end: int) -> tuple[int, torch.Tensor]:
             query_Q1, key_M = place_T[start:end, None], place_T[:end]
             sees_QM = (key_M <= query_Q1) & (query_Q1 < self._subtree_end_T[:end])
             if window is not None:
                 behind_QM = self.positions_T[start:end, None] - self.positions_T[:end]
                 sees_QM &= behind_QM < window
-            out_NQH = F.scaled_dot_product_attention(
-                q_NTH[:, :, start:end],
-                k_KTH[:, :, :end],
-                v_KTH[:, :, :end],
-                attn_mask=sees_QM,
-                scale=scale,
-                enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
-            )
-            outputs.append(out_NQH[0].transpose(0, 1))
-        return torch.cat(outputs)
+            return 0, sees_QM
+
+        out_NTH = masked_blocks(q_NTH, k_KTH, v_KTH, _QUERY_BLOCK, sees, scale)
+        return out_NTH[0].transpose(0, 1)
 
 
 class _BySegments(torch.autograd.Function):

@@ -32,6 +32,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+BALANCE_RATE = 1e-3
+# Whole BLAS tiles: on a CPU a row's bits must not depend on how many rows its expert got.
+_ROW_MULTIPLE = 16
+# The grouped kernel needs rows aligned to 16 bytes.
+_GROUPED_DTYPE, _GROUPED_MULTIPLE = torch.bfloat16, 8
 
 
 class FeedForward(nn.Module):
@@ -44,13 +49,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.w2(self.activation(self.w1(x_TD)) * self.w3(x_TD))
-
-
-BALANCE_RATE = 1e-3
-# Whole BLAS tiles: on a CPU a row's bits must not depend on how many rows its expert got.
-_ROW_MULTIPLE = 16
-# The grouped kernel needs rows aligned to 16 bytes.
-_GROUPED_DTYPE, _GROUPED_MULTIPLE = torch.bfloat16, 8
 
 
 class MoE(nn.Module):

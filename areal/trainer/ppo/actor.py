@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from areal.algorithm import KL_ESTIMATORS, POLICY_LOSSES
-from areal.algorithm.calls import policy_loss_call
+from areal.algorithm import KL_ESTIMATORS, POLICY_LOSSES, policy_loss_call
 from areal.algorithm.kl import AdaptiveKlController, k2, kl_loss
 from areal.algorithm.loss import LossInputs, distillation_loss, own_loss
 from areal.algorithm.off_policy import (
@@ -61,6 +60,28 @@ if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
     from areal.api.config.train_engine import TrainEngineConfig
     from areal.api.engine_api import TrainEngine
+
+# Batch keys that the loss reads; the last four are not in every batch.
+BATCH_KEYS = (
+    "loss_mask",
+    "logprobs",
+    "versions",
+    "advantages",
+    "prox_logp",
+    "ref_logp",
+    "teacher_logp",
+    "credit",
+)
+# Statistics of every micro-batch besides the metrics of the loss.
+_RECORDED = {
+    "entropy",
+    "advantages",
+    "behave_weight",
+    "behave_kl",
+    "rejected_ratio",
+    "teacher_kl",
+    "kl_loss",
+}
 
 
 class OpenEngine(Protocol):
@@ -194,31 +215,6 @@ def _rows_that_teach(minibatch: Mapping[str, Any]) -> list[int]:
     teaches_B = ((minibatch["advantages"] != 0) & mask_BS).any(dim=1)
     rows = teaches_B.nonzero().flatten().tolist()
     return rows or [int(mask_BS.any(dim=1).int().argmax())]
-
-
-# Batch keys that the loss reads; the last four are not in every batch.
-BATCH_KEYS = (
-    "loss_mask",
-    "logprobs",
-    "versions",
-    "advantages",
-    "prox_logp",
-    "ref_logp",
-    "teacher_logp",
-    "credit",
-)
-
-
-# Statistics of every micro-batch besides the metrics of the loss.
-_RECORDED = {
-    "entropy",
-    "advantages",
-    "behave_weight",
-    "behave_kl",
-    "rejected_ratio",
-    "teacher_kl",
-    "kl_loss",
-}
 
 
 class PolicyObjective:

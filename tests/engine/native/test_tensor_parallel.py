@@ -26,13 +26,14 @@ from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.native.tensor_parallel import LeadingEngine, follow
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
+from areal.engine.train.export import send_weights
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import save_hf
 from areal.utils.child_process import ChildProcess
 from areal.weight_sync import cuda_ipc
 from areal.weight_sync.publication import open_publication, publish
 from areal.weight_sync.seal import seal
-from areal.weight_sync.transports import PublicationRoot, send_weights
+from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
 WAIT_S = 60

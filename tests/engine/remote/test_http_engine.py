@@ -20,7 +20,8 @@ from areal.engine.remote.client import Draft
 from areal.engine.remote.engine import HttpEngine
 from areal.engine.remote.server_control import ServerError
 from areal.engine.remote.sglang import SGLangProtocol
-from areal.weight_sync.transports import PublicationRoot, send_weights
+from areal.engine.train.export import send_weights
+from areal.weight_sync.transports import PublicationRoot
 
 
 def request(ids=(2, 3), **options):

@@ -20,7 +20,8 @@ from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.engine.remote.server_control import ServerError
-from areal.weight_sync.transports import PublicationRoot, send_weights
+from areal.engine.train.export import send_weights
+from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
 

@@ -19,7 +19,8 @@ from areal.api.io_struct import ModelRequest
 from areal.engine.remote.batching_client import PROGRESS_TOKENS
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.engine.remote.server_control import ControlClient, ServerError
-from areal.weight_sync.transports import PublicationRoot, send_weights
+from areal.engine.train.export import send_weights
+from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
 WAIT_S = 120

@@ -15,7 +15,8 @@ from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import ModelRequest
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.engine.remote.server_process import ServerProcess
-from areal.weight_sync.transports import PublicationRoot, send_weights
+from areal.engine.train.export import send_weights
+from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
 

@@ -21,8 +21,8 @@ from areal.engine.remote.engine import HttpEngine
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
 from areal.engine.remote.vllm_worker import WeightReceiver
+from areal.engine.train.export import send_weights
 from areal.weight_sync.collective import GroupError
-from areal.weight_sync.transports import send_weights
 
 TOKEN = "token-of-this-run"
 

@@ -19,9 +19,9 @@ from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.native.engine import NativeEngine
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.engine.remote.server_control import ControlClient, ServerRefusedError
+from areal.engine.train.export import send_weights
 from areal.models.hf_io import build_model
 from areal.weight_sync.publication import open_publication
-from areal.weight_sync.transports import send_weights
 
 TOKEN = "token-of-this-run"
 WAIT_S = 60

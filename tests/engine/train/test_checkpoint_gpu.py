@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from areal.api.config.train_engine import FSDPEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train import checkpoint
-from areal.engine.train.fsdp.model import one_rank_mesh
+from areal.engine.train.process_group import join_alone
+from areal.models.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +65,8 @@ def test_copies_are_pinned_and_ordered_before_later_work_of_the_stream():
 
 def test_shards_on_the_device_become_shards_on_the_host(tmp_path):
     model = nn.Linear(64, 64, device="cuda")
-    fully_shard(model, mesh=one_rank_mesh(torch.device("cuda"))["fsdp"])
+    join_alone(torch.device("cuda"))
+    fully_shard(model, mesh=ParallelDims().build_mesh("cuda")["fsdp"])
     snapshot = checkpoint.capture(model, None, 3)
     copy = snapshot.state["weights.weight"]
     assert isinstance(copy, DTensor) and copy.to_local().is_pinned()

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal.engine.train.archon import ArchonEngine
-from areal.engine.train.base import split_micro_batches
+from areal.engine.train.micro_batches import split_micro_batches
 
 FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
 SGD = OptimizerConfig(type="sgd", lr=0.1, beta1=0.0, weight_decay=0.0, gradient_clipping=1e9)

@@ -17,7 +17,7 @@ from gloo_ranks import run_ranks
 from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine import train_engine_class
-from areal.engine.train import base
+from areal.engine.train.micro_batches import MicroBatch, OutputFn, split_micro_batches
 from areal.engine.train.packing import token_outputs
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -106,8 +106,8 @@ def losses_and_gradients(folder: str, num_stages: int) -> dict[str, Any]:
     return {"before": before, "losses": [loss.item() for loss in losses], "stats": stats}
 
 
-def micro_batches() -> tuple[list[base.MicroBatch], base.OutputFn]:
-    mbs = base.split_micro_batches(make_batch(), TRAINING["mb_spec"], torch.device("cpu"))
+def micro_batches() -> tuple[list[MicroBatch], OutputFn]:
+    mbs = split_micro_batches(make_batch(), TRAINING["mb_spec"], torch.device("cpu"))
     assert len(mbs) == 3 and len({len(mb.data["input_ids"]) for mb in mbs}) > 1
     total = sum(mb.data["loss_mask"].sum() for mb in mbs)
 

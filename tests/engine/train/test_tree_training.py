@@ -26,7 +26,7 @@ from tiny import write_tiny_model
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
 from areal.api.config.train_engine import MicroBatchSpec
 from areal.engine.train.archon import ArchonEngine
-from areal.engine.train.base import split_micro_batches
+from areal.engine.train.micro_batches import split_micro_batches
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 

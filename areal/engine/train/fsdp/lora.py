@@ -13,27 +13,21 @@ The only file that needs peft.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import PreTrainedModel
 
-from areal.models.lora import (
-    FILE_PREFIX,
-    base_model_keys,
-    draw_adapter,
-    load_adapter,
-    save_adapter,
-)
-from areal.models.parallelize import whole
+from areal.models.lora import FILE_PREFIX, LoraAdapters
 
 _ADAPTER = "default"  # peft's name for the only adapter; not part of names in files
 
 
-class Adapters:
+class Adapters(LoraAdapters):
     def __init__(
         self,
         hf: PreTrainedModel,
@@ -73,50 +67,22 @@ class Adapters:
             name: module for name, module in hf.named_modules() if isinstance(module, LoraLayer)
         }
 
-    def draw(self, seed: int) -> None:
-        """Initialize as a no-op; equal on all ranks."""
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self._layers.values():
-            draw_adapter(*_matrices(layer), generator)
+    def __str__(self) -> str:
+        return f"rank {self.config.r} on {self.config.target_modules}"
 
-    def merge(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The unsharded weight of checkpoint name `name` with its adapter, summed in float32."""
-        layer = self._layers.get(name.removesuffix(".weight"))
-        if layer is None:
-            return whole(weight, dtype)
-        a, b = (whole(matrix, torch.float32) for matrix in _matrices(layer))
-        merged = whole(weight, torch.float32) + layer.scaling[_ADAPTER] * (b @ a)
-        return merged.to(dtype)
+    def _matrices(self, layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
+        name = f"{_ADAPTER}.weight"
+        a_RD, b_NR = layer.lora_A.get_parameter(name), layer.lora_B.get_parameter(name)
+        return a_RD, b_NR, layer.scaling[_ADAPTER]
 
-    @torch.no_grad()
-    def tensors(self, *, is_receiver: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the adapter's file, unsharded tensor) of trained weights, for the receiver."""
-        for name, parameter in self._trained():
-            tensor = whole(parameter, parameter.dtype)
-            if is_receiver:
-                yield name, tensor
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {
+            FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+            for name, parameter in self._hf.named_parameters()
+            if parameter.requires_grad
+        }
 
-    def save(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], folder: str | Path, base_model: str
-    ) -> None:
-        """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
-        save_adapter(tensors, folder)
-        for key, value in base_model_keys(base_model).items():
+    def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
+        for key, value in base_model.items():
             setattr(self.config, key, value)
         self.config.save_pretrained(str(folder))
-
-    def load(self, folder: str | Path) -> None:
-        """Load a folder that `save` or peft wrote."""
-        what = f"rank {self.config.r} on {self.config.target_modules}"
-        load_adapter(folder, dict(self._trained()), what)
-
-    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """By name in the adapter's file."""
-        for name, parameter in self._hf.named_parameters():
-            if parameter.requires_grad:
-                yield FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter
-
-
-def _matrices(layer: LoraLayer) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-    name = f"{_ADAPTER}.weight"
-    return layer.lora_A.get_parameter(name), layer.lora_B.get_parameter(name)

@@ -47,11 +47,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from areal.engine.train.fsdp.weights import fill_buffers, with_partial_gradient
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
-from areal.engine.train.process_group import join_alone
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.hf_io import read_hf_config
-from areal.models.parallel_dims import ParallelDims, ParallelMesh
+from areal.models.parallel_dims import ParallelMesh
 
+PACKED_ATTENTION = "areal_packed"
+
+# Arguments of transformers' attention functions that change the result and are not computed here.
+_NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 _SOFTCAP = "final_logit_softcapping"  # in config.json: logits become cap * tanh(logits / cap)
 
 
@@ -249,12 +252,6 @@ def _pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, Pa
     return torch.cat(sequences), attend.positions_T, attend
 
 
-def one_rank_mesh(device: torch.device) -> ParallelMesh:
-    """A mesh of this process alone, for FSDP's CPU offload."""
-    join_alone(device)
-    return ParallelDims().build_mesh(device.type)
-
-
 def recompute_blocks(model: PackedModel) -> None:
     """Keep only the inputs of each block and run it again in the backward pass."""
     for block in model.blocks():
@@ -268,7 +265,7 @@ def shard_model(
 ) -> None:
     """Shard the weights, still on the meta device."""
     options = {
-        "mesh": mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
+        "mesh": mesh.in_replicas("fsdp"),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
     }
     if offload:
@@ -289,12 +286,6 @@ def materialise(model: PackedModel, device: torch.device, *, offload: bool) -> N
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     fill_buffers(model.hf)
-
-
-PACKED_ATTENTION = "areal_packed"
-
-# Arguments of transformers' attention functions that change the result and are not computed here.
-_NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 
 
 def packed_attention(

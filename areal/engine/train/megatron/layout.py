@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import nn
 
 from areal.api.alloc_mode import ParallelStrategy
-from areal.engine.train.base import MicroBatch, OutputFn
+from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.process_group import join_alone
 
 

@@ -59,6 +59,7 @@ _PLAIN = {
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
     "mlp.router.weight": ("mlp.gate.weight", None),
 }
+Read = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +297,6 @@ def _qkv(prefix: str, leaf: str, args: DecoderArgs) -> Piece:
 
     names = tuple(f"{prefix}{x}_proj.{leaf}" for x in "qkv")
     return Piece(names, (groups, sum(rows), *columns), 0, fuse, split)
-
-
-Read = Callable[[str], torch.Tensor]
 
 
 def drawn_weights(hf_config: Mapping[str, Any], seed: int, is_critic: bool) -> Read:

@@ -1,0 +1,128 @@
+"""How is a batch cut? Packed micro-batches of a token budget, equally many on every rank.
+
+    padded batch [B, S] -> pack_sequences -> packed micro-batches [T]
+
+With data parallelism each rank has some rows of the batch, possibly none. All ranks run the same
+number of micro-batches, since each is a collective: ranks with fewer add fillers, one token of
+weight 0 that no loss function sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areal.api.config.train_engine import MicroBatchSpec
+from areal.utils.data import pack, sequence_lengths
+from areal.utils.prefix_tree import PrefixTree, pack_trees
+from areal.utils.seqpack import Bins, pack_sequences
+
+# (micro-batch number, *per-token model outputs) -> a tensor; a scalar when it is differentiated.
+# The outputs are logprobs_T and entropy_T of a language model, values_T of a critic.
+OutputFn = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a batch, packed. A filler has no rows and only the keys of its tokens."""
+
+    rows: list[int]
+    data: dict[str, Any]
+    tree: PrefixTree | None = None  # of its sequences, if the engine shares prefixes
+
+
+def split_micro_batches(
+    input_: Mapping[str, Any],
+    spec: MicroBatchSpec,
+    device: torch.device,
+    rows_per_unit: int = 1,
+    *,
+    shares_prefixes: bool = False,
+) -> list[MicroBatch]:
+    """Packed micro-batches on `device` within the token budget of `spec`.
+
+    Every `rows_per_unit` consecutive rows (a chosen and a rejected answer) are packed as one, so
+    they share a micro-batch and stay neighbours in it. With `shares_prefixes` the budget counts
+    the tokens of prefix trees, and each micro-batch has its tree.
+    """
+    lengths = sequence_lengths(input_["attention_mask"])
+    if len(lengths) % rows_per_unit:
+        raise ValueError(
+            f"the batch has {len(lengths)} rows, which do not make units of {rows_per_unit} rows"
+        )
+    limits = {
+        "max_tokens": spec.max_tokens_per_mb,
+        "min_bins": spec.n_mbs,
+        "algorithm": spec.packing_algorithm,
+    }
+    if not shares_prefixes:
+        unit_lengths = lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
+        row_bins = _rows_of_units(pack_sequences(unit_lengths, **limits), rows_per_unit)
+        return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in row_bins]
+    ids = input_["input_ids"].numpy(force=True)
+    sequences = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
+    bins = pack_trees(sequences, rows_per_unit=rows_per_unit, **limits)
+    return [
+        MicroBatch(
+            rows,
+            _to_device(pack(input_, rows), device),
+            PrefixTree.of([sequences[row] for row in rows]),
+        )
+        for rows in _rows_of_units(bins, rows_per_unit)
+    ]
+
+
+def _rows_of_units(bins: Bins, rows_per_unit: int) -> Bins:
+    return [
+        [unit * rows_per_unit + row for unit in bin_ for row in range(rows_per_unit)]
+        for bin_ in bins
+    ]
+
+
+def fill_up(
+    split: Callable[[], list[MicroBatch]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    shares_prefixes: bool,
+) -> list[MicroBatch]:
+    """What `split` returns, with fillers up to the largest count of any rank of `group`."""
+    # Raised only after the collective below, which the other ranks are waiting in.
+    refused: ValueError | None = None
+    mbs: list[MicroBatch] = []
+    try:
+        mbs = split()
+    except ValueError as error:
+        refused = error
+    most, any_refused = _largest([len(mbs), int(refused is not None)], group, device)
+    if refused is not None:
+        raise refused
+    if any_refused:
+        raise RuntimeError("another rank refused its part of the batch: its error says why")
+    if most == 0:
+        raise ValueError("the batch has no rows on any rank; give at least one")
+    tree = PrefixTree.of([[0]]) if shares_prefixes else None
+    return mbs + [MicroBatch([], _filler(device), tree)] * (most - len(mbs))
+
+
+def _filler(device: torch.device) -> dict[str, Any]:
+    tokens = {"input_ids": torch.zeros(1, dtype=torch.int32)}
+    bounds = {"cu_seqlens": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen": 1}
+    return _to_device({**tokens, **bounds}, device)
+
+
+def _largest(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    largest = torch.tensor(numbers, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
+
+
+def _to_device(data: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in data.items()
+    }
