@@ -37,6 +37,7 @@ _HOMES = {
     "SchedulingStrategy": "scheduler_api",
     "Worker": "scheduler_api",
     "Agent": "workflow_api",
+    "AgentWorkflow": "workflow_api",
     "RolloutWorkflow": "workflow_api",
     "WorkflowLike": "workflow_api",
     "GenerationHyperparameters": "config.inference",

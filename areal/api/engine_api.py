@@ -29,19 +29,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from areal.api.io_struct import WeightUpdateMeta
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
     from areal.api.alloc_mode import ParallelStrategy
-    from areal.api.io_struct import (
-        FinetuneSpec,
-        ModelRequest,
-        ModelResponse,
-        SaveLoadMeta,
-        WeightUpdateMeta,
-    )
+    from areal.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, SaveLoadMeta
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

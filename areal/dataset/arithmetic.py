@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from areal.dataset.chat_rows import (
     ONE_IN,
+    Rows,
     drop_long_prompts,
     is_held_out,
     known_options,
@@ -66,9 +67,9 @@ class Problem:
         return is_held_out(f"{operands[0]}{self.operator}{operands[1]}")
 
 
-def load_rl(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
-) -> list[dict[str, Any]]:
+def get_arithmetic_rl_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
+) -> Rows:
     """{"messages", "answer"}. `options` are those of `make_problems`."""
     options.pop("style", None)  # the target format matters to supervised rows only
     problems = make_problems(
@@ -78,15 +79,15 @@ def load_rl(
     return drop_long_prompts(rows, tokenizer, max_length)
 
 
-def load_sft(
+def get_arithmetic_sft_dataset(
     path: str,
-    *,
     split: str,
     tokenizer: Any,
     max_length: int | None = None,
+    *,
     style: Literal["plain", "reversed"] = "plain",
     **options: Any,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """{"input_ids", "loss_mask"}. `options` are those of `make_problems`."""
     problems = make_problems(
         split=split, **known_options(options, make_problems, besides=("style",))
@@ -95,15 +96,15 @@ def load_sft(
     return sft_rows(chats, tokenizer, max_length)
 
 
-def load_pairs(
+def get_arithmetic_rw_dataset(
     path: str,
-    *,
     split: str,
     tokenizer: Any,
     max_length: int | None = None,
+    *,
     style: Literal["plain", "reversed"] = "plain",
     **options: Any,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """{"chosen_ids", "rejected_ids", "prompt_len"}. `options` are those of `make_problems`."""
     problems = make_problems(
         split=split, **known_options(options, make_problems, besides=("style",))
