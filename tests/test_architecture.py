@@ -36,7 +36,11 @@ LAYERS = (
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 # Public doors that stand lower than what is behind them.
-DOORS = {("areal.api.reward_api", "areal.sandbox.pool")}
+DOORS = {
+    ("areal.api.reward_api", "areal.sandbox.pool"),
+    ("areal.engine.sglang_remote", "areal.rollout.remote_engines"),
+    ("areal.engine.vllm_remote", "areal.rollout.remote_engines"),
+}
 LIGHT_MODULES = ("areal", "areal.api", "areal.cli.main")
 HEAVY_PACKAGES = {"torch", "transformers", "datasets", "safetensors", "fastapi", "matplotlib"}
 

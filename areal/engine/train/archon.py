@@ -335,7 +335,7 @@ class ArchonEngine(base.BaseTrainEngine):
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         self._receiver = (engine, meta)
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int | WeightUpdateMeta) -> None:
         is_merged = self._adapters is not None
         send = sender(self._receiver, version, are_copies=is_merged)
         self._hand_over(self.hf_weights(), send)

@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
-from areal.api.engine_api import TrainEngine
+from areal.api.engine_api import InferenceEngine, TrainEngine
+from areal.api.io_struct import WeightUpdateMeta
+from areal.utils import stats_tracker
 from areal.utils.data import pack, sequence_lengths, unpack
 from areal.utils.prefix_tree import PrefixTree, pack_trees
 from areal.utils.seqpack import Bins, pack_sequences
@@ -57,6 +59,7 @@ class BaseTrainEngine(TrainEngine):
     mb_spec: MicroBatchSpec
     dp_group: dist.ProcessGroup | None  # ranks with other rows of the batch; None is one rank
     shares_prefixes: bool  # computes common prefixes of a micro-batch once
+    _receiver: tuple[InferenceEngine, WeightUpdateMeta] | None  # of `connect_engine`
 
     @property
     def min_micro_batches(self) -> int:
@@ -78,8 +81,17 @@ class BaseTrainEngine(TrainEngine):
         summed (not averaged) over the ranks of `dp_group`.
         """
 
-    @abstractmethod
-    def optimizer_step(self) -> dict[str, float]: ...
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.forget_gradients()
+
+    @property
+    def connected_engine(self) -> InferenceEngine:
+        if self._receiver is None:
+            raise RuntimeError("no inference engine is connected: call connect_engine() first")
+        return self._receiver[0]
+
+    def export_stats(self) -> dict[str, float]:
+        return stats_tracker.export_all(reduce_group=self.dp_group)
 
     def train_batch(
         self,

@@ -107,7 +107,7 @@ def _buckets(state: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[st
 
 def sender(
     receiver: tuple[InferenceEngine, WeightUpdateMeta] | None,
-    version: int,
+    version: int | WeightUpdateMeta,
     *,
     are_copies: bool,
 ) -> Callable[[Weights], None]:
@@ -118,6 +118,8 @@ def sender(
     if receiver is None:
         raise RuntimeError("no inference engine is connected: call connect_engine() first")
     engine, meta = receiver
+    if isinstance(version, WeightUpdateMeta):
+        version = version.version
 
     def send(weights: Weights) -> None:
         if meta.type == "ipc" and are_copies:

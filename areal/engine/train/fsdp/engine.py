@@ -273,7 +273,7 @@ class FSDPEngine(base.BaseTrainEngine):
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         self._receiver = (engine, meta)
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int | WeightUpdateMeta) -> None:
         send = sender(self._receiver, version, are_copies=True)
         self._hand_over(self.hf_weights(), send)
 

@@ -204,7 +204,7 @@ class MegatronEngine(base.BaseTrainEngine):
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         self._receiver = (engine, meta)
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int | WeightUpdateMeta) -> None:
         self._hand_over(sender(self._receiver, version, are_copies=True))
 
     def set_version(self, version: int) -> None:
