@@ -231,7 +231,7 @@ NEEDS = {
     "megatron": ("areal.engine.train.megatron",),
     "openai": (),
     "peft": ("areal.engine.train.fsdp.lora",),
-    "ray": ("areal.infra.launcher.ray", "areal.infra.scheduler.ray"),
+    "ray": ("areal.infra.launcher.cluster", "areal.infra.scheduler.ray"),
     "triton": (
         "areal.engine.native.cuda",
         "areal.engine.train.logprob_kernels",
