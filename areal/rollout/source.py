@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -85,17 +85,21 @@ class LoaderSource:
         while True:
             row = 0
             for batch in dataloader:
-                if not isinstance(batch, list):
-                    raise ValueError(
-                        "dataloader: expected batches that are lists of rows, got "
-                        f"{type(batch).__name__}; make it with collate_fn=list"
-                    )
-                for data in batch:
+                for data in _rows_of(batch):
                     yield Prompt(task_id, epoch, row, data)
                     task_id, row = task_id + 1, row + 1
             if row == 0:
                 raise ValueError("dataloader: it has no rows")
             epoch += 1
+
+
+def _rows_of(batch: Any) -> list[dict[str, Any]]:
+    if not isinstance(batch, list):
+        raise ValueError(
+            "dataloader: expected batches that are lists of rows, got "
+            f"{type(batch).__name__}; make it with collate_fn=list"
+        )
+    return cast("list[dict[str, Any]]", batch)
 
 
 @lru_cache(maxsize=4)

@@ -66,8 +66,9 @@ class Platform:
         return torch.cuda.device_count() if self.device_type == "cuda" else 1
 
     def current_device(self) -> torch.device:
-        index = torch.cuda.current_device() if self.device_type == "cuda" else None
-        return torch.device(self.device_type, index)
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def set_device(self, index: int) -> None:
         if self.device_type == "cuda":
