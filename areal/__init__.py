@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from areal.api.workflow_context import workflow_context
     from areal.infra.train_controller import TrainController
+    from areal.rollout.controller import RolloutController
     from areal.rollout.executor import WorkflowExecutor
     from areal.rollout.staleness import StalenessManager
     from areal.trainer.offline import DPOTrainer, RWTrainer, SFTTrainer
     from areal.trainer.rl_trainer import PPOTrainer
+    from areal.utils.device import current_platform
 
 __version__ = "0.1.0"
 
@@ -23,20 +25,24 @@ _HOMES = {
     "PPOTrainer": "areal.trainer.rl_trainer",
     "RWTrainer": "areal.trainer.offline",
     "SFTTrainer": "areal.trainer.offline",
+    "RolloutController": "areal.rollout.controller",
     "StalenessManager": "areal.rollout.staleness",
     "TrainController": "areal.infra.train_controller",
     "WorkflowExecutor": "areal.rollout.executor",
+    "current_platform": "areal.utils.device",
     "workflow_context": "areal.api.workflow_context",
 }
 __all__ = [
     "DPOTrainer",
     "PPOTrainer",
     "RWTrainer",
+    "RolloutController",
     "SFTTrainer",
     "StalenessManager",
     "TrainController",
     "WorkflowExecutor",
     "__version__",
+    "current_platform",
     "workflow_context",
 ]
 

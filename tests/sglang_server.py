@@ -53,7 +53,7 @@ def sglang_python(folder: Path) -> Path:
     return script
 
 
-def create_app(loop: EngineLoop, token: str) -> FastAPI:
+def create_app(loop: EngineLoop, token: str, model_path: str) -> FastAPI:
     app = FastAPI(openapi_url=None)
     numbers = itertools.count()
 
@@ -67,6 +67,10 @@ def create_app(loop: EngineLoop, token: str) -> FastAPI:
     @app.get("/health")
     async def health():
         return PlainTextResponse("")
+
+    @app.get("/get_model_info")
+    async def get_model_info():
+        return {"model_path": model_path, "is_generation": True}
 
     @app.post("/generate")
     async def generate(request: Request):
@@ -176,7 +180,7 @@ def main() -> None:
     with bind(args.host, args.port) as listener:
         engine = NativeEngine.from_pretrained(args.model_path, dtype=torch.float32)
         loop = EngineLoop(engine)
-        serve(create_app(loop, api_key), listener, on_ready=lambda: None)
+        serve(create_app(loop, api_key, args.model_path), listener, on_ready=lambda: None)
         loop.close()
 
 

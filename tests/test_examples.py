@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ SCRIPTS = {  # script -> the recipe it is run with
     "agents/train_agent.py": "agents/arithmetic_grpo.yaml",
     "alignment/train_dpo.py": "alignment/arithmetic_dpo.yaml",
     "countdown/train_countdown.py": "countdown/countdown_grpo.yaml",
+    "math/gsm8k_rl.py": "math/gsm8k_grpo.yaml",
     "math/train_grpo.py": "math/arithmetic_grpo.yaml",
     "multi_turn_math/train_multi_turn.py": "multi_turn_math/arithmetic_grpo.yaml",
     "sft/train_sft.py": "sft/arithmetic_sft.yaml",
@@ -109,6 +111,22 @@ def test_a_script_runs_as_users_start_it(tiny_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert_trained(load_config([recipe, *small]))
+
+
+def test_the_documented_command_trains(tiny_folder, tmp_path):
+    recipe = EXAMPLES / "math" / "gsm8k_grpo.yaml"
+    small = small_overrides(load_config([str(recipe)]), tiny_folder, tmp_path)
+    command = ["examples/math/gsm8k_rl.py", "--config", "examples/math/gsm8k_grpo.yaml"]
+    done = subprocess.run(
+        [sys.executable, *command, "scheduler.type=local", *small],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_trained(load_config([str(recipe), *small]))
 
 
 def test_every_script_and_recipe_is_listed():

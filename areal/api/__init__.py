@@ -36,6 +36,7 @@ _HOMES = {
     "SchedulingStrategy": "scheduler_api",
     "Worker": "scheduler_api",
     "Agent": "workflow_api",
+    "AgentWorkflow": "workflow_api",
     "RolloutWorkflow": "workflow_api",
     "WorkflowLike": "workflow_api",
     "GenerationHyperparameters": "config.inference",

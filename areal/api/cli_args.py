@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig
 from areal.api.config.inference import (
+    AgentConfig,
     GenerationHyperparameters,
     InferenceEngineConfig,
     NativeServerConfig,
     ProcessLimits,
     SGLangConfig,
-    VLLMConfig,
+    vLLMConfig,
 )
 from areal.api.config.loader import (
     dump_yaml,
@@ -51,13 +52,21 @@ from areal.api.config.run import (
 )
 from areal.api.config.section import ConfigError
 from areal.api.config.train_engine import (
+    ArchonEngineConfig,
+    FSDPEngineConfig,
+    MegatronEngineConfig,
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
     TrainEngineConfig,
 )
+from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
+
+TrainDatasetConfig = DatasetConfig  # the class of `train_dataset`
 
 __all__ = [
+    "AgentConfig",
+    "ArchonEngineConfig",
     "BaseExperimentConfig",
     "ClusterSpecConfig",
     "ConfigError",
@@ -65,9 +74,11 @@ __all__ = [
     "DPOConfig",
     "DatasetConfig",
     "EvaluatorConfig",
+    "FSDPEngineConfig",
     "GRPOConfig",
     "GenerationHyperparameters",
     "InferenceEngineConfig",
+    "MegatronEngineConfig",
     "MicroBatchSpec",
     "NativeServerConfig",
     "NormConfig",
@@ -85,14 +96,16 @@ __all__ = [
     "SGLangConfig",
     "SaverConfig",
     "SchedulerConfig",
+    "SchedulingSpec",
+    "SchedulingStrategy",
     "StatsLoggerConfig",
     "SwanlabConfig",
     "TeacherConfig",
     "TensorBoardConfig",
     "TimerConfig",
     "TrackioConfig",
+    "TrainDatasetConfig",
     "TrainEngineConfig",
-    "VLLMConfig",
     "ValidDatasetConfig",
     "WandBConfig",
     "WatchdogConfig",
@@ -100,4 +113,5 @@ __all__ = [
     "experiment_class",
     "load_experiment",
     "load_expr_config",
+    "vLLMConfig",
 ]

@@ -19,15 +19,20 @@ An unmarked method is local only. Marks do not change the method, so an engine i
 called directly; `infra/train_controller.py` reads the marks for a remote one.
 
 Both contracts are small: what can be derived is written once elsewhere (micro-batching and loss
-scaling in `engine/train/base.py`, queues and staleness in `rollout/executor.py`).
+scaling in `engine/train/base.py`, queues and staleness in `rollout/executor.py`). An engine that
+only generates refuses the calls that run episodes; `rollout/controller.py` adds them to any engine.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, overload
+
+from areal.api.io_struct import WeightUpdateMeta
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,9 +44,13 @@ if TYPE_CHECKING:
         FinetuneSpec,
         ModelRequest,
         ModelResponse,
+        ParamSpec,
         SaveLoadMeta,
-        WeightUpdateMeta,
     )
+    from areal.api.workflow_api import WorkflowLike
+
+    Trajectory = dict[str, torch.Tensor]
+    AcceptFn = Callable[[Trajectory], bool] | str  # a function of a whole group, or its import path
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -186,9 +195,125 @@ class InferenceEngine(ABC):
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start: tokens generated, pages in use, preemptions."""
 
+    def export_stats(self) -> dict[str, float]:
+        """Numbers for a tracker: those of `stats`, and of episodes where the engine runs them."""
+        return self.stats()
+
     @abstractmethod
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         """Server -> (start, end) of its work after `since`, in seconds since the epoch."""
+
+    def set_version(self, version: int) -> None:
+        """Check that `version` serves: versions come with the weights. An engine that runs episodes
+        also starts those which the new version allows."""
+        serving = self.get_version()
+        if serving != version:
+            raise RuntimeError(
+                f"set_version: the engine serves version {serving}, not {version}: send the "
+                "weights first, with TrainEngine.update_weights(version)"
+            )
+
+    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[None]:
+        """`update_weights` of a publication (a folder written by `TrainEngine.update_weights` or
+        `weight_sync.publication.publish`), in a thread."""
+        done: Future[None] = Future()
+
+        def load() -> None:
+            try:
+                self.update_weights(meta)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=load, name="update-weights", daemon=True).start()
+        return done
+
+    def init_weights_update_group(
+        self, meta: WeightUpdateMeta, rank_ids: Sequence[int] | None = None
+    ) -> Future[None]:
+        """Refused: the sender opens the group and tells the servers, in one call."""
+        self._refuse_distributed("init_weights_update_group")
+
+    def update_weights_from_distributed(
+        self, meta: WeightUpdateMeta, param_specs: Sequence[ParamSpec]
+    ) -> Future[None]:
+        """Refused: the sender announces each bucket itself, just before it is broadcast."""
+        self._refuse_distributed("update_weights_from_distributed")
+
+    def _refuse_distributed(self, call: str) -> NoReturn:
+        raise NotImplementedError(
+            f"{call}: a process group of weights is opened and used by its sender alone; call "
+            "TrainEngine.connect_engine(engine, WeightUpdateMeta.from_fsdp_xccl(allocation)), then "
+            "TrainEngine.update_weights(version)"
+        )
+
+    # Episodes: see rollout/controller.py.
+
+    def submit(
+        self,
+        data: dict[str, Any],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFn | None = None,
+        group_size: int = 1,
+        task_id: int | None = None,
+        is_eval: bool = False,
+        reward_normalization: bool = False,
+        drop_incomplete_group: bool = False,
+    ) -> int:
+        """Queue one row for `workflow`; returns its task id. Does not wait."""
+        self._refuse_episodes("submit")
+
+    def wait(
+        self, count: int, timeout: float | None = None, raise_timeout: bool = True
+    ) -> list[Trajectory | None]:
+        """Results of `count` submitted rows; None is a rejection."""
+        self._refuse_episodes("wait")
+
+    def wait_for_task(
+        self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
+    ) -> Trajectory | None:
+        """The result of one submitted row."""
+        self._refuse_episodes("wait_for_task")
+
+    def rollout_batch(
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFn | None = None,
+        group_size: int = 1,
+    ) -> list[Trajectory]:
+        """Run these rows now and wait for them; rejected ones are left out."""
+        self._refuse_episodes("rollout_batch")
+
+    def prepare_batch(
+        self,
+        dataloader: Any,
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFn | None = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
+    ) -> list[Trajectory]:
+        """The next training batch, `dataloader.batch_size` accepted groups. Episodes run ahead of
+        it, within `max_head_offpolicyness` versions. The first call sets the arguments for all."""
+        self._refuse_episodes("prepare_batch")
+
+    def pause(self) -> None:
+        """Start no more episodes; running ones continue."""
+        self._refuse_episodes("pause")
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._refuse_episodes("resume")
+
+    def _refuse_episodes(self, call: str) -> NoReturn:
+        raise NotImplementedError(
+            f"{call}: {type(self).__name__} only generates; areal.RolloutController(engine, "
+            "config.rollout) runs episodes on it"
+        )
 
 
 class TrainEngine(ABC):
@@ -260,6 +385,41 @@ class TrainEngine(ABC):
     def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities or values `[B, S]` aligned as in `train_batch`, zero on padding."""
 
+    def forward(
+        self,
+        input_: dict[str, Any],
+        output_seqlens: Sequence[int] | None = None,
+        aggregate_fn: Callable[[list[torch.Tensor]], Any] | None = None,
+    ) -> Any:
+        """`forward_batch` without padding: `aggregate_fn` (default `torch.cat`) of one tensor per
+        row, the first `output_seqlens[i]` outputs of row i (default: as many as its tokens)."""
+        import torch
+
+        lengths = output_seqlens or input_["attention_mask"].sum(dim=1).tolist()
+        rows = zip(self.forward_batch(input_), lengths, strict=True)
+        return (aggregate_fn or torch.cat)([row_S[:length] for row_S, length in rows])
+
+    def train(self, mode: bool = True) -> Self:
+        """Returns the engine, and changes nothing: `train_batch` learns, `eval_batch` and
+        `forward_batch` do not, and dropout is always off."""
+        del mode
+        return self
+
+    def eval(self) -> Self:
+        """As `train(False)`."""
+        return self.train(False)
+
+    @broadcast
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Forget gradients that `optimizer_step` has not used."""
+
+    @broadcast
+    @abstractmethod
+    def optimizer_step(self) -> dict[str, float]:
+        """Update with the gradients of `forward_backward_batch`, and clear them; returns
+        update_successful, grad_norm, lr. `train_batch` does both."""
+
     @broadcast
     @abstractmethod
     def step_lr_scheduler(self) -> None: ...
@@ -290,10 +450,33 @@ class TrainEngine(ABC):
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         """Set the target and the transport of `update_weights`."""
 
+    @property
+    @abstractmethod
+    def connected_engine(self) -> InferenceEngine:
+        """That of `connect_engine`; RuntimeError if there is none."""
+
+    def rollout_batch(
+        self, data: Sequence[dict[str, Any]], workflow: WorkflowLike, **options: Any
+    ) -> list[Trajectory]:
+        """`InferenceEngine.rollout_batch` of the connected engine."""
+        return self.connected_engine.rollout_batch(data, workflow, **options)
+
+    def prepare_batch(
+        self, dataloader: Any, workflow: WorkflowLike, **options: Any
+    ) -> list[Trajectory]:
+        """`InferenceEngine.prepare_batch` of the connected engine."""
+        return self.connected_engine.prepare_batch(dataloader, workflow, **options)
+
+    @abstractmethod
+    def export_stats(self) -> dict[str, float]:
+        """What was recorded with `stats_tracker` since the last call, over all data-parallel ranks;
+        every rank calls."""
+
     @broadcast
     @abstractmethod
-    def update_weights(self, version: int) -> None:
-        """Send the current weights to the connected inference engine as `version`."""
+    def update_weights(self, version: int | WeightUpdateMeta) -> None:
+        """Send the current weights to the connected inference engine as `version`, or as that of
+        a `WeightUpdateMeta`; they travel as `connect_engine` said."""
 
     @broadcast
     @abstractmethod

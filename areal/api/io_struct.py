@@ -77,6 +77,14 @@ class ModelRequest:
     processor: Any = None  # the processor that made the prompt's image tokens
     vision_msg_vllm: list[dict[str, Any]] | None = None  # the chat, for servers that take images so
 
+    def __post_init__(self) -> None:
+        if self.input_ids and isinstance(self.input_ids[0], str):
+            raise ValueError(
+                f"input_ids: expected token ids, got the text {self.input_ids[0]!r:.40}; "
+                "apply_chat_template of transformers 5 returns a dict of them unless it is given "
+                "return_dict=False"
+            )
+
     def copy(self) -> ModelRequest:
         return replace(
             self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,23 @@ class Agent(Protocol):
         failure, never data.
         """
         ...
+
+
+class AgentWorkflow(ABC):
+    """An agent by inheritance. Not needed: any class with such a `run` is an agent (`Agent`)."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        warnings.warn(
+            f"{cls.__name__} need not inherit from AgentWorkflow: any class with "
+            "`async def run(self, data, **extra_kwargs)` is an agent",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return super().__new__(cls)
+
+    @abstractmethod
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+        """As `Agent.run`."""
 
 
 # A workflow or an agent, the class of one (built with `workflow_kwargs`), or the import path of any

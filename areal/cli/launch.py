@@ -4,7 +4,9 @@
     ray     this process as the controller, ranks on a Ray cluster (RAY_ADDRESS, --address)
     slurm   submits a job; inside it `areal launch ray` runs on a new cluster
 
-Overrides the file's `scheduler.type`. The config is checked here, before anything starts.
+Overrides the file's `scheduler.type`. The config is checked here, before anything starts. With
+`--script train.py` that script runs in place of the file's trainer, with the file and the overrides
+as its arguments; it reads them itself, so only the keys that all trainers share are checked here.
 """
 
 from __future__ import annotations
@@ -87,6 +89,9 @@ def _add_join_timeout(parser: argparse.ArgumentParser) -> None:
 
 
 def _finish(parser: argparse.ArgumentParser, launch: Any) -> None:
+    parser.add_argument(
+        "--script", metavar="FILE.py", help="run this script, not the trainer of the YAML file"
+    )
     parser.add_argument("config", help="YAML file, for example examples/math/arithmetic_grpo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")
     parser.set_defaults(launch=launch)
@@ -97,35 +102,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def launch_local(args: argparse.Namespace) -> int:
-    from areal.cli.train import checked_config, train
+    from areal.cli.train import train
 
-    config = checked_config([args.config, *args.overrides, "scheduler.type=local"])
-    return train(config, supervised=args.as_program)
+    argv = [args.config, *args.overrides, "scheduler.type=local"]
+    return train(_config(args, argv), supervised=args.as_program, script=_command(args, argv))
 
 
 def launch_ray(args: argparse.Namespace) -> int:
-    from areal.cli.train import checked_config, train
+    from areal.cli.train import train
 
-    config = checked_config([args.config, *args.overrides, "scheduler.type=ray"])
+    argv = [args.config, *args.overrides, "scheduler.type=ray"]
+    config = _config(args, argv)
     if args.address is not None:
         os.environ["RAY_ADDRESS"] = args.address
 
     def join() -> None:
-        from areal.infra.launcher.ray import open_cluster
+        from areal.infra.launcher.cluster import open_cluster
 
-        open_cluster(config, timeout_s=args.join_timeout)
+        # On one machine a script's trainer starts Ray, for the workers that it has.
+        if args.script is None or "RAY_ADDRESS" in os.environ or config.cluster.n_nodes > 1:
+            open_cluster(config, timeout_s=args.join_timeout)
 
-    return train(config, supervised=args.as_program, prepare=join)
+    script = _command(args, argv)
+    return train(config, supervised=args.as_program, prepare=join, script=script)
 
 
 def launch_slurm(args: argparse.Namespace) -> int:
-    from areal.cli.train import checked_config
     from areal.infra.launcher.slurm import submit, write_script
     from areal.run.paths import RunPaths
     from areal.utils.fs import atomic_write_text, private_folder
 
     overrides = [*args.overrides, *_machine_overrides(args)]
-    config = checked_config([args.config, *overrides, "scheduler.type=ray"])
+    config = _config(args, [args.config, *overrides, "scheduler.type=ray"])
     job = _slurm_job(args, config, overrides)
     text = write_script(job)
     if args.dry_run:
@@ -137,6 +145,26 @@ def launch_slurm(args: argparse.Namespace) -> int:
     atomic_write_text(script, text)
     print(f"submitted job {submit(script)}; its logs: {job.logs}")
     return 0
+
+
+def _config(args: argparse.Namespace, argv: list[str]) -> Any:
+    """The whole config, or with a script what it shares with all others."""
+    from areal.api.config.loader import load_shared
+    from areal.cli.train import checked_config
+
+    if args.script is None:
+        return checked_config(argv)
+    if not Path(args.script).is_file():
+        raise ValueError(f"--script: {args.script!r} is no file")
+    return load_shared(argv)
+
+
+def _command(args: argparse.Namespace, argv: list[str]) -> list[str] | None:
+    """A script and its arguments, written as its users write them."""
+    if args.script is None:
+        return None
+    file = next(word for word in argv if "=" not in word)
+    return [args.script, "--config", file, *(word for word in argv if word != file)]
 
 
 def _machine_overrides(args: argparse.Namespace) -> list[str]:
@@ -152,7 +180,7 @@ def _slurm_job(args: argparse.Namespace, config: Any, overrides: list[str]) -> A
         name=f"{config.experiment_name}-{config.trial_name}",
         folder=Path.cwd(),
         logs=RunPaths.of(config).logs.absolute(),
-        arguments=(args.config, *overrides),
+        arguments=(*(("--script", args.script) if args.script else ()), args.config, *overrides),
         num_nodes=config.cluster.n_nodes,
         gpus_per_node=config.cluster.n_gpus_per_node,
         cpus_per_node=args.cpus_per_node,

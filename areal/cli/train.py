@@ -31,6 +31,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import runpy
 import signal
 import sys
 import time
@@ -81,8 +82,14 @@ def run(args: argparse.Namespace) -> int:
     return train(config, supervised=args.as_program)
 
 
-def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda: None) -> int:
-    """Run the experiment; `supervised`: in a child process.
+def train(
+    config: Any,
+    *,
+    supervised: bool,
+    prepare: Callable[[], None] = lambda: None,
+    script: list[str] | None = None,
+) -> int:
+    """Run the experiment, or a script with its arguments; `supervised`: in a child process.
 
     `prepare` is called in the training process, before torch is loaded.
     """
@@ -93,16 +100,30 @@ def train(config: Any, *, supervised: bool, prepare: Callable[[], None] = lambda
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     prepare()
-    from areal.utils.startup import stage
-
-    with stage("libraries"):
-        from areal.trainer.experiment import run_experiment
     try:
-        run_experiment(config)
+        if script is None:
+            _run_experiment(config)
+        else:
+            _run_script(script)
     except (OSError, RuntimeError) as error:
         tell_parent(error)
         raise
     return 0
+
+
+def _run_experiment(config: Any) -> None:
+    from areal.utils.startup import stage
+
+    with stage("libraries"):
+        from areal.trainer.experiment import run_experiment
+    run_experiment(config)
+
+
+def _run_script(argv: list[str]) -> None:
+    """As `python script.py ...` would, in this process."""
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).absolute().parent))
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:

@@ -4,10 +4,11 @@ A row for RL is {"messages": chat, "answer": str, ...}, passed to the reward fun
 a supervised row is {"input_ids", "loss_mask"}; a row for reward models and DPO is {"chosen_ids",
 "rejected_ids", "prompt_len"}, two texts that share their first `prompt_len` tokens.
 
-A loader is `loader(path, *, split, tokenizer, max_length, **dataset_kwargs) -> list[dict]`. Order
-of choice: the column loader if the section names columns (`prompt`, `answer`),
-`dataset_kwargs.loader` (a name or an import path), the last part of `path` (`openai/gsm8k`,
-`openai/gsm8k@v1` and `/data/gsm8k` are all gsm8k), `path` itself as an import path.
+A loader is `get_<name>_<type>_dataset(path, split, tokenizer, max_length=None, **dataset_kwargs)`
+and returns a list of rows or a Hugging Face data set. Order of choice: the column loader if the
+section names columns (`prompt`, `answer`), `dataset_kwargs.loader` (a name or an import path), the
+last part of `path` (`openai/gsm8k`, `openai/gsm8k@v1` and `/data/gsm8k` are all gsm8k), `path`
+itself as an import path.
 """
 
 from __future__ import annotations
@@ -26,23 +27,22 @@ COLUMN_LOADERS = {
     "sft": "areal.dataset.source_files.load_sft",
 }
 LOADERS = {
-    ("arithmetic", "dpo"): "areal.dataset.arithmetic.load_pairs",
-    ("arithmetic", "rl"): "areal.dataset.arithmetic.load_rl",
-    ("arithmetic", "rw"): "areal.dataset.arithmetic.load_pairs",
-    ("arithmetic", "sft"): "areal.dataset.arithmetic.load_sft",
-    ("clevr_count_70k", "rl"): "areal.dataset.clevr_count.load_rl",
-    ("countdown", "rl"): "areal.dataset.countdown.load_rl",
-    ("countdown", "sft"): "areal.dataset.countdown.load_sft",
-    ("Countdown-Tasks-3to4", "rl"): "areal.dataset.countdown.load_rl",
-    ("geometry3k", "rl"): "areal.dataset.geometry3k.load_rl",
-    ("gsm8k", "rl"): "areal.dataset.gsm8k.load_rl",
-    ("gsm8k", "sft"): "areal.dataset.gsm8k.load_sft",
-    ("hh-rlhf", "dpo"): "areal.dataset.hh_rlhf.load_pairs",
-    ("hh-rlhf", "rw"): "areal.dataset.hh_rlhf.load_pairs",
-    ("torl_data", "rl"): "areal.dataset.torl.load_rl",
+    ("arithmetic", "dpo"): "areal.dataset.arithmetic.get_arithmetic_rw_dataset",
+    ("arithmetic", "rl"): "areal.dataset.arithmetic.get_arithmetic_rl_dataset",
+    ("arithmetic", "rw"): "areal.dataset.arithmetic.get_arithmetic_rw_dataset",
+    ("arithmetic", "sft"): "areal.dataset.arithmetic.get_arithmetic_sft_dataset",
+    ("clevr_count_70k", "rl"): "areal.dataset.clevr_count_70k.get_clevr_count_70k_rl_dataset",
+    ("countdown", "rl"): "areal.dataset.countdown.get_countdown_rl_dataset",
+    ("countdown", "sft"): "areal.dataset.countdown.get_countdown_sft_dataset",
+    ("Countdown-Tasks-3to4", "rl"): "areal.dataset.countdown.get_countdown_rl_dataset",
+    ("geometry3k", "rl"): "areal.dataset.geometry3k.get_geometry3k_rl_dataset",
+    ("gsm8k", "rl"): "areal.dataset.gsm8k.get_gsm8k_rl_dataset",
+    ("gsm8k", "sft"): "areal.dataset.gsm8k.get_gsm8k_sft_dataset",
+    ("hh-rlhf", "dpo"): "areal.dataset.hhrlhf.get_hhrlhf_dpo_dataset",
+    ("hh-rlhf", "rw"): "areal.dataset.hhrlhf.get_hhrlhf_rw_dataset",
+    ("torl_data", "rl"): "areal.dataset.torl_data.get_torl_data_rl_dataset",
 }
-
-
+VALID_DATASETS = sorted({name for name, _ in LOADERS})
 # Rows with images, which need a workflow that can render them.
 IMAGE_DATASETS = frozenset({"clevr_count_70k", "geometry3k"})
 

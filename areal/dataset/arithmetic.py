@@ -19,6 +19,7 @@ from typing import Any
 
 from areal.dataset.chat_rows import (
     ONE_IN,
+    Rows,
     drop_long_prompts,
     is_held_out,
     known_options,
@@ -66,28 +67,28 @@ class Problem:
         return is_held_out(f"{operands[0]}{self.operator}{operands[1]}")
 
 
-def load_rl(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
-) -> list[dict[str, Any]]:
+def get_arithmetic_rl_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
+) -> Rows:
     """{"messages", "answer"}. `options` are those of `make_problems`."""
     problems, _ = _problems(split, options)  # the target format matters to supervised rows only
     rows = [{"messages": user_says(p.text), "answer": p.answer} for p in problems]
     return drop_long_prompts(rows, tokenizer, max_length)
 
 
-def load_sft(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
-) -> list[dict[str, Any]]:
+def get_arithmetic_sft_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
+) -> Rows:
     """{"input_ids", "loss_mask"}. `options` are those of `make_problems`, and style (`target`)."""
     problems, style = _problems(split, options)
     chats = [(user_says(p.text), target(p.answer, style)) for p in problems]
     return sft_rows(chats, tokenizer, max_length)
 
 
-def load_pairs(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
-) -> list[dict[str, Any]]:
-    """{"chosen_ids", "rejected_ids", "prompt_len"}. `options` as those of `load_sft`."""
+def get_arithmetic_rw_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, **options: Any
+) -> Rows:
+    """{"chosen_ids", "rejected_ids", "prompt_len"}. `options` as those of the SFT rows."""
     problems, style = _problems(split, options)
     pairs = [
         (user_says(p.text), target(p.answer, style), target(p.near_miss, style)) for p in problems

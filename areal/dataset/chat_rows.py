@@ -22,17 +22,23 @@ ONE_IN = 10
 TEST_SPLITS = ("test", "valid", "validation")
 
 
+class Rows(list[dict[str, Any]]):
+    """Rows with the same columns; a Hugging Face data set names them by the same attribute."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self[0]) if self else []
+
+
 def user_says(text: str) -> Messages:
     """A chat of one user turn."""
     return [{"role": "user", "content": text}]
 
 
-def sft_rows(
-    chats: list[tuple[Messages, str]], tokenizer: Any, max_length: int | None
-) -> list[dict[str, Any]]:
+def sft_rows(chats: list[tuple[Messages, str]], tokenizer: Any, max_length: int | None) -> Rows:
     """{"input_ids", "loss_mask"}: the prompt as in rollouts, then the reply and the end token."""
     if not chats:
-        return []
+        return Rows()
     prompts = chat_prompts_ids([messages for messages, _ in chats], tokenizer)
     replies = replies_ids([reply for _, reply in chats], tokenizer)
     rows = [
@@ -40,21 +46,21 @@ def sft_rows(
         for prompt, reply in zip(prompts, replies, strict=True)
     ]
     if max_length is None:
-        return rows
+        return Rows(rows)
     kept = [row for row in rows if len(row["input_ids"]) <= max_length]
     report_dropped(len(rows), len(kept), max_length)
-    return kept
+    return Rows(kept)
 
 
 def pair_rows(
     pairs: list[tuple[Messages, str, str]], tokenizer: Any, max_length: int | None
-) -> list[dict[str, Any]]:
+) -> Rows:
     """{"chosen_ids", "rejected_ids", "prompt_len"} of (prompt, better reply, worse reply).
 
     Both start with the same `prompt_len` tokens and end with the end token.
     """
     if not pairs:
-        return []
+        return Rows()
     prompts = chat_prompts_ids([messages for messages, _, _ in pairs], tokenizer)
     chosen = replies_ids([better for _, better, _ in pairs], tokenizer)
     rejected = replies_ids([worse for _, _, worse in pairs], tokenizer)
@@ -67,25 +73,23 @@ def pair_rows(
         for prompt, better, worse in zip(prompts, chosen, rejected, strict=True)
     ]
     if max_length is None:
-        return rows
+        return Rows(rows)
     kept = [
         row for row in rows if max(len(row["chosen_ids"]), len(row["rejected_ids"])) <= max_length
     ]
     report_dropped(len(rows), len(kept), max_length)
-    return kept
+    return Rows(kept)
 
 
-def drop_long_prompts(
-    rows: list[dict[str, Any]], tokenizer: Any, max_length: int | None
-) -> list[dict[str, Any]]:
+def drop_long_prompts(rows: list[dict[str, Any]], tokenizer: Any, max_length: int | None) -> Rows:
     """Rows whose prompt has at most `max_length` tokens."""
     if max_length is None or not rows:
-        return rows
+        return Rows(rows)
     prompts = chat_prompts_ids([row["messages"] for row in rows], tokenizer)
     pairs = zip(rows, prompts, strict=True)
     kept = [row for row, prompt in pairs if len(prompt) <= max_length]
     report_dropped(len(rows), len(kept), max_length)
-    return kept
+    return Rows(kept)
 
 
 def report_dropped(num_rows: int, num_kept: int, max_length: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.dataset.chat_rows import (
+    Rows,
     drop_long_prompts,
     is_held_out,
     known_options,
@@ -53,16 +54,16 @@ class Countdown:
         return STYLES[style].format(target=self.target, nums=nums)
 
 
-def load_rl(
+def get_countdown_rl_dataset(
     path: str,
-    *,
     split: str,
     tokenizer: Any,
     max_length: int | None = None,
+    *,
     style: str = "words",
     num_rows: int | None = None,
     **options: Any,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """{"messages", "answer", "nums"}: the countdown reward reads the last two.
 
     `options` are those of `make_problems`, for generated problems.
@@ -83,16 +84,16 @@ def load_rl(
     return drop_long_prompts(rows, tokenizer, max_length)
 
 
-def load_sft(
+def get_countdown_sft_dataset(
     path: str,
-    *,
     split: str,
     tokenizer: Any,
     max_length: int | None = None,
+    *,
     style: str = "words",
     num_rows: int = NUM_ROWS,
     **options: Any,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """{"input_ids", "loss_mask"}: one solution each, so only for generated problems."""
     _check_style(style)
     known_options(options, make_problems, besides=("style", "num_rows"))

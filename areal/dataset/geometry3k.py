@@ -14,8 +14,8 @@ HUB_NAME = "hiyouga/geometry3k"
 INSTRUCTION = "\nEnd with your final answer in square brackets, like [42]."
 
 
-def load_rl(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
+def get_geometry3k_rl_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
 ) -> ImageRows:
     """{"messages", "images", "answer"}, as in `image_rows`."""
     return load_image_rows(

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.dataset.chat_rows import drop_long_prompts, sft_rows, user_says
+from areal.dataset.chat_rows import Rows, drop_long_prompts, sft_rows, user_says
 from areal.dataset.source_files import read_rows
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = "\nPlease put your final answer within \\boxed{}."
 
 
-def load_rl(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None
-) -> list[dict[str, Any]]:
+def get_gsm8k_rl_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None
+) -> Rows:
     """{"messages", "answer"}; `answer` is the worked solution, which the gsm8k reward reads."""
     rows = [
         {"messages": user_says(row["question"] + INSTRUCTION), "answer": row["answer"]}
@@ -26,9 +26,9 @@ def load_rl(
     return drop_long_prompts(rows, tokenizer, max_length)
 
 
-def load_sft(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None
-) -> list[dict[str, Any]]:
+def get_gsm8k_sft_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None
+) -> Rows:
     chats = [(user_says(row["question"]), row["answer"]) for row in _read(path, split)]
     return sft_rows(chats, tokenizer, max_length)
 

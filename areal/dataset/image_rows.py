@@ -40,6 +40,8 @@ def load_image_rows(
 class ImageRows(Sequence):
     """Rows `numbers` of `table`, each with `instruction` after its problem."""
 
+    column_names = ("messages", "images", "answer")
+
     def __init__(self, table: TableRows, numbers: list[int], instruction: str, path: str) -> None:
         self._table, self._numbers = table, numbers
         self._instruction, self._path = instruction, path

@@ -36,7 +36,8 @@ from typing import Any, NoReturn
 import torch
 
 from areal.api.alloc_mode import ParallelStrategy
-from areal.api.engine_api import Mark, TrainEngine, marks_of
+from areal.api.engine_api import InferenceEngine, Mark, TrainEngine, marks_of
+from areal.api.io_struct import WeightUpdateMeta
 from areal.api.scheduler_api import (
     EngineCallError,
     EngineCreationError,
@@ -91,6 +92,7 @@ class TrainController:
         self._target = job.scheduling_strategy.target
         self._timeout_s = setup_timeout_s
         self._workers: list[str] = []
+        self._connected: InferenceEngine | None = None
         # Of each rank: its data-parallel rank, and whether it is the head of those with the same.
         self._places: list[int] = []
         self._is_head: list[bool] = []
@@ -114,6 +116,25 @@ class TrainController:
                 "(@split, @broadcast or @head) in the contract"
             )
         return lambda *args, **kwargs: self._dispatch(name, mark, args, kwargs)
+
+    # Calls that no rank needs to see.
+    train, eval, forward = TrainEngine.train, TrainEngine.eval, TrainEngine.forward
+    rollout_batch, prepare_batch = TrainEngine.rollout_batch, TrainEngine.prepare_batch
+
+    def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
+        """The ranks get copies, to send weights; episodes run on the engine itself."""
+        self._broadcast("connect_engine", (engine, meta), {})
+        self._connected = engine
+
+    @property
+    def connected_engine(self) -> InferenceEngine:
+        if self._connected is None:
+            raise RuntimeError("no inference engine is connected: call connect_engine() first")
+        return self._connected
+
+    def export_stats(self) -> dict[str, float]:
+        """What the heads of all data-parallel ranks recorded since the last call."""
+        return stats_tracker.export_all()
 
     def destroy(self) -> None:
         """End the engine and the workers it owns. Idempotent."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from fractions import Fraction
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from areal.reward.answer_text import bare_text, marked_answer
@@ -45,6 +46,20 @@ def math_verify_reward_fn(
     if given is not None:
         return float(same_answer(gold, given))
     return float(same_answer(gold, completions.strip(), in_prose=True))
+
+
+class MathVerifyWorker:
+    """The comparison of `math_verify_reward_fn`, for a reward function of one's own."""
+
+    def verify(self, response: str, ground_truth: str) -> float:
+        """1.0 when the final answer in `response` equals that in `ground_truth`, else 0.0."""
+        return math_verify_reward_fn("", response, [], [], answer=ground_truth)
+
+
+@cache
+def get_math_verify_worker() -> MathVerifyWorker:
+    """The one of this process."""
+    return MathVerifyWorker()
 
 
 def same_answer(gold: str, given: str, *, in_prose: bool = False) -> bool:

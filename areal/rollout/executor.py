@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from areal.rollout.event_loop import TaskRunner
     from areal.rollout.group import Groups
     from areal.rollout.ledger import Ledger
-    from areal.rollout.source import PromptSource
+    from areal.rollout.source import Prompts
     from areal.rollout.staleness import StalenessManager
     from areal.rollout.tasks import Task
     from areal.rollout.workers import RolloutWorkers
@@ -129,6 +129,7 @@ class WorkflowExecutor:
         self._paused = self._closed = False
 
         # Touched by the loop thread only, once started.
+        self._source: Prompts | None = None
         self._outcomes: list[Outcome] = []
         self._reissue: deque[int] = deque()
         self._next_task_id = 0
@@ -138,7 +139,7 @@ class WorkflowExecutor:
 
     def start(
         self,
-        source: PromptSource,
+        source: Prompts,
         workflow: RolloutWorkflow | WorkflowRecipe,
         *,
         group_size: int = 1,
@@ -382,9 +383,10 @@ class WorkflowExecutor:
         version = self._version  # if it grows meanwhile, set_version calls again
         count = self._gate.get_capacity(version)
         stopped = self._paused or self._closed or self._failures.error is not None
-        if count <= 0 or stopped:
+        source = self._source
+        if count <= 0 or stopped or source is None:
             return
-        prompts = [self._source.prompt(self._next_id()) for _ in range(count)]
+        prompts = [source.prompt(self._next_id()) for _ in range(count)]
         self._ledger.issue(prompts, version)
         now = time.monotonic()
         groups = [Running(prompt, version, now) for prompt in prompts]

@@ -1,19 +1,21 @@
 """The endless stream of prompts, as a function: task id -> epoch, row and data.
 
-In: a list-like data set. Out: tasks 0, 1, 2, ... follow a seeded permutation of the rows, a new one
-each epoch. The position is the task id, so the cursor of a run is one integer and a re-issued task
-gets exactly the same prompt.
+`PromptSource` is that of runs, which resume. In: a list-like data set. Out: tasks 0, 1, 2, ...
+follow a seeded permutation of the rows, a new one each epoch. The position is the task id, so the
+cursor of a run is one integer and a re-issued task gets exactly the same prompt.
 
 Invariant: each row occurs at most once per epoch (exactly once unless `drop_last` leaves out the
 rows that do not fill a batch).
+
+`LoaderSource` takes the order of a dataloader instead, and can only go forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -24,6 +26,10 @@ class Prompt:
     epoch: int
     row: int  # index into the data set
     data: dict[str, Any]
+
+
+class Prompts(Protocol):
+    def prompt(self, task_id: int) -> Prompt: ...
 
 
 class PromptSource:
@@ -58,6 +64,42 @@ class PromptSource:
         if self._shuffle:
             row = int(_permutation(self._seed, epoch, len(self._dataset))[position])
         return Prompt(task_id, epoch, row, self._dataset[row])
+
+
+class LoaderSource:
+    """The rows of a dataloader, epoch after epoch: tasks 0, 1, 2, ... in this order only.
+
+    Its batches are lists of rows, as `collate_fn=list` leaves them.
+    """
+
+    def __init__(self, dataloader: Iterable[Any]) -> None:
+        self._prompts = self._read(dataloader)
+
+    def prompt(self, task_id: int) -> Prompt:
+        prompt = next(self._prompts)
+        assert prompt.task_id == task_id, f"task {task_id} after {prompt.task_id - 1}"
+        return prompt
+
+    def _read(self, dataloader: Iterable[Any]) -> Iterator[Prompt]:
+        task_id = epoch = 0
+        while True:
+            row = 0
+            for batch in dataloader:
+                for data in _rows_of(batch):
+                    yield Prompt(task_id, epoch, row, data)
+                    task_id, row = task_id + 1, row + 1
+            if row == 0:
+                raise ValueError("dataloader: it has no rows")
+            epoch += 1
+
+
+def _rows_of(batch: Any) -> list[dict[str, Any]]:
+    if not isinstance(batch, list):
+        raise ValueError(
+            "dataloader: expected batches that are lists of rows, got "
+            f"{type(batch).__name__}; make it with collate_fn=list"
+        )
+    return cast("list[dict[str, Any]]", batch)
 
 
 @lru_cache(maxsize=4)

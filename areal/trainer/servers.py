@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import socket
 
     from areal.api.config.experiment import PPOConfig
-    from areal.api.config.inference import SGLangConfig, VLLMConfig
+    from areal.api.config.inference import SGLangConfig, vLLMConfig
     from areal.api.scheduler_api import Scheduler, Worker
     from areal.engine.remote.server_process import Launch
     from areal.rollout.workers import WorkerProcess
@@ -195,7 +195,7 @@ def _http_engine(
     launch: Launch,
     token: str,
     config: PPOConfig,
-    server: VLLMConfig | SGLangConfig,
+    server: vLLMConfig | SGLangConfig,
     stack: ExitStack,
 ) -> InferenceEngine:
     process = ServerProcess(launch)
@@ -235,7 +235,7 @@ def _server_dtype(config: PPOConfig) -> str:
     return config.server.dtype or config.actor.dtype or default
 
 
-def _max_context(config: PPOConfig, server: VLLMConfig | SGLangConfig) -> int | None:
+def _max_context(config: PPOConfig, server: vLLMConfig | SGLangConfig) -> int | None:
     return server.max_context or _hf_config(config).get("max_position_embeddings")
 
 

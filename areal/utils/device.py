@@ -41,6 +41,55 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+class Platform:
+    """What this process computes on: CUDA if there is a GPU, else the CPU. See `current_platform`.
+
+    Calls about a device's queue and memory do nothing on the CPU, which has neither.
+    """
+
+    @property
+    def device_type(self) -> str:
+        """As torch names it: cuda or cpu."""
+        return best_device()
+
+    @property
+    def communication_backend(self) -> str:
+        """Of `torch.distributed`, for tensors on the device."""
+        return "nccl" if self.device_type == "cuda" else "gloo"
+
+    @property
+    def device_control_env_var(self) -> str:
+        """The variable that chooses the devices a process sees; empty on the CPU."""
+        return "CUDA_VISIBLE_DEVICES" if self.device_type == "cuda" else ""
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count() if self.device_type == "cuda" else 1
+
+    def current_device(self) -> torch.device:
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def set_device(self, index: int) -> None:
+        if self.device_type == "cuda":
+            torch.cuda.set_device(index)
+
+    def synchronize(self) -> None:
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        if self.device_type == "cuda":
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self) -> int:
+        """Bytes of tensors on the device; 0 on the CPU."""
+        return torch.cuda.memory_allocated() if self.device_type == "cuda" else 0
+
+
+current_platform = Platform()
+
+
 def use_plain_blas() -> None:
     """Disable oneDNN for the whole process. Flags are global: call it before threads compute and
     before the process's first product, when MKL reads its variable."""

@@ -3,8 +3,9 @@
     perf_tracer.start(paths.trace("controller"), process="controller")
     with phase("rollout"):                       # a statistic (timeperf/rollout) and a span
         batch = ...
-    with trace_scope("weights", "comm"):         # a span only
+    with trace_scope("weights", "comm"):         # a span only; in a coroutine also atrace_scope
         ...
+    @trace_perf("reward", "compute")             # ... around every call of a function
     perf_tracer.stop()
     merge_traces(paths.traces, "trace.json")     # one file for chrome://tracing or Perfetto
 
@@ -17,22 +18,25 @@ spans cost almost nothing and are discarded; phases are still timed.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
 import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from areal.utils import logging, stats_tracker, waits
 from areal.utils.fs import atomic_write_text, open_private, private_folder
 
 logger = logging.getLogger("PerfTracer")
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Category = Literal["compute", "comm", "io", "sync", "scheduler", "instr", "misc"]
 
 _MAX_BUFFERED = 4096  # events; flushed above this
@@ -164,6 +168,36 @@ def trace_scope(name: str, category: Category = "misc", **args: Any) -> Iterator
         return
     with tracer.span(name, category, args):
         yield
+
+
+@asynccontextmanager
+async def atrace_scope(name: str, category: Category = "misc", **args: Any) -> AsyncIterator[None]:
+    """`trace_scope` for `async with`."""
+    with trace_scope(name, category, **args):
+        yield
+
+
+def trace_perf(name: str, category: Category = "misc") -> Callable[[Function], Function]:
+    """A decorator: a span around every call of a function, plain or async."""
+
+    def decorate(function: Function) -> Function:
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def traced_async(*args: Any, **kwargs: Any) -> Any:
+                with trace_scope(name, category):
+                    return await function(*args, **kwargs)
+
+            return cast(Function, traced_async)
+
+        @wraps(function)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with trace_scope(name, category):
+                return function(*args, **kwargs)
+
+        return cast(Function, traced)
+
+    return decorate
 
 
 def instant(name: str, category: Category = "misc", **args: Any) -> None:

@@ -23,7 +23,8 @@ from areal.api.cli_args import (
 SECTIONS = [
     value
     for value in (getattr(cli_args, name) for name in cli_args.__all__)
-    if dataclasses.is_dataclass(value)
+    # Those of scheduler_api are contracts too, and may be built by position.
+    if dataclasses.is_dataclass(value) and value.__module__.startswith("areal.api.config.")
 ]
 
 

@@ -91,7 +91,7 @@ def test_good_config_is_summed_up(capsys: pytest.CaptureFixture[str], project: P
         ["trainer=sft", "~gconfig", "~rollout", "~actor.reward_norm"],
         ["train_dataset.path=./gsm8k", "train_dataset.batch_size=40"],
         ["train_dataset.path=openai/gsm8k"],
-        ["train_dataset.path=areal.dataset.arithmetic.load_rl"],
+        ["train_dataset.path=areal.dataset.arithmetic.get_arithmetic_rl_dataset"],
         ["train_dataset.dataset_kwargs.loader=gsm8k", "train_dataset.path=org/renamed"],
         ["reward_fn=my_reward.score"],
         ["actor.policy_loss=my_loss.loss", "actor.policy_loss_kwargs={floor: -3}"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from tiny_run import query
 from areal.cli.demo import make_model
 from areal.cli.main import main
 
+SCRIPT = Path(__file__).parents[2] / "examples" / "sft" / "train_sft.py"
 RECIPE = str(Path(__file__).parents[2] / "examples" / "sft" / "arithmetic_sft.yaml")
 
 
@@ -76,6 +79,86 @@ def test_numbers_of_machines_are_checked(root, capsys, command, says):
     overrides = [word for word in rest if "=" in word]
     code, err = fails(capsys, place, *options, *argv(root, *overrides))
     assert code == 2 and says in err
+
+
+def launcher(place: str, script: Path, *command: str, **env: str) -> subprocess.CompletedProcess:
+    """`python -m areal.infra.launcher.PLACE script.py --config FILE key=value...`."""
+    recipe, *overrides = command
+    module = f"areal.infra.launcher.{place}"
+    return subprocess.run(
+        [sys.executable, "-m", module, str(script), "--config", recipe, *overrides],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def steps_of(root: Path, trial: str) -> int:
+    return len(query(root / "arithmetic" / trial, "SELECT step FROM steps WHERE step >= 0"))
+
+
+def test_the_local_launcher_runs_a_script(root):
+    # The last override wins: it runs here.
+    done = launcher("local", SCRIPT, *argv(root, "trial_name=script", "scheduler.type=ray"))
+    assert done.returncode == 0, done.stderr
+    assert steps_of(root, "script") == 2
+
+
+def test_a_script_has_its_own_keys_and_arguments(root, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import sys\nimport json\nprint(json.dumps([__name__, sys.argv[1:]]))\n")
+    command = argv(root, "trial_name=mine", "+my_own_key=3")
+    done = launcher("local", script, *command)
+    assert done.returncode == 0, done.stderr
+    expected = ["--config", *command, "scheduler.type=local"]
+    assert json.loads(done.stdout) == ["__main__", expected]
+
+
+def test_the_slurm_launcher_submits_a_job_that_runs_a_script(root, tmp_path):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/sh\n[ "$1" = --parsable ] && [ -f "$2" ] && echo 42\n')
+    sbatch.chmod(0o755)
+    done = launcher(
+        "slurm",
+        SCRIPT,
+        *argv(root, "trial_name=job", "cluster.n_nodes=2"),
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("submitted job 42; its logs: ")
+    script = (root / "arithmetic" / "job" / "logs" / "slurm.sh").read_text()
+    assert "#SBATCH --nodes=2\n" in script and f"--script {SCRIPT}" in script
+
+
+@pytest.mark.slow
+def test_the_ray_launcher_runs_a_script(root):
+    pytest.importorskip("ray", reason="it needs the extra `ray`")
+    done = launcher("ray", SCRIPT, *argv(root, "trial_name=ray"))
+    assert done.returncode == 0, done.stderr
+    assert steps_of(root, "ray") == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "script", "says"),
+    [
+        ("local", "missing.py", "--script: 'missing.py' is no file"),
+        ("ray", str(SCRIPT), "no Ray head answers at 127.0.0.1:1"),
+    ],
+)
+def test_what_a_launcher_cannot_run(root, place, script, says):
+    if place == "ray":
+        pytest.importorskip("ray", reason="it needs the extra `ray`")
+    command = ["launch", place, *(["--join-timeout", "1"] if place == "ray" else [])]
+    command += ["--script", script, *argv(root)]
+    done = subprocess.run(
+        [sys.executable, "-m", "areal.cli.main", *command],
+        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode in (1, 2) and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_no_place(capsys):

@@ -51,7 +51,7 @@ def test_unknown_names(path, type, message):
 
 def test_options_the_loader_does_not_know():
     config = DatasetConfig(path="gsm8k", type="rl", dataset_kwargs={"colour": "red"})
-    with pytest.raises(ValueError, match="dataset_kwargs do not fit load_rl: .*'colour'"):
+    with pytest.raises(ValueError, match="do not fit get_gsm8k_rl_dataset: .*'colour'"):
         get_custom_dataset("train", config, tokenizer=None)
 
 

@@ -12,7 +12,7 @@ import pytest
 from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.dataset.arithmetic import build_char_tokenizer
-from areal.reward.clevr_count import clevr_count_reward_fn
+from areal.reward.clevr_count_70k import clevr_count_70k_reward_fn
 
 DATA = Path(__file__).parents[1] / "data"
 SAMPLES = {"geometry3k": DATA / "geometry3k_sample", "clevr_count_70k": DATA / "clevr_count_sample"}
@@ -53,7 +53,7 @@ def test_the_loader_is_known_by_the_hubs_name_and_takes_a_processor(tokenizer, t
     rows = get_custom_dataset("train", config, None, SimpleNamespace(tokenizer=tokenizer))
     answers = [row["answer"] for row in rows]
     assert answers == ["3", "5", "4", "10"]
-    assert clevr_count_reward_fn("", "I see [5]", [], [], **rows[1]) == 1.0
+    assert clevr_count_70k_reward_fn("", "I see [5]", [], [], **rows[1]) == 1.0
 
 
 def test_one_parquet_file_and_other_splits(tokenizer):

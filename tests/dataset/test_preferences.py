@@ -9,7 +9,7 @@ import pytest
 from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.dataset.arithmetic import build_char_tokenizer, make_problems
-from areal.dataset.hh_rlhf import read_dialogue, read_pair
+from areal.dataset.hhrlhf import read_dialogue, read_pair
 from areal.reward.gsm8k import gsm8k_reward_fn
 
 SAMPLE = Path(__file__).parents[1] / "data" / "hh_rlhf_sample"

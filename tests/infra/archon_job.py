@@ -49,6 +49,8 @@ def work(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     stats_tracker.export()
     batch = make_batch()
     found: dict[str, Any] = {"forward": engine.forward_batch(batch)}
+    found["packed"] = engine.train().eval().forward(batch)
+    engine.optimizer_zero_grad()
     with stats_tracker.scope("job"):
         found["eval"] = engine.eval_batch(batch, loss_fn, num_loss_tokens).item()
         found["step"] = engine.train_batch(batch, loss_fn, num_loss_tokens)

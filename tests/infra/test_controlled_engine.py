@@ -48,6 +48,7 @@ def check(scheduler, model: Path, folder: Path, backend: str, expected, **archon
         numbers, weights = expected
         close = {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(found["forward"], numbers["forward"], **close)
+        torch.testing.assert_close(found["packed"], numbers["packed"], **close)
         for key in ("eval", "step", "one_row", "pairs", "again", "stats", "version"):
             assert found[key] == pytest.approx(numbers[key], rel=1e-4, abs=1e-5), key
         assert found["again"] == found["pairs"]  # the checkpoint brought the same state back

@@ -6,7 +6,7 @@ import pytest
 
 from areal.reward import REWARD_FNS, get_reward_fn
 from areal.reward.answer_text import last_bracketed
-from areal.reward.clevr_count import clevr_count_reward_fn
+from areal.reward.clevr_count_70k import clevr_count_70k_reward_fn
 from areal.reward.countdown import LEGAL_BUT_WRONG, countdown_reward_fn
 from areal.reward.geometry3k import geometry3k_reward_fn
 from areal.sandbox.pool import AsyncRewardWrapper
@@ -60,13 +60,13 @@ def test_countdown_computes_in_fractions():
     ],
 )
 def test_clevr_count(text, reward):
-    assert clevr_count_reward_fn("", text, [], [], answer="5") == reward
+    assert clevr_count_70k_reward_fn("", text, [], [], answer="5") == reward
 
 
 def test_clevr_count_reads_the_number_of_a_wordy_answer_and_refuses_none():
-    assert clevr_count_reward_fn("", "[5]", [], [], answer="There are 5 items") == 1.0
+    assert clevr_count_70k_reward_fn("", "[5]", [], [], answer="There are 5 items") == 1.0
     with pytest.raises(ValueError, match="no number in the answer 'some'"):
-        clevr_count_reward_fn("", "[5]", [], [], answer="some")
+        clevr_count_70k_reward_fn("", "[5]", [], [], answer="some")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_last_bracketed():
 
 @pytest.mark.parametrize(
     "name, right, wrong",
-    [("clevr_count", "[8]", "[9]"), ("countdown", "3+5", "3*3"), ("geometry3k", "[8]", "[9]")],
+    [("clevr_count_70k", "[8]", "[9]"), ("countdown", "3+5", "3*3"), ("geometry3k", "[8]", "[9]")],
 )
 async def test_by_name_and_in_a_worker(name, right, wrong):
     reward = AsyncRewardWrapper(get_reward_fn(name), max_workers=1)

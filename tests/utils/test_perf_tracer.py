@@ -12,7 +12,15 @@ import time
 import pytest
 
 from areal.utils import perf_tracer, stats_tracker
-from areal.utils.perf_tracer import instant, merge_traces, phase, read_trace, trace_scope
+from areal.utils.perf_tracer import (
+    atrace_scope,
+    instant,
+    merge_traces,
+    phase,
+    read_trace,
+    trace_perf,
+    trace_scope,
+)
 
 
 @pytest.fixture
@@ -52,6 +60,22 @@ def test_nested_spans_and_exceptions(trace):
     assert (inner["name"], outer["name"]) == ("inner", "outer")
     assert outer["ts"] <= inner["ts"]
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+def test_calls_of_a_decorated_function_are_spans(trace):
+    @trace_perf("reward", category="compute")
+    def double(number):
+        return 2 * number
+
+    @trace_perf("episode", "instr")
+    async def episode():
+        async with atrace_scope("turn", "io", number=1):
+            return double(2)
+
+    assert double(1) == 2 and asyncio.run(episode()) == 4
+    assert [span["name"] for span in spans(trace)] == ["reward"]
+    in_task = [(event["name"], event["ph"]) for event in read_trace(trace) if event["ph"] in "be"]
+    assert sorted(in_task) == sorted((n, ph) for n in ("episode", "reward", "turn") for ph in "be")
 
 
 def test_threads_are_told_apart_by_name(trace):

@@ -16,7 +16,7 @@ from areal.api.config.inference import (
     InferenceEngineConfig,
     NativeServerConfig,
     SGLangConfig,
-    VLLMConfig,
+    vLLMConfig,
 )
 from areal.api.config.placement import check_models, check_servers
 from areal.api.config.ppo import (
@@ -158,7 +158,7 @@ class PPOConfig(BaseExperimentConfig):
     """How episodes are run."""
     native: NativeServerConfig = field(default_factory=NativeServerConfig)
     """The native inference server."""
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    vllm: vLLMConfig = field(default_factory=vLLMConfig)
     """The vLLM server, for rollout.backend vllm."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     """The SGLang server, for rollout.backend sglang."""
@@ -261,7 +261,7 @@ class PPOConfig(BaseExperimentConfig):
         )
 
     @property
-    def server(self) -> NativeServerConfig | VLLMConfig | SGLangConfig:
+    def server(self) -> NativeServerConfig | vLLMConfig | SGLangConfig:
         """The section of the engine that rollout.backend chooses."""
         return getattr(self, self.rollout.engine)
 

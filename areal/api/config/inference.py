@@ -10,7 +10,7 @@ under its name here, if it is set; only the bound on prompt plus output is renam
 group where one call returns one reply, and `lora_name`, which the `model` argument selects.
 `reward_normalization` and `drop_incomplete_group` apply to a group and are not sent.
 
-`VLLMConfig` and `SGLangConfig` are stock servers, each in its own environment. The named keys are
+`vLLMConfig` and `SGLangConfig` are stock servers, each in its own environment. The named keys are
 those a run often sets; any other option of a server goes into `extra_args`, as on its command line.
 """
 
@@ -264,7 +264,7 @@ _SENT_WHEN_SET = {
 
 
 @config_section
-class VLLMConfig:
+class vLLMConfig:
     """The vLLM server of a run with `rollout.backend: vllm:d1`."""
 
     python: str = ""

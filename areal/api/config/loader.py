@@ -100,6 +100,15 @@ def load_experiment(argv: list[str]) -> tuple[BaseExperimentConfig, str]:
     return config, source.path
 
 
+def load_shared(argv: list[str]) -> BaseExperimentConfig:
+    """The keys that all trainers share, whatever class a script loads the whole file with."""
+    source = read_source(list(argv))
+    tree = _interpolate(with_defaults(BaseExperimentConfig, source.tree), source)
+    shared = {name: tree[name] for name in field_types(BaseExperimentConfig) if name in tree}
+    check_keys(BaseExperimentConfig, shared, source)
+    return build(BaseExperimentConfig, shared, source)
+
+
 def _report_idle(config: BaseExperimentConfig, source: Source, *, by_workflow: bool) -> None:
     """No key is silently without effect: a likely mistake is rejected, others are logged."""
     for idle in idle_keys(config, source):

@@ -35,6 +35,7 @@ from areal.engine.train.process_group import any_rank, join_ranks, side_group
 from areal.models.hf_io import critic_config, save_hf
 from areal.models.lora import LoraAdapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
+from areal.utils import stats_tracker
 from areal.utils.data import unpack
 from areal.utils.device import best_device, use_plain_blas
 from areal.utils.hub import model_folder
@@ -53,6 +54,8 @@ class Optimizer(checkpoint.Resumable, Protocol):
     def read_model(self) -> None:
         """Copy the model's weights, just loaded, into the masters."""
         ...
+
+    def forget_gradients(self) -> None: ...
 
 
 ModelT = TypeVar("ModelT")
@@ -187,6 +190,12 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
                 "a FinetuneSpec"
             )
         return self._optimizer
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.forget_gradients()
+
+    def export_stats(self) -> dict[str, float]:
+        return stats_tracker.export_all(reduce_group=self.dp_group)
 
     def _dtype(self) -> torch.dtype:
         """The dtype of matrix products."""
@@ -367,11 +376,19 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         self._receiver = (engine, meta)
 
-    def update_weights(self, version: int) -> None:
+    @property
+    def connected_engine(self) -> InferenceEngine:
+        return self._connected()[0]
+
+    def _connected(self) -> tuple[InferenceEngine, WeightUpdateMeta]:
         if self._receiver is None:
             raise RuntimeError("no inference engine is connected: call connect_engine() first")
-        engine, meta = self._receiver
-        meta = meta.with_version(version)
+        return self._receiver
+
+    def update_weights(self, version: int | WeightUpdateMeta) -> None:
+        engine, meta = self._connected()
+        number = version.version if isinstance(version, WeightUpdateMeta) else version
+        meta = meta.with_version(number)
         self._hand_over(self.hf_weights(), lambda weights: send_weights(engine, meta, weights))
 
     def set_version(self, version: int) -> None:

@@ -131,10 +131,13 @@ class MasterOptimizer:
             logger.warning(
                 "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
             )
+        self.forget_gradients()
+        return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+
+    def forget_gradients(self) -> None:
         for weight in self._weights.values():
             weight.grad = None
         self._optimizer.zero_grad(set_to_none=True)
-        return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
 
     def _take_shards(self) -> None:
         """Point the masters at the local shards of the DTensors and of their gradients."""

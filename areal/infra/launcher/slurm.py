@@ -5,6 +5,9 @@
     ray_in_slurm.sh    the same for every run: start Ray, wait, train, shut down
 
 No value of a config becomes shell code: `shlex` quotes it, and the fixed part uses it in quotes.
+
+`python -m areal.infra.launcher.slurm script.py --config FILE key=value...` submits a job that runs
+the script: the same as `areal launch slurm --script`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from areal.infra.launcher import exec_launch
 
 _FIXED_PART = Path(__file__).with_name("ray_in_slurm.sh")
 _WORD = re.compile(r"[A-Za-z0-9_.,:@%/+-]+")
@@ -106,3 +111,7 @@ def _values(job: SlurmJob) -> dict[str, str]:
         "num_gpus": str(job.gpus_per_node),
         "join_timeout": str(job.join_timeout_s),
     }
+
+
+if __name__ == "__main__":
+    exec_launch("slurm")

@@ -15,7 +15,9 @@ from areal.algorithm.loss import sft_loss
 from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train.archon import ArchonEngine
+from areal.engine.train.base import split_micro_batches
 from areal.engine.train.optimizer import lr_factor
+from areal.utils import stats_tracker
 from areal.weight_sync.publication import open_publication
 
 FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
@@ -305,3 +307,42 @@ def test_lr_schedules_by_hand(kind: str, expected: list[float]):
     got = [lr_factor(step, **options) for step in range(7)]
     assert got == pytest.approx(expected, rel=1e-5)
     assert lr_factor(99, **options) == pytest.approx(expected[-1])
+
+
+def test_outputs_without_padding(folder):
+    engine, batch = open_engine(folder), make_batch()
+    padded_BS = engine.forward_batch(batch)
+    mask = batch["attention_mask"]
+    torch.testing.assert_close(engine.forward(batch), padded_BS[mask], rtol=0, atol=0)
+    rows = engine.forward(batch, output_seqlens=[1] * len(mask), aggregate_fn=torch.stack)
+    torch.testing.assert_close(rows, padded_BS[:, :1], rtol=0, atol=0)
+
+
+def test_an_update_from_its_parts(folder):
+    whole, parts = open_engine(folder), open_engine(folder)
+    batch = make_batch()
+    whole.train_batch(batch, loss_fn, loss_tokens)
+    mbs = split_micro_batches(batch, parts.mb_spec, parts.device)
+    assert len(mbs) == 1
+
+    def learn(factor: float):
+        parts.forward_backward_batch(
+            mbs, lambda index, *outputs: factor * loss_fn(*outputs, mbs[index].data), False
+        )
+
+    learn(100.0)
+    parts.optimizer_zero_grad()
+    learn(1.0)
+    assert parts.optimizer_step()["update_successful"] == 1
+    assert_same_bits(weights_of(whole), weights_of(parts))
+
+
+def test_modes_change_nothing_and_statistics_are_exported(folder):
+    engine, batch = open_engine(folder), make_batch()
+    trained = engine.train().forward_batch(batch)
+    assert torch.equal(engine.eval().forward_batch(batch), trained)
+    stats_tracker.scalar(seen=2.0)
+    assert engine.export_stats()["seen"] == 2.0
+    assert "seen" not in engine.export_stats()
+    with pytest.raises(RuntimeError, match="no inference engine is connected"):
+        engine.rollout_batch([], workflow="rlvr")

@@ -7,7 +7,7 @@ from typing import Any
 from areal.reward.answer_text import last_bracketed, last_number, plain_number
 
 
-def clevr_count_reward_fn(
+def clevr_count_70k_reward_fn(
     prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **data: Any
 ) -> float:
     gold = last_number(str(answer))

@@ -1,8 +1,8 @@
 """CLEVR count: the number of objects in a rendered picture; the answer is an integer.
 
 `path` is the bare name `clevr_count_70k` (the hub's BUAADreamer/clevr_count_70k), another hub name,
-a local folder or a Parquet file. Columns: images, problem, answer. The clevr_count reward reads the
-answer.
+a local folder or a Parquet file. Columns: images, problem, answer. The clevr_count_70k reward
+reads the answer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ HUB_NAME = "BUAADreamer/clevr_count_70k"
 INSTRUCTION = "\nCount them, then give the number alone in square brackets, like [3]."
 
 
-def load_rl(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
+def get_clevr_count_70k_rl_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
 ) -> ImageRows:
     """{"messages", "images", "answer"}, as in `image_rows`."""
     return load_image_rows(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.dataset.chat_rows import drop_long_prompts
+from areal.dataset.chat_rows import Rows, drop_long_prompts
 from areal.dataset.source_files import read_rows
 
 
-def load_rl(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None
-) -> list[dict[str, Any]]:
+def get_torl_data_rl_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None
+) -> Rows:
     """{"messages", "answer"}; the math_verify reward reads the answer."""
     source = read_rows(path, split=split, columns=("prompt", "reward_model"))
     rows = [

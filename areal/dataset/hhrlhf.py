@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from areal.dataset.chat_rows import pair_rows
+from areal.dataset.chat_rows import Rows, pair_rows
 from areal.dataset.source_files import read_rows
 from areal.utils import logging
 from areal.utils.tokenizer import Messages
@@ -22,9 +22,9 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-def load_pairs(
-    path: str, *, split: str, tokenizer: Any, max_length: int | None = None
-) -> list[dict[str, Any]]:
+def get_hhrlhf_rw_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None
+) -> Rows:
     """{"chosen_ids", "rejected_ids", "prompt_len"}, for reward models and for DPO."""
     source = HUB_NAME if path == "hh-rlhf" else path
     rows = read_rows(source, split=split, columns=("chosen", "rejected"))
@@ -35,6 +35,9 @@ def load_pairs(
             "left out %d of %d rows: not two replies to one dialogue", unpaired, len(rows)
         )
     return pair_rows(pairs, tokenizer, max_length)
+
+
+get_hhrlhf_dpo_dataset = get_hhrlhf_rw_dataset  # DPO learns from the same pairs
 
 
 def read_pair(chosen: str, rejected: str) -> tuple[Messages, str, str] | None:

@@ -1,0 +1,1 @@
+"""Programs beside the command line, run by `python -m areal.tools.NAME`."""
