@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
 from areal.api.config.inference import GenerationHyperparameters
@@ -172,6 +172,8 @@ class Request(ClosedBody):
 
 
 class GenerateBody(Body):
+    model_config = ConfigDict(extra="allow")
+
     requests: Annotated[Items[Request], Field(min_length=1)]
 
 
@@ -234,7 +236,10 @@ def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
     """One item per request, in order. ValueError if the requests cannot be told apart."""
     requests: list[Request | Refusal]
     try:
-        requests = [*GenerateBody.model_validate_json(body).requests]
+        content = GenerateBody.model_validate_json(body)
+        requests = [*content.requests]
+        if content.model_extra:  # ignored, but JSON: pydantic takes NaN for a number
+            loads_object(body, check_numbers=False)
     except ValidationError:  # of one request, perhaps
         requests = _decode_each(loads_object(body, check_numbers=False))
     rids = [request.rid for request in requests]

@@ -182,6 +182,7 @@ def test_a_bad_field_is_named_and_spares_the_others(change, field):
         (b"[]", "body"),
         (b"{}", "requests"),
         (b'{"requests": []}', "requests"),
+        (b'{"requests": [{"rid": "a", "input_ids": [1]}], "x": NaN}', "body: not JSON"),
         (b'{"requests": {"a": 1}}', "requests"),
         (b'{"requests": [3]}', r"requests\[0\]: expected a JSON object, got 3"),
         (b'{"requests": [{"rid": "a"}, {"rid": ""}]}', r"requests\[1\].rid"),
