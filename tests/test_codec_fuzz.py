@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from areal.engine.native.wire import decode_line, decode_sequences, decode_tags
+from areal.engine.native.server import PartsBody, ScoreBody
+from areal.engine.native.wire import decode_line
 from areal.rollout.trajectory import decode, encode
 from areal.sandbox.process import BadReplyError, RewardProcess
+from areal.utils.http_body import parse_json
 
 TRAJECTORY = {
     "input_ids": torch.arange(6).reshape(2, 3),
@@ -56,9 +58,9 @@ def test_any_line_of_a_server(line):
 
 @given(json_fuzz.bodies({"sequences": [[1, 2]], "tags": ["weights"]}))
 def test_any_order(body):
-    for read in (decode_sequences, decode_tags):
+    for model in (ScoreBody, PartsBody):
         try:
-            read(body)
+            parse_json(model, body)
         except ValueError as error:
             assert str(error)
 

@@ -7,35 +7,104 @@ are rejected, except thinking blocks of earlier turns, which are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from areal.agents.completions import Completion, named_event
 from areal.api.json_text import dumps, loads_written
-from areal.openai import WireError
+from areal.openai.requests import (
+    Count,
+    Temperature,
+    ToolChoice,
+    TopK,
+    TopP,
+    WireError,
+    parse_body,
+)
+from areal.utils.http_body import Body, Items, Name, Text
 
 if TYPE_CHECKING:
     from areal.api.interaction import InteractionCache
 
-_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "api_error"}
-_THOUGHTS = ("thinking", "redacted_thinking")
 
 
-def chat_body(body: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
-    chat = {name: body[name] for name in _SAME if name in body}
-    system = _text(body.get("system"), "system")
+class WithText(Body):
+    """A block of a place that holds only text."""
+
+    text: Text
+
+
+class TextBlock(WithText):
+    type: Literal["text"]
+
+
+class ToolUse(Body):
+    type: Literal["tool_use"]
+    id: Any = None
+    name: Text
+    input: Any = None
+
+
+class ToolResult(Body):
+    type: Literal["tool_result"]
+    tool_use_id: Any = None
+    content: Text | Items[WithText] | None = None
+
+
+class Thinking(Body):
+    type: Literal["thinking", "redacted_thinking"]
+
+
+Block = Annotated[TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")]
+
+
+class Message(Body):
+    role: Literal["user", "assistant"]
+    content: Text | Items[Block]
+
+
+class Tool(Body):
+    name: Name
+    description: Text | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class Choice(Body):
+    type: ToolChoice
+
+
+class MessagesBody(Body):
+    model: Text | None = None
+    max_tokens: Count = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    stream: bool | None = None
+    system: Text | Items[WithText] | None = None
+    messages: Items[Message]
+    tools: Items[Tool] | None = None
+    tool_choice: Choice | None = None
+    stop_sequences: Items[Name] | None = None
+
+
+def chat_body(content: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
+    body = parse_body(MessagesBody, content)
+    chat = body.model_dump(include=_SAME, exclude_none=True)
+    system = _text(body.system)
     chat["messages"] = [{"role": "system", "content": system}] if system else []
-    for i, message in enumerate(_list(body.get("messages"), "messages")):
-        chat["messages"] += _messages(_object(message, f"messages[{i}]"), f"messages[{i}]")
-    if body.get("tools") is not None:
-        tools = _list(body["tools"], "tools")
-        chat["tools"] = [_tool(_object(tool, f"tools[{i}]")) for i, tool in enumerate(tools)]
-    if body.get("tool_choice") is not None:
-        chat["tool_choice"] = _object(body["tool_choice"], "tool_choice").get("type", "nothing")
-    if body.get("stop_sequences") is not None:
-        chat["stop"] = _list(body["stop_sequences"], "stop_sequences")
+    for i, message in enumerate(body.messages):
+        chat["messages"] += _messages(message, f"messages[{i}]")
+    if body.tools is not None:
+        chat["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        chat["tool_choice"] = body.tool_choice.type
+    if body.stop_sequences is not None:
+        chat["stop"] = body.stop_sequences
     return chat
 
 
@@ -61,74 +130,49 @@ def error_of(error: WireError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _messages(message: Message, where: str) -> list[dict[str, Any]]:
     """One Anthropic message may become several: each tool result is a chat message of its own."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise WireError(400, f"{where}.role: expected 'user' or 'assistant', got {role!r:.60}")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
+    role, blocks = message.role, message.content
+    if isinstance(blocks, str):
+        return [{"role": role, "content": blocks}]
     results, texts, calls = [], [], []
-    for i, item in enumerate(_list(content, f"{where}.content")):
-        block = _object(item, f"{where}.content[{i}]")
-        match block.get("type"):
-            case "text":
+    for i, block in enumerate(blocks):
+        match block:
+            case TextBlock():
                 texts.append(block)
-            case "tool_use" if role == "assistant":
+            case ToolUse() if role == "assistant":
                 calls.append(_call(block))
-            case "tool_result" if role == "user":
-                results.append(_result(block, f"{where}.content[{i}]"))
-            case kind if kind not in _THOUGHTS:
-                raise WireError(
-                    400, f"{where}.content[{i}].type: {kind!r:.60} is not understood here"
-                )
-    text = _text(texts, f"{where}.content")
+            case ToolResult() if role == "user":
+                result = {"role": "tool", "tool_call_id": block.tool_use_id}
+                results.append({**result, "content": _text(block.content)})
+            case ToolUse() | ToolResult():
+                place = f"{where}.content[{i}].type"
+                reason = f"{block.type!r} is not understood in a message of role {role!r}"
+                raise WireError(400, f"{place}: {reason}", place)
     if role == "assistant":
-        return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
-    return [*results, *([{"role": role, "content": text}] if texts else [])]
+        calls = {"tool_calls": calls} if calls else {}
+        return [{"role": role, "content": _text(texts), **calls}]
+    return [*results, *([{"role": role, "content": _text(texts)}] if texts else [])]
 
 
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    arguments = dumps(block.get("input") or {})
-    function = {"name": block.get("name"), "arguments": arguments}
-    return {"id": block.get("id"), "type": "function", "function": function}
+def _call(block: ToolUse) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": dumps(block.input or {})}
+    return {"id": block.id, "type": "function", "function": function}
 
 
-def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
-    content = _text(block.get("content"), f"{where}.content")
-    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(tool: Tool) -> dict[str, Any]:
     function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
     }
     present = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": present}
 
 
-def _text(content: Any, where: str) -> str:
-    """A text, or blocks of text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    blocks = [_object(block, where) for block in _list(content, where)]
-    if any(not isinstance(block.get("text"), str) for block in blocks):
-        raise WireError(400, f"{where}: expected a text or blocks of text")
-    return "".join(block["text"] for block in blocks)
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise WireError(400, f"{where}: expected a list, got {type(value).__name__}", where)
-    return value
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise WireError(400, f"{where}: expected a JSON object, got {value!r:.60}", where)
-    return value
+def _text(content: str | Sequence[WithText] | None) -> str:
+    parts = content or ""
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 def _head(done: Completion) -> dict[str, Any]:

@@ -24,21 +24,13 @@ from typing import TYPE_CHECKING, Any
 from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.json_text import dumps
-from areal.openai import (
-    ChatCall,
-    Output,
-    WireError,
-    begins_in_reasoning,
-    chat_chunk,
-    chat_prompt_ids,
-    chat_prompt_text,
-    chat_reply,
-    error_body,
-    parse_chat,
-    usage_chunk,
-    visible_text,
-)
+from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
+from areal.openai.replies import Output, chat_chunk, chat_reply, usage_chunk
+from areal.openai.requests import ChatCall, WireError, error_body, parse_chat
+from areal.openai.text_stream import visible_text
+from areal.openai.tool_calls import begins_in_reasoning
 from areal.utils import logging
+from areal.utils.http_body import Body
 
 if TYPE_CHECKING:
     from areal.agents.session import Session, SessionOptions
@@ -74,6 +66,7 @@ class Route:
     """One API. `chat_body(body, cache)` may read the session's earlier interactions."""
 
     id_prefix: str  # of the ids by which clients assign rewards
+    body: type[Body]
     chat_body: Callable[[dict[str, Any], InteractionCache], dict[str, Any]]
     reply: Callable[[Completion], dict[str, Any]]
     events: Callable[[Completion], Iterator[bytes]]  # the reply as a stream

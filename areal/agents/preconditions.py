@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from areal.openai import TOOL_PARSERS
+from areal.openai.tool_calls import TOOL_PARSERS
 
 if TYPE_CHECKING:
     from areal.api.config.inference import AgentConfig

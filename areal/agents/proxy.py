@@ -23,25 +23,25 @@ import hmac
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from areal.agents.completions import Answer, Route, complete
 from areal.agents.routes import ROUTES
-from areal.agents.schemas import BODIES, END_SESSION, SET_REWARD
 from areal.agents.session import Session, SessionEndedError
-from areal.api.json_text import JsonError, dumps, loads_object
-from areal.openai import WireError, error_body
+from areal.api.json_text import dumps
+from areal.openai.requests import WireError, error_body, loads_body, parse_body
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
+from areal.utils.http_body import Body, Expect, Text, json_body
 from areal.utils.http_server import (
     CLIENT_LEFT,
     JsonReply,
-    json_body,
     new_app,
     read_body,
     server_config,
@@ -52,6 +52,22 @@ logger = logging.getLogger("AgentProxy")
 
 _HOST = "127.0.0.1"
 _KEEP_ALIVE_S = 5
+
+
+_Score = float | bool
+Reward = Annotated[
+    _Score | Annotated[dict[str, _Score], Field(min_length=1)],
+    Expect("a finite number, or finite numbers by interaction id"),
+]
+
+
+class RewardBody(Body):
+    reward: Reward
+    interaction_id: Text | None = None  # None: the newest
+
+
+class EndBody(Body):
+    reward: Reward | None = None
 
 
 class AgentProxy:
@@ -180,7 +196,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     app.add_exception_handler(Exception, answer_fault)
 
     for path, route in ROUTES.items():
-        schema = json_body(BODIES[path])
+        schema = json_body(route.body)
         app.add_api_route(path, _endpoint(proxy, route), methods=["POST"], openapi_extra=schema)
 
     @app.get("/v1/models")
@@ -188,23 +204,22 @@ def create_app(proxy: AgentProxy) -> FastAPI:
         proxy.session_of(request)
         return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
 
-    @app.post("/rl/set_reward", openapi_extra=json_body(SET_REWARD))
+    @app.post("/rl/set_reward", openapi_extra=json_body(RewardBody))
     async def set_reward(request: Request) -> dict[str, Any]:
-        session, body = proxy.session_of(request), await _body(request)
+        session, content = proxy.session_of(request), await _body(request)
         if session.ended.is_set():
             raise SessionEndedError
-        name, reward = body.get("interaction_id"), body.get("reward")
-        if not isinstance(name, str | None):
-            raise WireError(400, f"interaction_id: expected a text, got {name!r:.60}")
+        body = parse_body(RewardBody, content)
+        name, reward = body.interaction_id, body.reward
         with _callers_fault("reward"):
             session.set_reward(reward if name is None else {name: reward})
         return {"interactions": len(session.cache)}
 
-    @app.post("/rl/end_session", openapi_extra=json_body(END_SESSION, required=False))
+    @app.post("/rl/end_session", openapi_extra=json_body(EndBody, required=False))
     async def end_session(request: Request) -> dict[str, Any]:
-        session, body = proxy.session_of(request), await _body(request)
+        session, content = proxy.session_of(request), await _body(request)
         with _callers_fault("reward"):
-            session.end(body.get("reward"))
+            session.end(parse_body(EndBody, content).reward)
         return {"interactions": len(session.cache)}
 
     @app.post("/rl/start_session")
@@ -285,10 +300,7 @@ async def _left(request: Request) -> None:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    try:
-        return loads_object(await read_body(request) or b"{}")
-    except JsonError as error:
-        raise WireError(400, str(error), error.field) from None
+    return loads_body(await read_body(request) or b"{}")
 
 
 def _key_of(request: Request) -> str:

@@ -8,47 +8,102 @@ session. Tools other than functions are rejected; reasoning items of earlier tur
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
 
 from areal.agents.completions import Completion, named_event
-from areal.openai import WireError
+from areal.openai.requests import (
+    Arguments,
+    Count,
+    Sampling,
+    ToolChoice,
+    WireError,
+    parse_body,
+)
+from areal.utils.http_body import Body, Items, Name, Text
 
 if TYPE_CHECKING:
     from areal.api.interaction import InteractionCache
 
-# Options with the same name in both APIs; the last ones are extensions OpenAI does not have.
-_SAME = [
-    "model",
-    "temperature",
-    "top_p",
-    "stream",
-    "tool_choice",
-    "chat_template_kwargs",
-    "frequency_penalty",
-    "stop",
-    "seed",
-    "top_k",
-    "min_new_tokens",
-    "max_total_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
+_SAME = {*Sampling.model_fields, "tool_choice", "chat_template_kwargs"}
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text = ""
+
+
+Words = Text | Items[TextPart]
+
+
+class Message(Body):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Words
+
+
+class FunctionCall(Body):
+    type: Literal["function_call"]
+    call_id: Any = None
+    name: Text
+    arguments: Arguments
+
+
+class FunctionCallOutput(Body):
+    type: Literal["function_call_output"]
+    call_id: Any = None
+    output: Words
+
+
+class Reasoning(Body):
+    type: Literal["reasoning"]
+
+
+def _kind_of(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")],
+    Discriminator(_kind_of),
 ]
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def chat_body(body: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
-    chat = {name: body[name] for name in _SAME if name in body}
-    if body.get("max_output_tokens") is not None:
-        chat["max_completion_tokens"] = body["max_output_tokens"]
-    if isinstance(body.get("text"), dict) and "format" in body["text"]:
-        chat["response_format"] = body["text"]["format"]
-    if body.get("tools") is not None:
-        tools = _list(body["tools"], "tools")
-        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    chat["messages"] = [*_earlier(body, cache), *_messages(body.get("input"))]
-    if instructions := _text_or_null(body, "instructions"):
-        chat["messages"].insert(0, {"role": "system", "content": instructions})
+class Tool(Body):
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ResponsesBody(Sampling):
+    max_output_tokens: Count = None
+    instructions: Text | None = None
+    input: Text | Items[Item]
+    previous_response_id: Text | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    text: Any = None  # its `format`
+
+
+def chat_body(content: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
+    body = parse_body(ResponsesBody, content)
+    chat = body.model_dump(include=_SAME, exclude_none=True)
+    if body.max_output_tokens is not None:
+        chat["max_completion_tokens"] = body.max_output_tokens
+    if isinstance(body.text, dict) and "format" in body.text:
+        chat["response_format"] = body.text["format"]
+    if body.tools is not None:
+        functions = (tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools)
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    chat["messages"] = [*_earlier(body.previous_response_id, cache), *_messages(body.input)]
+    if body.instructions:
+        chat["messages"].insert(0, {"role": "system", "content": body.instructions})
     return chat
 
 
@@ -74,9 +129,8 @@ def response_events(done: Completion) -> Iterator[bytes]:
         yield named_event({**event, "sequence_number": number})
 
 
-def _earlier(body: dict[str, Any], cache: InteractionCache) -> list[dict[str, Any]]:
-    """The chat up to and including `previous_response_id`; instructions are not carried over."""
-    name = _text_or_null(body, "previous_response_id")
+def _earlier(name: str | None, cache: InteractionCache) -> list[dict[str, Any]]:
+    """The chat up to and including this response; instructions are not carried over."""
     if name is None:
         return []
     if name not in cache:
@@ -88,69 +142,29 @@ def _earlier(body: dict[str, Any], cache: InteractionCache) -> list[dict[str, An
     return chat[1:] if has_instructions else chat
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate(_list(given, "input")):
-        _add_item(messages, item, f"input[{i}]")
+    for item in given:
+        match item:
+            case Message():
+                messages.append({"role": item.role, "content": _text(item.content)})
+            case FunctionCall():
+                # One assistant message is several items: its text, then its tool calls.
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case FunctionCallOutput():
+                result = {"role": "tool", "tool_call_id": item.call_id}
+                messages.append({**result, "content": _text(item.output)})
     return messages
 
 
-def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
-    if not isinstance(item, dict):
-        raise WireError(400, f"{where}: expected a JSON object, got {item!r:.60}", where)
-    match item.get("type", "message"):
-        case "message":
-            content = _text(item.get("content"), f"{where}.content")
-            messages.append({"role": item.get("role"), "content": content})
-        case "function_call":
-            # One assistant message is several items: its text, then its tool calls.
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
-        case "function_call_output":
-            output = _text(item.get("output"), f"{where}.output")
-            messages.append(
-                {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-            )
-        case kind if kind != "reasoning":
-            raise WireError(400, f"{where}.type: {kind!r:.60} is not understood here", where)
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = _list(content, where)
-    if any(not isinstance(p, dict) or p.get("type") not in _TEXT_PARTS for p in parts):
-        raise WireError(400, f"{where}: expected a text or parts of text", where)
-    texts = [part.get("text", "") for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise WireError(400, f"{where}: expected a text in every part", where)
-    return "".join(texts)
-
-
-def _text_or_null(body: dict[str, Any], name: str) -> str | None:
-    value = body.get(name)
-    if not isinstance(value, str | None):
-        raise WireError(400, f"{name}: expected a text, got {value!r:.60}", name)
-    return value
-
-
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise WireError(400, f"{where}.type: expected 'function', got {tool!r:.60}", where)
-    function = {name: tool.get(name) for name in ("name", "description", "parameters")}
-    present = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": present}
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise WireError(400, f"{where}: expected a text or a list, got {value!r:.60}", where)
-    return value
+def _text(content: Words) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _head(done: Completion) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from areal.agents import anthropic, responses
 from areal.agents.completions import Completion, Route, chat_events
+from areal.openai.requests import ChatBody
 
 
 def _note_completion(done: Completion) -> None:
@@ -23,6 +24,7 @@ def _note_response(done: Completion) -> None:
 ROUTES = {
     "/v1/chat/completions": Route(
         "chatcmpl-",
+        ChatBody,
         lambda body, cache: body,
         lambda done: done.reply,
         chat_events,
@@ -30,6 +32,7 @@ ROUTES = {
     ),
     "/v1/messages": Route(
         "msg_",
+        anthropic.MessagesBody,
         anthropic.chat_body,
         anthropic.message_of,
         anthropic.message_events,
@@ -38,6 +41,7 @@ ROUTES = {
     ),
     "/v1/responses": Route(
         "resp_",
+        responses.ResponsesBody,
         responses.chat_body,
         responses.response_of,
         responses.response_events,

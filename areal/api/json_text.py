@@ -60,7 +60,7 @@ def loads(data: bytes | str, where: str = "", *, check_numbers: bool = True) -> 
         raise JsonError(field or where, reason) from None
     if check_numbers and (path := _path_of(value, _is_infinite)) is not None:
         reason = "expected a finite number of at most 308 digits"
-        raise JsonError(_name(path) or where, reason)
+        raise JsonError(field_name(path) or where, reason)
     return value
 
 
@@ -107,7 +107,7 @@ def _surrogate_field(data: bytes | str) -> str | None:
         path = _path_of(json.loads(data), _has_surrogate)
     except (ValueError, RecursionError):
         return None
-    return None if path is None else _name(path)
+    return None if path is None else field_name(path)
 
 
 def _may_hold_surrogate(data: bytes | str) -> bool:
@@ -117,20 +117,20 @@ def _may_hold_surrogate(data: bytes | str) -> bool:
 
 
 def _path_of(
-    value: Json, is_bad: Callable[[Json], bool], path: tuple[str, ...] = ()
-) -> tuple[str, ...] | None:
-    """Path to the first bad scalar: keys and indices as they are written one after another."""
+    value: Json, is_bad: Callable[[Json], bool], path: tuple[str | int, ...] = ()
+) -> tuple[str | int, ...] | None:
+    """Path to the first bad scalar."""
     if isinstance(value, dict):
         for key, item in value.items():
             if is_bad(key):
                 return path
-            if (found := _path_of(item, is_bad, (*path, f".{key}"))) is not None:
+            if (found := _path_of(item, is_bad, (*path, key))) is not None:
                 return found
     elif isinstance(value, list):
         if is_bad is _is_infinite and _is_fine(value):
             return None
         for index, item in enumerate(value):
-            if (found := _path_of(item, is_bad, (*path, f"[{index}]"))) is not None:
+            if (found := _path_of(item, is_bad, (*path, index))) is not None:
                 return found
     elif is_bad(value):
         return path
@@ -157,5 +157,7 @@ def _has_surrogate(value: Json) -> bool:
     return isinstance(value, str) and well_formed(value) is not value
 
 
-def _name(path: tuple[str, ...]) -> str:
-    return well_formed("".join(path).removeprefix("."))[:200]
+def field_name(path: tuple[str | int, ...]) -> str:
+    """A path of keys and indices as it is written in errors: `messages[0].content`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return well_formed("".join(parts).removeprefix("."))[:200]

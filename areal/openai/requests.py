@@ -1,23 +1,41 @@
-"""Request bodies of /v1/chat/completions and /v1/completions as typed calls.
+"""Request bodies of /v1/chat/completions and /v1/completions: their models, and typed calls.
 
 For any JSON the result is a call or a `WireError` that names the field, with the status and body
-OpenAI's clients expect. Unsupported options that would change the output are rejected; other
-unknown keys are kept in `extra`. Options that OpenAI does not have (`top_k`, `stop_token_ids`,
-`ignore_eos`, ...) have the names of `gconfig`; `max_total_tokens` is its bound on prompt plus
-output.
+OpenAI's clients expect. A null field counts as absent, as in OpenAI's API. Unsupported options that
+would change the output are rejected; other unknown keys are kept in `extra`. Options that OpenAI
+does not have (`top_k`, `stop_token_ids`, `ignore_eos`, ...) have the names of `gconfig`;
+`max_total_tokens` is its bound on prompt plus output.
 
-Messages and tools are checked and normalised: contents become plain text (text parts are joined,
-null is the empty text). `Fields` reads one field at a time; a null field counts as absent, as in
-OpenAI's API.
+Messages and tools go to the chat template as the client wrote them: their unknown keys, and the
+order of keys, are part of the prompt. Only contents become plain text (text parts are joined, null
+is the empty text).
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import Field, model_validator
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.json_text import JsonError, loads_object
+from areal.utils.http_body import (
+    Body,
+    Expect,
+    Integer,
+    Items,
+    Name,
+    Number,
+    Text,
+    parse,
+    refused,
+    show,
+    wrong,
+)
+
+M = TypeVar("M", bound=Body)
 
 _MAX_N = 128
 _MAX_STOPS = 64
@@ -54,6 +72,148 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Count: TypeAlias = Annotated[int, Integer(1)] | None
+Temperature: TypeAlias = Annotated[float, Number(0, 100)] | None
+TopP: TypeAlias = Annotated[float, Number(0, 1)] | None
+TopK: TypeAlias = Annotated[int, Integer(-1)] | None
+Arguments = Annotated[Text | dict[str, Any], Expect("JSON in a text")]
+ToolChoice = Annotated[Literal["auto", "none"], Expect("'auto' or 'none': a call cannot be forced")]
+
+
+class Sampling(Body):
+    """Options of OpenAI's APIs, by one name in all of them."""
+
+    model: Text | None = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    frequency_penalty: Annotated[float, Number(-2, 2)] | None = None
+    seed: Annotated[int, Integer()] | None = None
+    stop: (
+        Annotated[
+            Name | Annotated[Items[Name], Field(max_length=_MAX_STOPS)],
+            Expect(f"a text or a list of at most {_MAX_STOPS} texts, none empty"),
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[Items[TokenId], Expect("a list of token ids")] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    min_new_tokens: Annotated[int, Integer(0)] | None = None
+    max_total_tokens: Count = None
+    stream: bool | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Completions(Sampling):
+    """Options that chats and plain completions share."""
+
+    n: Annotated[int, Integer(1, _MAX_N)] | None = None
+    max_tokens: Count = None
+    min_tokens: Annotated[int, Integer(0)] | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Completions:
+        if self.stream_options is not None and not self.stream:
+            raise wrong("stream_options", "stream=true beside it")
+        return self
+
+
+class TextPart(Body):
+    type: Annotated[Literal["text"], Expect("'text': only text is understood here")]
+    text: Text
+
+
+class CalledFunction(Body):
+    name: Text
+    arguments: Arguments
+
+
+class ToolCall(Body):
+    """A tool call of an earlier turn."""
+
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Items[TextPart] | None = None
+    tool_calls: Items[ToolCall] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise wrong("content", "a text or a list of text parts")
+        return self
+
+    @property
+    def text(self) -> str:
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class Function(Body):
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(Completions):
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    tools: Items[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Integer(0, 20)] | None = None
+    max_completion_tokens: Count = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", "logprobs=true beside it")
+        return self
+
+
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
+
+
+class CompletionBody(Completions):
+    prompt: Annotated[
+        Text | TokenIds | Annotated[Items[Text | TokenIds], Field(min_length=1)],
+        Expect("a text, a list of token ids, or a list of either, none empty"),
+    ]
+    logprobs: Annotated[int, Integer(0, 5)] | None = None
+    best_of: Annotated[int, Integer(1, _MAX_N)] | None = None
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> CompletionBody:
+        n = self.n or 1
+        if self.best_of not in (None, n):
+            raise wrong("best_of", f"it left out or equal to n ({n})")
+        if (num_choices := len(self.prompts) * n) > _MAX_CHOICES:
+            raise refused(
+                "prompt",
+                f"at most {_MAX_CHOICES} choices of one request, n each, got {num_choices}",
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
     """`messages` have text contents; `tools` holds those the model may use, possibly none."""
@@ -87,129 +247,93 @@ class CompletionCall:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_chat(body: Any) -> ChatCall:
-    fields = Fields(body)
-    messages = parse_messages(fields)
-    tools = parse_tools(fields)
-    logprobs = fields.flag("logprobs")
-    top_logprobs = fields.integer("top_logprobs", 0, low=0, high=20)
-    if top_logprobs and not logprobs:
-        raise fields.wrong("top_logprobs", "logprobs=true beside it")
-    max_tokens = _bound(fields, "max_tokens", GenerationHyperparameters().max_new_tokens)
-    max_tokens = _bound(fields, "max_completion_tokens", max_tokens)
-    gconfig = _gconfig(fields, max_tokens)
-    stream, include_usage = _streaming(fields)
+def parse_chat(content: Any) -> ChatCall:
+    body = parse_body(ChatBody, content)
+    default = GenerationHyperparameters().max_new_tokens
+    tools = None if body.tool_choice == "none" else content.get("tools")
     return ChatCall(
-        model=fields.text("model", ""),
-        messages=messages,
-        tools=tools,
-        gconfig=gconfig,
-        stream=stream,
-        include_usage=include_usage,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        chat_template_kwargs=fields.object("chat_template_kwargs"),
-        extra=_extra(fields),
+        messages=[
+            _as_written(*pair) for pair in zip(content["messages"], body.messages, strict=True)
+        ],
+        tools=tools or [],
+        gconfig=_gconfig(body, body.max_completion_tokens or body.max_tokens or default),
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        **_shared(body, content),
     )
 
 
-def parse_completion(body: Any) -> CompletionCall:
-    fields = Fields(body)
-    prompt = _prompts(fields)
-    logprobs = fields.has("logprobs")
-    top_logprobs = fields.integer("logprobs", 0, low=0, high=5)
-    gconfig = _gconfig(fields, _bound(fields, "max_tokens", _DEFAULT_COMPLETION_TOKENS))
-    if (num_choices := len(prompt) * gconfig.n_samples) > _MAX_CHOICES:
-        message = (
-            f"prompt: at most {_MAX_CHOICES} choices of one request, n each, got {num_choices}"
-        )
-        raise WireError(400, message, "prompt")
-    if fields.any("best_of") not in (None, gconfig.n_samples):
-        raise fields.wrong("best_of", f"it left out or equal to n ({gconfig.n_samples})")
-    stream, include_usage = _streaming(fields)
+def parse_completion(content: Any) -> CompletionCall:
+    body = parse_body(CompletionBody, content)
     return CompletionCall(
-        model=fields.text("model", ""),
-        prompt=prompt,
-        gconfig=gconfig,
-        stream=stream,
-        include_usage=include_usage,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        extra=_extra(fields),
+        prompt=body.prompts,
+        gconfig=_gconfig(body, body.max_tokens or _DEFAULT_COMPLETION_TOKENS),
+        logprobs=body.logprobs is not None,
+        top_logprobs=body.logprobs or 0,
+        **_shared(body, content),
     )
 
 
-def _prompts(fields: Fields) -> list[str | list[int]]:
-    prompt = fields.any("prompt")
-    if is_text(prompt) or is_token_ids(prompt):
-        return [prompt]
-    if isinstance(prompt, list) and prompt and all(is_text(p) or is_token_ids(p) for p in prompt):
-        return prompt
-    raise fields.wrong("prompt", "a text, a list of token ids, or a list of either, none empty")
-
-
-def _gconfig(fields: Fields, max_new_tokens: int) -> GenerationHyperparameters:
-    defaults = GenerationHyperparameters()
-    temperature = fields.number("temperature", 1.0, low=0, high=100)
-    min_new_tokens = fields.integer("min_tokens", 0, low=0)
-    options = {
-        "n_samples": fields.integer("n", 1, low=1, high=_MAX_N),
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": fields.integer("min_new_tokens", min_new_tokens, low=0),
-        "max_tokens": _bound(fields, "max_total_tokens", _NO_BOUND),
-        "greedy": temperature == 0,
-        "temperature": temperature or 1.0,
-        "top_p": fields.number("top_p", 1.0, low=0, high=1),
-        "top_k": fields.integer("top_k", defaults.top_k, low=-1),
-        "stop_token_ids": _stop_token_ids(fields),
-        "ignore_eos": fields.flag("ignore_eos"),
-        "skip_special_tokens": fields.flag("skip_special_tokens", True),
-        "stop": _stop(fields),
-        "frequency_penalty": fields.number("frequency_penalty", 0.0, low=-2, high=2),
-        "seed": fields.integer("seed", None),
-    }
-    if options["top_k"] in (-1, 0):  # "no limit" in other servers
-        options["top_k"] = defaults.top_k
+def loads_body(data: bytes) -> dict[str, Any]:
+    """The JSON object of a request, or WireError."""
     try:
-        return GenerationHyperparameters(**options)
+        return loads_object(data)
+    except JsonError as error:
+        raise WireError(400, str(error), error.field) from None
+
+
+def parse_body(model: type[M], content: Any) -> M:
+    """`parse` with OpenAI's and Anthropic's kind of error."""
+    try:
+        return parse(model, content)
+    except JsonError as error:
+        raise WireError(400, str(error), error.field) from None
+
+
+def _shared(body: Completions, content: dict[str, Any]) -> dict[str, Any]:
+    options = body.stream_options
+    return {
+        "model": body.model or "",
+        "stream": bool(body.stream),
+        "include_usage": options is not None and bool(options.include_usage),
+        "extra": _extra(content, type(body)),
+    }
+
+
+def _as_written(message: dict[str, Any], checked: ChatMessage) -> dict[str, Any]:
+    written = {key: value for key, value in message.items() if value is not None}
+    return {**written, "content": checked.text}
+
+
+def _gconfig(body: Completions, max_new_tokens: int) -> GenerationHyperparameters:
+    defaults = GenerationHyperparameters()
+    options = {
+        "n_samples": body.n,
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": body.min_tokens if body.min_new_tokens is None else body.min_new_tokens,
+        "max_tokens": body.max_total_tokens or _NO_BOUND,
+        "greedy": body.temperature == 0,
+        "temperature": body.temperature or 1.0,
+        "top_p": body.top_p,
+        "top_k": defaults.top_k if body.top_k in (-1, 0) else body.top_k,  # no limit
+        "stop_token_ids": body.stop_token_ids,
+        "ignore_eos": body.ignore_eos,
+        "skip_special_tokens": body.skip_special_tokens,
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or None,
+        "frequency_penalty": body.frequency_penalty,
+        "seed": body.seed,
+    }
+    try:
+        return defaults.new(**{name: v for name, v in options.items() if v is not None})
     except ValueError as err:
         raise WireError(400, str(err), str(err).split(" ", 1)[0].rstrip(":")) from None
 
 
-def _bound(fields: Fields, name: str, default: int) -> int:
-    return fields.integer(name, default, low=1)
-
-
-def _stop_token_ids(fields: Fields) -> list[int]:
-    ids = fields.items("stop_token_ids")
-    if ids and not is_token_ids(ids):
-        raise fields.wrong("stop_token_ids", "a list of token ids")
-    return ids
-
-
-def _stop(fields: Fields) -> list[str] | None:
-    stop = fields.any("stop")
-    if stop is None or stop == []:
-        return None
-    texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or not all(is_text(text) and text for text in texts):
-        raise fields.wrong("stop", "a text or a list of texts, none empty")
-    if len(texts) > _MAX_STOPS:
-        raise WireError(400, f"stop: expected at most {_MAX_STOPS}, got {len(texts)}", "stop")
-    return texts
-
-
-def _streaming(fields: Fields) -> tuple[bool, bool]:
-    stream = fields.flag("stream")
-    options = Fields(fields.object("stream_options"), "stream_options")
-    if fields.has("stream_options") and not stream:
-        raise fields.wrong("stream_options", "stream=true beside it")
-    return stream, options.flag("include_usage")
-
-
-def _extra(fields: Fields) -> dict[str, Any]:
-    """The remaining keys; WireError for one that must not be ignored."""
-    extra, unknown = {}, fields.rest()
+def _extra(content: dict[str, Any], model: type[Body]) -> dict[str, Any]:
+    """The keys that the model does not have; WireError for one that must not be ignored."""
+    known = model.model_fields
+    extra, unknown = {}, {name: v for name, v in content.items() if name not in known}
     if len(unknown) > _MAX_UNKNOWN:
         raise WireError(
             400, f"body: {len(unknown)} unknown options, the first is {show(min(unknown))}"
@@ -220,199 +344,11 @@ def _extra(fields: Fields) -> dict[str, Any]:
                 message = f"{name}: not supported, leave it out; got {show(value)}"
                 raise WireError(400, message, name)
             continue
-        if similar := difflib.get_close_matches(name, sorted(fields.asked), 1, cutoff=0.85):
+        if similar := difflib.get_close_matches(name, sorted(known), 1, cutoff=0.85):
             message = f"{show(name)}: unknown option; did you mean {similar[0]}?"
             raise WireError(400, message, name[:60])
         extra[name] = value
     return extra
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def parse_messages(fields: Fields) -> list[dict[str, Any]]:
-    messages = fields.items("messages")
-    if not messages:
-        raise fields.wrong("messages", "a list with at least one message")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def parse_tools(fields: Fields) -> list[dict[str, Any]]:
-    """The tools the model may use: none when `tool_choice` is "none"."""
-    tools = fields.items("tools")
-    for i, tool in enumerate(tools):
-        own = Fields(tool, f"tools[{i}]")
-        if own.any("type") != "function":
-            raise own.wrong("type", "'function'")
-        function = Fields(own.any("function"), f"tools[{i}].function")
-        if not function.text("name"):
-            raise function.wrong("name", "a name")
-        function.text("description", None)
-        function.object("parameters")
-    choice = fields.any("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise fields.wrong("tool_choice", "'auto' or 'none': a call cannot be forced")
-    return [] if choice == "none" else tools
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    fields = Fields(message, where)
-    role = fields.any("role")
-    if role not in _ROLES:
-        raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
-    checked = {**message, "content": _content(fields, where, may_be_absent=role == "assistant")}
-    if fields.has("tool_calls"):
-        calls = fields.items("tool_calls")
-        checked["tool_calls"] = [_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]
-    return {key: value for key, value in checked.items() if value is not None}
-
-
-def _content(fields: Fields, where: str, *, may_be_absent: bool) -> str:
-    content = fields.any("content")
-    if content is None and may_be_absent:
-        return ""
-    if is_text(content):
-        return content
-    if not isinstance(content, list):
-        raise fields.wrong("content", "a text or a list of text parts")
-    texts = []
-    for i, part in enumerate(content):
-        own = Fields(part, f"{where}.content[{i}]")
-        if own.any("type") != "text":
-            raise own.wrong("type", "'text': only text is understood here")
-        texts.append(own.text("text"))
-    return "".join(texts)
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call of an earlier turn."""
-    fields = Fields(call, where)
-    function = Fields(fields.any("function"), f"{where}.function")
-    if not isinstance(function.any("arguments"), str | dict):
-        raise function.wrong("arguments", "JSON in a text")
-    function.text("name")
-    kind = fields.any("type")
-    if kind not in (None, "function"):
-        raise WireError(
-            400, f"{where}.type: expected 'function', got {show(kind)}", f"{where}.type"
-        )
-    return call
-
-
-_INT_END = 1 << 63
-_REQUIRED = object()
-
-
-class Fields:
-    """The fields of one JSON object; tracks which ones were read."""
-
-    def __init__(self, body: Any, where: str = "") -> None:
-        if not isinstance(body, dict):
-            raise WireError(400, f"{where or 'body'}: expected a JSON object, got {show(body)}")
-        self._body = body
-        self._where = f"{where}." if where else ""
-        self.asked: set[str] = set()  # names that were read, present or not
-
-    def rest(self) -> dict[str, Any]:
-        """Fields that are present and were not read."""
-        return {name: v for name, v in self._body.items() if name not in self.asked}
-
-    def has(self, name: str) -> bool:
-        return self._body.get(name) is not None
-
-    def any(self, name: str) -> Any:
-        self.asked.add(name)
-        return self._body.get(name)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.any(name)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise self.wrong(name, "true or false")
-        return value
-
-    def integer(
-        self, name: str, default: Any, *, low: int = -_INT_END, high: int = _INT_END - 1
-    ) -> Any:
-        value = self.any(name)
-        if value is None:
-            return default
-        if type(value) is not int or not low <= value <= high:
-            raise self.wrong(name, f"an integer{_bounds(low, high)}")
-        return value
-
-    def number(self, name: str, default: float, *, low: float, high: float) -> float:
-        value = self.any(name)
-        if value is None:
-            return default
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise self.wrong(name, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    def text(self, name: str, default: Any = _REQUIRED) -> Any:
-        value = self.any(name)
-        if value is None and default is not _REQUIRED:
-            return default
-        if not is_text(value):
-            raise self.wrong(name, "a text")
-        return value
-
-    def items(self, name: str) -> list[Any]:
-        value = self.any(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self.wrong(name, "a list")
-        return value
-
-    def object(self, name: str) -> dict[str, Any]:
-        value = self.any(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.wrong(name, "a JSON object")
-        return value
-
-    def wrong(self, name: str, expected: str) -> WireError:
-        found = show(self._body[name]) if name in self._body else "nothing"
-        param = f"{self._where}{name}"
-        return WireError(400, f"{param}: expected {expected}, got {found}", param)
-
-
-def _bounds(low: int, high: int) -> str:
-    if high < _INT_END - 1:
-        return f" from {low} to {high}"
-    return f" of at least {low}" if low > -_INT_END else " of 64 bits"
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    """A string that can be encoded as UTF-8: JSON allows lone surrogates, tokenizers do not."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def is_token_ids(value: Any) -> TypeGuard[list[int]]:
-    """Integers that can be token ids; checked by minimum and maximum, because prompts are long."""
-    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
-        return False
-    return min(value) >= 0 and max(value) < 1 << 31
-
-
-def show(value: Any) -> str:
-    """A short rendering of a value, recognisable to the caller."""
-    if isinstance(value, int) and abs(value) >= _INT_END:
-        return "an integer beyond 64 bits"
-    try:
-        text = ascii(value[:60] if isinstance(value, list | str) else value)
-    except (ValueError, RecursionError):  # integers with thousands of digits, deep nesting
-        return f"a {type(value).__name__}"
-    return f"{text[:60]}..." if len(text) > 60 else text
 
 
 _TYPES = {

@@ -1,4 +1,4 @@
-"""Shared parts of all HTTP servers of areal: connections, request bodies, replies, schemas.
+"""Shared parts of all HTTP servers of areal: connections, request bodies, replies.
 
     app = new_app()                                  # no redirects, replies that can be encoded
     body = await read_body(request)                  # bounded
@@ -12,20 +12,13 @@ A connection is a stranger until a request on it has presented a valid key. `Con
 - A stranger may idle for `request_s` between requests; others for the server's keep-alive.
 - Above `max_strangers` the oldest one is closed, so clients with a key can always connect.
 - A quarter of the process's file descriptors is reserved for other uses.
-
-Request bodies are declared as JSON Schemas beside their routes, as part of the app's OpenAPI
-description for clients and tests:
-
-    @app.post("/abort", openapi_extra=json_body(object_of({"rid": TEXT, "all": FLAG})))
-
-Routes parse bodies themselves: their errors name the field in the terms of its API.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -228,52 +221,3 @@ class _Connection(H11Protocol):
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_LEFT)
-
-
-Schema = dict[str, Any]
-
-_INT_END = 1 << 63
-
-TEXT: Schema = {"type": "string"}
-FLAG: Schema = {"type": "boolean"}
-NUMBER: Schema = {"type": "number"}
-INTEGER: Schema = {"type": "integer", "minimum": -_INT_END, "maximum": _INT_END - 1}
-ANY_OBJECT: Schema = {"type": "object"}
-
-
-def integer_from(low: int, high: int = _INT_END - 1) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def number_from(low: float, high: float) -> Schema:
-    return {"type": "number", "minimum": low, "maximum": high}
-
-
-def one_of(*values: str) -> Schema:
-    return {"type": "string", "enum": list(values)}
-
-
-def list_of(items: Schema, *, at_least: int = 0) -> Schema:
-    return {"type": "array", "items": items, "minItems": at_least}
-
-
-def object_of(
-    properties: Mapping[str, Schema], *, required: Iterable[str] = (), closed: bool = False
-) -> Schema:
-    """`closed`: other keys are rejected."""
-    schema = {"type": "object", "properties": dict(properties), "required": list(required)}
-    return {**schema, "additionalProperties": False} if closed else schema
-
-
-def either(*schemas: Schema) -> Schema:
-    return {"anyOf": list(schemas)}
-
-
-def or_null(schema: Schema) -> Schema:
-    return either(schema, {"type": "null"})
-
-
-def json_body(schema: Schema, *, required: bool = True) -> Schema:
-    """A route's `openapi_extra` for its body."""
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content}}

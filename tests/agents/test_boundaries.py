@@ -17,7 +17,9 @@ from areal.agents.routes import ROUTES
 from areal.agents.session import AgentError
 from areal.api.interaction import InteractionCache
 from areal.api.json_text import dumps, loads
-from areal.openai import TOOL_PARSERS, Output, chat_reply, parse_chat
+from areal.openai.replies import Output, chat_reply
+from areal.openai.requests import parse_chat
+from areal.openai.tool_calls import TOOL_PARSERS
 
 HALF_CALL = r'<tool_call>{"name": "f\ud83d", "arguments": {"x\udc00": "\ud83d!"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -155,7 +155,7 @@ def test_a_wrong_key_opens_nothing(world, key):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"messages": []}, "messages: expected a list with at least one message"),
+        ({"messages": []}, "messages: expected a list that is not empty"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
         ({"n": 2}, "n: one completion is one interaction"),
         ({"temperature": -1}, "temperature"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.openai import parse_chat
+from areal.openai.requests import parse_chat
 
 EVERYTHING = GenerationHyperparameters(
     n_samples=2,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.openai import (
+from areal.openai.requests import (
     ChatCall,
     CompletionCall,
     WireError,
@@ -232,8 +232,12 @@ def test_tools_that_may_not_be_used_are_not_shown():
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"messages": []}, "messages", "at least one message"),
-        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "one of system"),
+        ({"messages": []}, "messages", "a list that is not empty"),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            "messages[0].role",
+            "'system', 'developer', ",
+        ),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "a text or a list of text parts"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},

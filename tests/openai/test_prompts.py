@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny_tokenizer import IM_START, byte_tokenizer
 
-from areal.openai import WireError, chat_prompt_ids, chat_prompt_text, parse_chat
+from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
+from areal.openai.requests import WireError, parse_chat
 
 TOOL = {"type": "function", "function": {"name": "add"}}
 

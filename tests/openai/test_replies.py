@@ -9,7 +9,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tiny_tokenizer import EOS, byte_tokenizer
 
-from areal.openai import (
+from areal.openai.replies import (
     Output,
     chat_chunk,
     chat_logprobs,
@@ -17,11 +17,10 @@ from areal.openai import (
     completion_chunk,
     completion_logprobs,
     completion_reply,
-    parse_chat,
-    parse_completion,
     usage_chunk,
     usage_of,
 )
+from areal.openai.requests import parse_chat, parse_completion
 
 TOOL = {"type": "function", "function": {"name": "add"}}
 CALL_TEXT = 'Well.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.openai import TextStream, visible_text
+from areal.openai.text_stream import TextStream, visible_text
 
 TOKENIZER = byte_tokenizer()
 tokens = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30)

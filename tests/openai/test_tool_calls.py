@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.openai import (
+from areal.openai.tool_calls import (
     TOOL_PARSERS,
     parse_tool_calls,
     parser_of_template,

@@ -28,39 +28,45 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from areal.api.io_struct import StopReason
-from areal.api.json_text import JsonError, dumps, loads_object
+from areal.api.json_text import dumps
 from areal.engine.native.loop import EngineLoop, Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
-from areal.openai import (
-    ChatCall,
-    CompletionCall,
+from areal.openai.prompts import chat_prompt_ids
+from areal.openai.replies import (
     Output,
-    TextStream,
-    WireError,
-    begins_in_reasoning,
     chat_chunk,
     chat_logprobs,
-    chat_prompt_ids,
     chat_reply,
     completion_chunk,
     completion_logprobs,
     completion_reply,
-    error_body,
     finish_reason,
+    usage_chunk,
+    usage_of,
+)
+from areal.openai.requests import (
+    ChatBody,
+    ChatCall,
+    CompletionBody,
+    CompletionCall,
+    WireError,
+    error_body,
+    loads_body,
     parse_chat,
     parse_completion,
+)
+from areal.openai.text_stream import TextStream, visible_text
+from areal.openai.tool_calls import (
+    begins_in_reasoning,
     parse_tool_calls,
     parser_of_template,
     tool_calls_may_begin,
-    usage_chunk,
-    usage_of,
-    visible_text,
 )
-from areal.openai.schemas import CHAT, COMPLETION
 from areal.utils.chat_template import warm_up
-from areal.utils.http_server import JsonReply, json_body, read_body
+from areal.utils.http_body import json_body
+from areal.utils.http_server import JsonReply, read_body
 
 Call = ChatCall | CompletionCall
 
@@ -81,13 +87,16 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
         _check_model(name, model)
         return card
 
-    @app.post("/v1/chat/completions", openapi_extra=json_body(CHAT))
+    @app.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
     async def chat(request: Request) -> Response:
-        return await _answer(parse_chat(_body(await read_body(request))), loop, text, model)
+        call = parse_chat(loads_body(await read_body(request)))
+        return await _answer(call, loop, text, model)
 
-    @app.post("/v1/completions", openapi_extra=json_body(COMPLETION))
+    @app.post("/v1/completions", openapi_extra=json_body(CompletionBody))
     async def completions(request: Request) -> Response:
-        return await _answer(parse_completion(_body(await read_body(request))), loop, text, model)
+        return await _answer(
+            parse_completion(loads_body(await read_body(request))), loop, text, model
+        )
 
 
 async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> Response:
@@ -284,13 +293,6 @@ def _check_model(name: str, model: str) -> None:
     if name not in ("", model, Path(model).name):
         message = f"model: expected {model!r}, which is served here, got {name[:100]!r}"
         raise WireError(404, message, "model", "model_not_found")
-
-
-def _body(data: bytes) -> dict[str, Any]:
-    try:
-        return loads_object(data)
-    except JsonError as err:
-        raise WireError(400, str(err), err.field) from None
 
 
 async def _answer_wire_error(request: Request, err: WireError) -> Response:

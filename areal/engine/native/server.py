@@ -36,33 +36,26 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from pydantic import Field, model_validator
 from starlette.exceptions import HTTPException
 
-from areal.api.json_text import loads_object
 from areal.engine.native.loop import EngineEndedError, EngineLoop, Receiver, Result
 from areal.engine.native.openai_routes import add_openai_routes
-from areal.engine.native.route_schemas import ABORT, GENERATE, GROUP, SCORE, TAGS, UPDATE
 from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
-from areal.engine.native.weight_loader import KINDS, WeightLoader, WeightUpdate, WrongGroupError
-from areal.engine.native.wire import (
-    Refusal,
-    decode_requests,
-    decode_sequences,
-    decode_tags,
-    encode_lines,
-    field,
-)
+from areal.engine.native.weight_loader import Kind, WeightLoader, WeightUpdate, WrongGroupError
+from areal.engine.native.wire import GenerateBody, Refusal, TokenId, decode_requests, encode_lines
 from areal.engine.remote.token_gate import WRONG_TOKEN, TokenGate
-from areal.openai import WireError, error_body
+from areal.openai.requests import WireError, error_body
 from areal.utils.chat_template import TemplateLimitError
 from areal.utils.device import device_identity
-from areal.utils.http_server import JsonReply, json_body, new_app, read_body, server_config, trust
+from areal.utils.http_body import Body, Expect, Integer, Items, Text, json_body, parse_json, wrong
+from areal.utils.http_server import JsonReply, new_app, read_body, server_config, trust
 from areal.weight_sync.collective import GroupError, GroupPlace
 from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
@@ -78,6 +71,74 @@ _STATUS_OF_ERROR = {
     TemplateLimitError: 500,
     Exception: 500,
 }
+
+
+_MAX_TEXT = 4096  # characters: the longest path of Linux
+_MAX_WORLD = 1 << 16
+_MAX_VERSION = (1 << 31) - 1  # trajectories store versions as int32
+_MAX_TIMEOUT_S = 86_400
+_PLACE = f"1 to {_MAX_TEXT} characters, none of them NUL"
+Place = Annotated[
+    str, Field(min_length=1, max_length=_MAX_TEXT, pattern=r"^[^\x00]*$"), Expect(_PLACE)
+]
+
+
+class ScoreBody(Body):
+    sequences: Annotated[Items[Items[TokenId]], Field(min_length=1)]
+
+
+class AbortBody(Body):
+    rid: Text = ""
+    all: bool = False
+
+    @model_validator(mode="after")
+    def _names_requests(self) -> AbortBody:
+        if not self.all and "rid" not in self.model_fields_set:
+            raise wrong("rid", "a text, or all=true instead")
+        return self
+
+
+class PartsBody(Body):
+    tags: Items[Literal["weights", "kv_cache"]] | None = None  # None: all
+
+
+class GroupBody(Body):
+    name: Place
+    host: Place
+    port: Annotated[int, Integer(1, 65535)]
+    world_size: Annotated[int, Integer(2, _MAX_WORLD)]
+    rank: Annotated[int, Integer(1)]  # 0 sends
+    backend: Literal["nccl", "gloo"]
+    timeout_s: Annotated[
+        float,
+        Field(gt=0, le=_MAX_TIMEOUT_S),
+        Expect(f"seconds, above 0 and at most {_MAX_TIMEOUT_S}"),
+    ]
+
+    @model_validator(mode="after")
+    def _has_rank(self) -> GroupBody:
+        if self.rank >= self.world_size:
+            raise wrong("rank", f"an integer from 1 to {self.world_size - 1}")
+        return self
+
+
+class UpdateBody(Body):
+    """`path` for folder and delta, `group` for xccl."""
+
+    kind: Kind = "folder"
+    path: Place = ""
+    group: Place = ""
+    key: Annotated[str, Field(max_length=_MAX_TEXT), Expect(f"at most {_MAX_TEXT} characters")] = ""
+    version: Annotated[int, Integer(0, _MAX_VERSION)]
+    recompute_kv: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_place(cls, content: Any) -> Any:
+        place = "group" if content.get("kind") == "xccl" else "path"
+        if place not in content:
+            raise wrong(place, _PLACE)
+        return content
 
 
 def create_app(
@@ -96,14 +157,14 @@ def create_app(
     add_control_routes(app, loop)
     add_watch_routes(app, loop, model=model)
 
-    @app.post("/generate", openapi_extra=json_body(GENERATE))
+    @app.post("/generate", openapi_extra=json_body(GenerateBody))
     async def generate(request: Request) -> Response:
         items = decode_requests(await read_body(request))
         return _ResultStream(loop, await _with_stop_watches(items, text))
 
-    @app.post("/score", openapi_extra=json_body(SCORE))
+    @app.post("/score", openapi_extra=json_body(ScoreBody))
     async def score(request: Request) -> dict[str, Any]:
-        sequences = decode_sequences(await read_body(request))
+        sequences = parse_json(ScoreBody, await read_body(request), check_numbers=False).sequences
         return await asyncio.wrap_future(
             loop.call(
                 lambda engine: {"logprobs": engine.score(sequences), "version": engine.version}
@@ -243,25 +304,20 @@ def add_control_routes(app: FastAPI, loop: EngineLoop) -> None:
         await asyncio.to_thread(loop.resume)
         return {"paused": False}
 
-    @app.post("/abort", openapi_extra=json_body(ABORT))
+    @app.post("/abort", openapi_extra=json_body(AbortBody))
     async def abort(request: Request) -> dict[str, int]:
-        content = loads_object(await read_body(request))
-        if field(content, "all", bool, default=False):
-            field(content, "rid", str, default="")  # unused then, but still validated
-            rids = None
-        else:
-            rids = [field(content, "rid", str)]
-        return {"aborted": await asyncio.wrap_future(loop.abort(rids))}
+        body = parse_json(AbortBody, await read_body(request))
+        return {"aborted": await asyncio.wrap_future(loop.abort(None if body.all else [body.rid]))}
 
-    @app.post("/offload", openapi_extra=json_body(TAGS, required=False))
+    @app.post("/offload", openapi_extra=json_body(PartsBody, required=False))
     async def offload(request: Request) -> dict[str, bool]:
-        tags = decode_tags(await read_body(request))
+        tags = parse_json(PartsBody, await read_body(request) or b"{}").tags
         await asyncio.wrap_future(loop.call(lambda engine: engine.offload(tags)))
         return {"offloaded": True}
 
-    @app.post("/onload", openapi_extra=json_body(TAGS, required=False))
+    @app.post("/onload", openapi_extra=json_body(PartsBody, required=False))
     async def onload(request: Request) -> dict[str, bool]:
-        tags = decode_tags(await read_body(request))
+        tags = parse_json(PartsBody, await read_body(request) or b"{}").tags
         await asyncio.wrap_future(loop.call(lambda engine: engine.onload(tags)))
         return {"offloaded": False}
 
@@ -296,77 +352,15 @@ def _unix_time(text: str) -> float:
         raise ValueError(f"since: expected seconds, got {text[:60]!r}") from None
 
 
-_MAX_TEXT = 4096  # characters: the longest path of Linux
-_MAX_WORLD = 1 << 16
-_MAX_VERSION = (1 << 31) - 1  # trajectories store versions as int32
-_MAX_TIMEOUT_S = 86_400
-
-
 def add_weight_routes(app: FastAPI, loader: WeightLoader) -> None:
-    @app.post("/init_weights_group", openapi_extra=json_body(GROUP))
+    @app.post("/init_weights_group", openapi_extra=json_body(GroupBody))
     async def init_weights_group(request: Request) -> dict[str, str]:
-        place = _place(loads_object(await read_body(request)))
-        await asyncio.to_thread(loader.join, place)
-        return {"group": place.name}
+        body = parse_json(GroupBody, await read_body(request))
+        await asyncio.to_thread(loader.join, GroupPlace(**body.model_dump()))
+        return {"group": body.name}
 
-    @app.post("/update_weights", openapi_extra=json_body(UPDATE))
+    @app.post("/update_weights", openapi_extra=json_body(UpdateBody))
     async def update_weights(request: Request) -> dict[str, int]:
-        update = _weight_update(loads_object(await read_body(request)))
-        await asyncio.to_thread(loader.take, update)
-        return {"version": update.version}
-
-
-def _place(content: dict[str, Any]) -> GroupPlace:
-    backend = field(content, "backend", str)
-    if backend not in ("nccl", "gloo"):
-        raise ValueError(f"backend: expected nccl or gloo, got {backend[:60]!r}")
-    world_size = _integer(content, "world_size", 2, _MAX_WORLD)
-    return GroupPlace(
-        name=_text(content, "name"),
-        host=_text(content, "host"),
-        port=_integer(content, "port", 1, 65535),
-        rank=_integer(content, "rank", 1, world_size - 1),  # 0 sends
-        world_size=world_size,
-        backend=backend,
-        timeout_s=_timeout(content),
-    )
-
-
-def _weight_update(content: dict[str, Any]) -> WeightUpdate:
-    kind = field(content, "kind", str, default="folder")
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {KINDS}, got {kind[:60]!r}")
-    place = "group" if kind == "xccl" else "path"
-    return WeightUpdate(
-        kind=kind,
-        **{place: _text(content, place)},
-        key=field(content, "key", str, default=""),
-        version=_integer(content, "version", 0, _MAX_VERSION),
-        recompute_kv=field(content, "recompute_kv", bool, default=True),
-    )
-
-
-def _text(content: dict[str, Any], name: str) -> str:
-    value = field(content, name, str)
-    if not value or "\0" in value or len(value) > _MAX_TEXT:
-        raise ValueError(
-            f"{name}: expected 1 to {_MAX_TEXT} characters, none of them NUL, got {value[:60]!r}"
-        )
-    return value
-
-
-def _integer(content: dict[str, Any], name: str, low: int, high: int) -> int:
-    value = field(content, name, int)
-    if not low <= value <= high:
-        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {value!r:.60}")
-    return value
-
-
-def _timeout(content: dict[str, Any]) -> float:
-    value = content.get("timeout_s")
-    is_bool = isinstance(value, bool)
-    if is_bool or not isinstance(value, int | float) or not 0 < value <= _MAX_TIMEOUT_S:
-        raise ValueError(
-            f"timeout_s: expected seconds, above 0 and at most {_MAX_TIMEOUT_S}, got {value!r:.60}"
-        )
-    return float(value)
+        body = parse_json(UpdateBody, await read_body(request))
+        await asyncio.to_thread(loader.take, WeightUpdate(**body.model_dump()))
+        return {"version": body.version}

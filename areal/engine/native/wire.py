@@ -10,55 +10,46 @@ A request with `"progress_tokens": 64` gets its output every 64 tokens, before t
 `{"rid": "a", "progress": {"output_tokens": ..., "output_logprobs": ..., "output_versions": ...}}`.
 After losing its server it continues on another with these in `so_far`; the reply starts with them.
 
-For any bytes, decoding returns valid values or raises ValueError naming the field. An invalid
-request becomes a `Refusal`, so that it does not fail the others in the same body. Floats keep their
-exact value. pydantic_core encodes and decodes the JSON: four times faster than the standard
-library, which matters because 512 replies of 1,024 tokens often end together.
+The models below are the only definition of both. For any bytes, decoding returns valid values or
+raises ValueError naming the field. An invalid request becomes a `Refusal`, so that it does not fail
+the others in the same body. Floats keep their exact value. pydantic_core encodes and decodes the
+JSON: four times faster than the standard library, which matters because 512 replies of 1,024 tokens
+often end together.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal
 
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import (
+    MAX_LOGPROB,
+    MIN_SAMPLED_LOGPROB,
     ModelRequest,
     ModelResponse,
     StopReason,
-    check_lengths,
-    check_logprobs,
-    check_tokens,
 )
-from areal.api.json_text import loads_object, well_formed
+from areal.api.json_text import JsonError, loads_object, well_formed
 from areal.engine.native.sequence import Finished, GenRequest, Progress
+from areal.utils.http_body import (
+    INT_END,
+    Body,
+    ClosedBody,
+    Expect,
+    Integer,
+    Items,
+    Text,
+    parse,
+    refused,
+    show,
+)
 
 MAX_RID = 256  # characters
-_INT_END = 1 << 63
-
-# JSON kind of each option. Those about a group are not sent (n samples are n requests), nor those
-# that change no token.
-GCONFIG_KINDS: dict[str, str] = {
-    "max_new_tokens": "int",
-    "min_new_tokens": "int",
-    "max_tokens": "int",
-    "greedy": "bool",
-    "top_p": "float",
-    "top_k": "int",
-    "temperature": "float",
-    "stop_token_ids": "ids",
-    "ignore_eos": "bool",
-    "stop": "texts or null",
-    "frequency_penalty": "float",
-    "seed": "int or null",
-}
-_DEFAULTS = {name: getattr(GenerationHyperparameters(), name) for name in GCONFIG_KINDS}
-_REQUEST_FIELDS = dict.fromkeys(("rid", "input_ids", "gconfig", "progress_tokens", "so_far"))
-_STOP_REASONS = get_args(StopReason)
 
 RefusalKind = Literal["request", "engine"]  # the cause: the caller, or the server
 
@@ -100,6 +91,128 @@ class Refusal:
     message: str
 
 
+Rid = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_RID),
+    Expect(f"a text of 1 to {MAX_RID} characters"),
+]
+TokenId = Annotated[int, Field(ge=0, lt=INT_END), Expect("a token id, 0 to 2**63 - 1")]
+Logprob = Annotated[
+    float,
+    Field(ge=MIN_SAMPLED_LOGPROB, le=MAX_LOGPROB),
+    Expect(f"a log-probability, {MIN_SAMPLED_LOGPROB:g} to 0 (rounding: {MAX_LOGPROB:g})"),
+]
+Int64 = Annotated[int, Integer()]
+Float = Annotated[float, Expect("a finite number")]
+_DEFAULTS = GenerationHyperparameters()
+
+
+class Options(ClosedBody):
+    """`gconfig`, except what is about a group (n samples are n requests) or changes no token."""
+
+    reasons = {"n_samples": "send one request per sample instead"}
+
+    max_new_tokens: Int64 = _DEFAULTS.max_new_tokens
+    min_new_tokens: Int64 = _DEFAULTS.min_new_tokens
+    max_tokens: Int64 = _DEFAULTS.max_tokens
+    greedy: bool = _DEFAULTS.greedy
+    top_p: Float = _DEFAULTS.top_p
+    top_k: Int64 = _DEFAULTS.top_k
+    temperature: Float = _DEFAULTS.temperature
+    stop_token_ids: Items[TokenId] = _DEFAULTS.stop_token_ids
+    ignore_eos: bool = _DEFAULTS.ignore_eos
+    stop: Items[Text] | None = _DEFAULTS.stop
+    frequency_penalty: Float = _DEFAULTS.frequency_penalty
+    seed: Int64 | None = _DEFAULTS.seed
+
+    def gconfig(self) -> GenerationHyperparameters:
+        return GenerationHyperparameters(
+            **{name: getattr(self, name) for name in self.model_fields_set}
+        )
+
+
+class Tokens(Body):
+    """Sampled tokens.
+
+    A request that moved to another server may continue with older weights, so the order of versions
+    is left to `check_versions` of callers that know where it ran.
+    """
+
+    output_tokens: Items[TokenId]
+    output_logprobs: Items[Logprob]
+    output_versions: Items[int]
+
+    @model_validator(mode="after")
+    def _have_equal_lengths(self) -> Tokens:
+        for name in ("output_logprobs", "output_versions"):
+            count, num_tokens = len(getattr(self, name)), len(self.output_tokens)
+            if count != num_tokens:
+                raise refused(name, f"expected one per output token, got {count} for {num_tokens}")
+        return self
+
+    def progress(self, rid: str) -> Progress:
+        return Progress(rid, self.output_tokens, self.output_logprobs, self.output_versions)
+
+
+class Request(ClosedBody):
+    rid: Rid
+    input_ids: Annotated[Items[TokenId], Field(min_length=1)]
+    gconfig: Options = Options()
+    progress_tokens: Annotated[int, Integer(0)] = 0
+    so_far: Tokens | None = None
+
+    def gen_request(self) -> GenRequest:
+        return GenRequest(
+            self.rid,
+            self.input_ids,
+            self.gconfig.gconfig(),
+            progress_tokens=self.progress_tokens,
+            so_far=self.so_far and self.so_far.progress(self.rid),
+        )
+
+
+class GenerateBody(Body):
+    model_config = ConfigDict(extra="allow")
+
+    requests: Annotated[Items[Request], Field(min_length=1)]
+
+
+class _Named(Body):
+    """All that must be valid for an answer to each request."""
+
+    rid: Rid
+
+
+class _NamedRequests(Body):
+    requests: Annotated[Items[_Named], Field(min_length=1)]
+
+
+class _ProgressLine(_Named):
+    progress: Tokens
+
+    def result(self) -> Progress:
+        return self.progress.progress(self.rid)
+
+
+class _RefusalLine(_Named):
+    refused: RefusalKind
+    message: Text
+
+    def result(self) -> Refusal:
+        return Refusal(self.rid, self.refused, self.message)
+
+
+class _ReplyLine(Tokens):
+    rid: Rid
+    stop_reason: StopReason
+    latency: Float
+    ttft: Float
+
+    def result(self) -> Reply:
+        output = self.output_tokens, self.output_logprobs, self.output_versions
+        return Reply(Finished(self.rid, *output, self.stop_reason), self.latency, self.ttft)
+
+
 def check_supported(request: ModelRequest) -> None:
     """ValueError for options the native engine lacks: ignoring them would spoil the sample."""
     if request.image_data or request.vision_msg_vllm:
@@ -108,11 +221,11 @@ def check_supported(request: ModelRequest) -> None:
     if request.gconfig.lora_name:
         raise ValueError(
             f"gconfig.lora_name: the native engine has no adapters, got "
-            f"{_show(request.gconfig.lora_name)}; leave it empty"
+            f"{show(request.gconfig.lora_name)}; leave it empty"
         )
     for text in request.gconfig.stop or ():
         if well_formed(text) is not text:
-            raise ValueError(f"gconfig.stop: a lone surrogate is not text, got {_show(text)}")
+            raise ValueError(f"gconfig.stop: a lone surrogate is not text, got {show(text)}")
 
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:
@@ -121,35 +234,19 @@ def encode_requests(requests: Iterable[GenRequest]) -> bytes:
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
     """One item per request, in order. ValueError if the requests cannot be told apart."""
-    content = loads_object(body, check_numbers=False)
-    entries = content.get("requests")
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(
-            f"requests: expected a list with at least one request, got {_show(entries)}"
-        )
-    rids = [_rid(entry, f"requests[{i}]") for i, entry in enumerate(entries)]
+    requests: list[Request | Refusal]
+    try:
+        content = GenerateBody.model_validate_json(body)
+        requests = [*content.requests]
+        if content.model_extra:  # ignored, but JSON: pydantic takes NaN for a number
+            loads_object(body, check_numbers=False)
+    except ValidationError:  # of one request, perhaps
+        requests = _decode_each(loads_object(body, check_numbers=False))
+    rids = [request.rid for request in requests]
     if len(set(rids)) < len(rids):
         twice = next(rid for rid in rids if rids.count(rid) > 1)
-        raise ValueError(f"requests: the rid {_show(twice)} is given twice; each needs its own")
-    return [_decode_request(rid, entry) for rid, entry in zip(rids, entries, strict=True)]
-
-
-def decode_sequences(body: bytes) -> list[list[int]]:
-    """The token ids of /score."""
-    sequences = loads_object(body, check_numbers=False).get("sequences")
-    if not isinstance(sequences, list) or not sequences:
-        raise ValueError(
-            f"sequences: expected a list with at least one list of token ids, got "
-            f"{_show(sequences)}"
-        )
-    return [_ids(tokens, f"sequences[{index}]") for index, tokens in enumerate(sequences)]
-
-
-def decode_tags(body: bytes) -> list[str] | None:
-    """The tags of /offload and /onload; None is all."""
-    tags = loads_object(body).get("tags") if body else None
-    _texts_or_null(tags, "tags")
-    return tags
+        raise ValueError(f"requests: the rid {show(twice)} is given twice; each needs its own")
+    return [_gen_request(request) for request in requests]
 
 
 def encode_lines(results: Iterable[Reply | Refusal | Progress]) -> bytes:
@@ -167,37 +264,43 @@ class BadLineError(ValueError):
 def decode_line(line: bytes) -> Reply | Refusal | Progress:
     """BadLineError, or another ValueError if not even the rid is known."""
     content = loads_object(line, "line", check_numbers=False)
-    rid = _rid(content, "line")
+    try:
+        rid = parse(_Named, content).rid
+    except JsonError as err:
+        raise ValueError(f"line.{err}") from None
     try:
         if "progress" in content:
-            return _decode_progress(rid, content["progress"], "progress")
-        if "refused" in content:
-            return _decode_refusal(rid, content)
-        return _decode_reply(rid, content)
-    except ValueError as err:
+            return parse(_ProgressLine, content).result()
+        return parse(_RefusalLine if "refused" in content else _ReplyLine, content).result()
+    except JsonError as err:
         raise BadLineError(rid, str(err)) from None
 
 
-_REQUIRED = object()
+def _decode_each(content: dict[str, Any]) -> list[Request | Refusal]:
+    requests: list[Request | Refusal] = []
+    for named, entry in zip(
+        parse(_NamedRequests, content).requests, content["requests"], strict=True
+    ):
+        try:
+            requests.append(parse(Request, entry))
+        except JsonError as err:
+            requests.append(Refusal(named.rid, "request", str(err)))
+    return requests
 
 
-def field(order: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """The value of a JSON object under `name`, or ValueError for another type."""
-    value = order.get(name, default)
-    if type(value) is not kind:
-        found = "nothing" if value is _REQUIRED else repr(value)[:60]
-        raise ValueError(f"{name}: expected {kind.__name__}, got {found}")
-    return value
+def _gen_request(request: Request | Refusal) -> GenRequest | Refusal:
+    if isinstance(request, Refusal):
+        return request
+    try:
+        return request.gen_request()
+    except ValueError as err:  # of the options
+        return Refusal(request.rid, "request", str(err))
 
 
 def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     """Only values that differ from the defaults, which both sides know."""
-    options = {}
-    for name, default in _DEFAULTS.items():
-        value = getattr(gconfig, name)
-        if value != default:
-            options[name] = value
-    return options
+    options = {name: getattr(gconfig, name) for name in Options.model_fields}
+    return {name: value for name, value in options.items() if value != getattr(_DEFAULTS, name)}
 
 
 def _entry_of(request: GenRequest) -> dict[str, Any]:
@@ -211,88 +314,6 @@ def _entry_of(request: GenRequest) -> dict[str, Any]:
     if request.so_far is not None:
         entry["so_far"] = _output_of(request.so_far)
     return entry
-
-
-def _decode_request(rid: str, entry: dict[str, Any]) -> GenRequest | Refusal:
-    try:
-        if unknown := entry.keys() - _REQUEST_FIELDS:
-            known = ", ".join(_REQUEST_FIELDS)
-            raise ValueError(f"{min(unknown)}: unknown field; expected one of {known}")
-        input_ids = _ids(entry.get("input_ids"), "input_ids")
-        if not input_ids:
-            raise ValueError("input_ids: expected at least one token id, got an empty list")
-        progress_tokens = entry.get("progress_tokens", 0)
-        _int(progress_tokens, "progress_tokens")
-        if progress_tokens < 0:
-            raise ValueError(f"progress_tokens: expected 0 or more, got {progress_tokens}")
-        so_far = entry.get("so_far")
-        return GenRequest(
-            rid,
-            input_ids,
-            _decode_gconfig(entry.get("gconfig", {})),
-            progress_tokens=progress_tokens,
-            so_far=None if so_far is None else _decode_progress(rid, so_far, "so_far"),
-        )
-    except ValueError as err:
-        return Refusal(rid, "request", str(err))
-
-
-def _decode_gconfig(options: Any) -> GenerationHyperparameters:
-    if not isinstance(options, dict):
-        raise ValueError(f"gconfig: expected a JSON object, got {_show(options)}")
-    for name, value in options.items():
-        if name == "n_samples":
-            raise ValueError("gconfig.n_samples: send one request per sample instead")
-        if name not in GCONFIG_KINDS:
-            known = ", ".join(GCONFIG_KINDS)
-            raise ValueError(f"gconfig.{name[:50]}: unknown option; expected one of {known}")
-        _CHECKS[GCONFIG_KINDS[name]](value, f"gconfig.{name}")
-    return GenerationHyperparameters(**options)
-
-
-def _decode_progress(rid: str, content: Any, where: str) -> Progress:
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_show(content)}")
-    try:
-        return Progress(rid, *_decode_output(content))
-    except ValueError as err:
-        raise ValueError(f"{where}.{err}") from None
-
-
-def _decode_refusal(rid: str, content: dict[str, Any]) -> Refusal:
-    kind, message = content["refused"], content.get("message")
-    if kind not in get_args(RefusalKind) or not isinstance(message, str):
-        raise ValueError(f"refused: expected {get_args(RefusalKind)} and a message, got {kind!r}")
-    return Refusal(rid, kind, message)
-
-
-def _decode_reply(rid: str, content: dict[str, Any]) -> Reply:
-    output = _decode_output(content)
-    reason = content.get("stop_reason")
-    if reason not in _STOP_REASONS:
-        raise ValueError(f"stop_reason: expected one of {_STOP_REASONS}, got {_show(reason)}")
-    times = [_float(content.get(name), name) for name in ("latency", "ttft")]
-    return Reply(Finished(rid, *output, cast(StopReason, reason)), *times)
-
-
-def _decode_output(content: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
-    """Tokens, log-probabilities and versions."""
-    output: list[Any] = [
-        content.get(name) for name in ("output_tokens", "output_logprobs", "output_versions")
-    ]
-    tokens, logprobs, versions = output
-    check_tokens(tokens)
-    check_logprobs(logprobs)
-    check_lengths(tokens, logprobs)
-    # A request that moved to another server may continue with older weights, so the order of
-    # versions is left to `check_versions` of callers that know where it ran.
-    if not isinstance(versions, list) or not set(map(type, versions)) <= {int}:
-        raise ValueError(f"output_versions: expected a list of integers, got {_show(versions)}")
-    if len(tokens) != len(versions):
-        raise ValueError(
-            f"output_versions: expected one per output token, got {len(versions)} for {len(tokens)}"
-        )
-    return tokens, logprobs, versions
 
 
 def _output_of(progress: Progress) -> dict[str, Any]:
@@ -318,71 +339,3 @@ def _line_of(result: Reply | Refusal | Progress) -> dict[str, Any]:
         "latency": result.latency,
         "ttft": result.ttft,
     }
-
-
-def _rid(entry: Any, where: str) -> str:
-    rid = entry.get("rid") if isinstance(entry, dict) else None
-    if not isinstance(rid, str) or not 0 < len(rid) <= MAX_RID:
-        raise ValueError(
-            f"{where}.rid: expected a text of 1 to {MAX_RID} characters, got {_show(rid)}"
-        )
-    return rid
-
-
-def _ids(value: Any, where: str) -> list[int]:
-    # Checked by set of types and extremes, not one by one: prompts can be long.
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError(f"{where}: expected a list of token ids, got {_show(value)}")
-    if value and (min(value) < 0 or max(value) >= _INT_END):
-        raise ValueError(
-            f"{where}: token ids must lie in 0 .. 2**63 - 1, got {min(value)} .. "
-            f"{_show(max(value))}"
-        )
-    return value
-
-
-def _int(value: Any, where: str) -> None:
-    if type(value) is not int or not -_INT_END <= value < _INT_END:
-        raise ValueError(f"{where}: expected an integer of 64 bits, got {_show(value)}")
-
-
-def _int_or_null(value: Any, where: str) -> None:
-    if value is not None:
-        _int(value, where)
-
-
-def _texts_or_null(value: Any, where: str) -> None:
-    is_texts = isinstance(value, list) and set(map(type, value)) <= {str}
-    if value is not None and not is_texts:
-        raise ValueError(f"{where}: expected a list of texts or null, got {_show(value)}")
-
-
-def _bool(value: Any, where: str) -> None:
-    if type(value) is not bool:
-        raise ValueError(f"{where}: expected true or false, got {_show(value)}")
-
-
-def _float(value: Any, where: str) -> float:
-    if type(value) is int:
-        _int(value, where)
-    elif type(value) is not float or not math.isfinite(value):
-        raise ValueError(f"{where}: expected a finite number, got {_show(value)}")
-    return float(value)
-
-
-def _show(value: Any) -> str:
-    """A value for an error message, shortened."""
-    if isinstance(value, int) and abs(value) >= _INT_END:
-        return "an integer beyond 64 bits"
-    text = repr(value[:8] if isinstance(value, list | str) else value)
-    return f"{text[:60]}..." if len(text) > 60 else text
-
-
-_CHECKS = {
-    "int": _int,
-    "int or null": _int_or_null,
-    "texts or null": _texts_or_null,
-    "bool": _bool,
-    "float": _float,
-    "ids": _ids,
-}

@@ -7,14 +7,9 @@ from hypothesis import strategies as st
 from tiny_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
 
 from areal.engine.native.openai_routes import ChatChoice, CompletionChoice, ReplyHead
-from areal.openai import (
-    Output,
-    chat_reply,
-    completion_reply,
-    parse_chat,
-    parse_completion,
-    visible_text,
-)
+from areal.openai.replies import Output, chat_reply, completion_reply
+from areal.openai.requests import parse_chat, parse_completion
+from areal.openai.text_stream import visible_text
 
 TOKENIZER = byte_tokenizer()
 TOOL = {"type": "function", "function": {"name": "add"}}

@@ -164,7 +164,9 @@ def test_abort_ends_a_request_with_what_it_has(address, control):
     assert control.post("/abort", rid="ended") == {"aborted": 1}
     assert json.loads(connection.getresponse().readline())["stop_reason"] == "abort"
     connection.close()
-    with pytest.raises(ServerRefusedError, match="400: rid: expected str, got nothing"):
+    with pytest.raises(
+        ServerRefusedError, match="400: rid: expected a text, or all=true instead, got nothing"
+    ):
         control.post("/abort")
 
 

@@ -15,7 +15,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import (
-    GCONFIG_KINDS,
+    Options,
     Refusal,
     Reply,
     check_supported,
@@ -26,7 +26,7 @@ from areal.engine.native.wire import (
 )
 
 LINE_FIELDS = ["output_tokens", "output_logprobs", "output_versions", "stop_reason", "latency"]
-LINE_FIELDS += ["ttft", "refused", "progress"]
+LINE_FIELDS += ["ttft", "refused", "message", "progress"]
 
 gconfigs = st.builds(
     GenerationHyperparameters,
@@ -87,10 +87,10 @@ def test_replies_round_trip_exactly(output, reason):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"progress_tokens": -1}, "progress_tokens: expected 0 or more, got -1"),
+        ({"progress_tokens": -1}, "progress_tokens: expected an integer of at least 0, got -1"),
         ({"progress_tokens": "8"}, "progress_tokens: expected an integer"),
         ({"so_far": [5]}, "so_far: expected a JSON object"),
-        ({"so_far": {"output_tokens": ["x"]}}, "so_far.output_tokens: expected a list of token"),
+        ({"so_far": {"output_tokens": ["x"]}}, "so_far.output_tokens[0]: expected a token id"),
     ],
 )
 def test_what_is_said_of_earlier_tokens_is_checked(more, message):
@@ -102,7 +102,7 @@ def test_what_is_said_of_earlier_tokens_is_checked(more, message):
 def test_every_sampling_option_travels():
     of_a_group = {"n_samples", "reward_normalization", "drop_incomplete_group"}
     refused_or_about_text = {"lora_name", "use_beam_search", "skip_special_tokens"}
-    assert set(GCONFIG_KINDS) | of_a_group | refused_or_about_text == {
+    assert set(Options.model_fields) | of_a_group | refused_or_about_text == {
         f.name for f in fields(GenerationHyperparameters)
     }
 
@@ -182,8 +182,9 @@ def test_a_bad_field_is_named_and_spares_the_others(change, field):
         (b"[]", "body"),
         (b"{}", "requests"),
         (b'{"requests": []}', "requests"),
+        (b'{"requests": [{"rid": "a", "input_ids": [1]}], "x": NaN}', "body: not JSON"),
         (b'{"requests": {"a": 1}}', "requests"),
-        (b'{"requests": [3]}', r"requests\[0\].rid"),
+        (b'{"requests": [3]}', r"requests\[0\]: expected a JSON object, got 3"),
         (b'{"requests": [{"rid": "a"}, {"rid": ""}]}', r"requests\[1\].rid"),
         (b'{"requests": [{"rid": "a"}, {"rid": "a"}]}', "given twice"),
     ],
@@ -206,7 +207,7 @@ def test_any_bytes_give_a_value_error_only(body):
         json_values
         | st.just("rid")
         | st.just([1])
-        | st.dictionaries(st.sampled_from([*GCONFIG_KINDS, "n_samples"]), json_values),
+        | st.dictionaries(st.sampled_from([*Options.model_fields, "n_samples"]), json_values),
     )
 )
 def test_any_request_is_read_or_refused(entry):
