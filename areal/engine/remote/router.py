@@ -6,8 +6,8 @@
 
 A server computes and caches a prompt once, so a request whose prompt is in flight goes to the same
 server; any other goes to the one with the fewest tokens in flight. A server that lost a connection
-gets new prompts only if all have, for a while. Servers may be added and removed; requests of a
-removed server are given back like the rest.
+gets new prompts only if all have, for a while. `follow` changes the servers; requests of one that
+is gone are given back like the rest.
 
 `SingleFlight`: concurrent callers with one key share one task, which continues if one of them is
 cancelled. Both are used on one event loop, hence without locks.
@@ -29,7 +29,7 @@ _MAX_BACKOFF_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Server:
-    address: str  # changes when it is replaced
+    address: str
     tokens_in_flight: int = 0
     avoided_until: float = 0.0  # time.monotonic()
 
@@ -74,12 +74,13 @@ class RequestRouter:
     def avoid(self, server: Server, for_s: float = _AVOID_S) -> None:
         server.avoided_until = max(server.avoided_until, time.monotonic() + for_s)
 
-    def add(self, address: str) -> None:
-        self.servers.append(Server(address))
-
-    def remove(self, server: Server) -> None:
-        server.avoided_until = math.inf  # in-flight prompts no longer attract requests there
-        self.servers = [other for other in self.servers if other is not server]
+    def follow(self, addresses: Sequence[str]) -> None:
+        """These are the servers from now on. One that is replaced has another address."""
+        for server in self.servers:
+            if server.address not in addresses:
+                server.avoided_until = math.inf  # its prompts no longer attract requests
+        known = {server.address: server for server in self.servers}
+        self.servers = [known.get(address) or Server(address) for address in addresses]
 
     def _least_loaded(self) -> Server:
         return min(self.servers, key=lambda server: (server.is_avoided, server.tokens_in_flight))
