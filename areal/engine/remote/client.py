@@ -339,12 +339,12 @@ class GenerateClient:
 
     def _check(self, draft: Draft, result: Result) -> None:
         """ValueError says why this cannot be trained on."""
-        own = draft.versions[draft.num_sent :]
         check_tokens(result.tokens, vocab_size=self._vocab_size)
         num_tokens = len(draft.tokens) + len(result.tokens)
         check_amount(num_tokens, result.stop_reason, max_tokens=draft.budget)
-        newest = self._pool.newest_version
-        check_versions(result.versions, newest=newest, first=own[-1] if own else 0)
+        if self._gate is None:
+            newest, own = self._pool.newest_version, draft.versions[draft.num_sent :]
+            check_versions(result.versions, newest=newest, first=own[-1] if own else 0)
 
     def _continue(
         self, call: _Call, server: Server, entry: GateState, *, has_progressed: bool
@@ -394,7 +394,7 @@ class GenerateClient:
         if not self._others(server):
             try:
                 await asyncio.shield(replacing)
-            except (ServerError, EngineLostError) as lost:
+            except (RuntimeError, OSError) as lost:
                 return _fail(calls, lost)
         return self._send_again(calls)
 
@@ -408,7 +408,8 @@ class GenerateClient:
             logger.error("%s", lost)  # raised again for the next request sent there
             raise
         finally:
-            server.avoided_until = 0
+            if server in self._router.servers:  # else it stays avoided
+                server.avoided_until = 0
         self._follow_pool()
 
     def _others(self, server: Server) -> bool:

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 _AVOID_S = 5.0  # how long a server that lost a connection is avoided
@@ -99,12 +100,17 @@ class SingleFlight:
         self, key: Hashable, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any
     ) -> asyncio.Task[Any]:
         """Starts `work(*args)`, unless a task with this key is running."""
-        if key not in self._tasks:
+        task = self._tasks.get(key)
+        if task is None or task.done():  # its callback may not have run yet
             task = self._tasks[key] = asyncio.create_task(work(*args), name=str(key))
-            task.add_done_callback(lambda _: self._tasks.pop(key))
+            task.add_done_callback(partial(self._forget, key))
             # Awaiting callers get the exception; without any, asyncio must not log it.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._tasks[key]
+        return task
+
+    def _forget(self, key: Hashable, task: asyncio.Task[Any]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
     async def do(
         self, key: Hashable, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any

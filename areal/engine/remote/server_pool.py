@@ -115,7 +115,7 @@ class ServerPool:
         versions = self.on_all(self._protocol.served_version).values()
         self.expect_weights(max(version or 0 for version in versions))
         self._tell_copies()
-        for address, process in self._processes.items():
+        for address, process in list(self._processes.items()):
             watch = threading.Thread(
                 target=self._watch, args=(address, process), name=f"watch-{address}", daemon=True
             )
@@ -194,9 +194,9 @@ class ServerPool:
             self._num_recent, self._forbidden = 0, None
             if order is None and version > 0:
                 self._forbidden = (
-                    f"the weights of version {version} came through a process group or as a delta, "
-                    "and nothing holds them for another server; set actor.weight_update_mode to "
-                    "shm or disk for that"
+                    f"the weights of version {version} came through a process group, as a delta or "
+                    "by CUDA IPC, and nothing holds them for another server; set "
+                    "actor.weight_update_mode to shm or disk for that"
                 )
 
     def has(self, address: str) -> bool:

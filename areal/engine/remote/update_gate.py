@@ -6,10 +6,11 @@ version at which it entered.
     event loop:       entry = await gate.enter(timeout_s)  ... one request ...  gate.leave()
     trainer's thread: gate.close();  gate.wait_empty(s);  gate.begin_load();  <load>;  gate.open(v)
 
-With a `file`, copies of the gate in other processes share its state: whoever updates writes it, and
-all read it. An update does not wait for requests of other processes. They are aborted, or reach the
-servers too late and run with the new weights; hence `is_void`: a reply counts only if it was
-complete before the weights changed, or was aborted by that one update.
+Copies of the gate in other processes share its state in a `file`, which is used from the first copy
+on: whoever updates writes it, and all read it. An update does not wait for requests of other
+processes. They are aborted, or reach the servers too late and run with the new weights; hence
+`is_void`: a reply counts only if it was complete before the weights changed, or was aborted by that
+one update.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,19 +37,24 @@ class GateState(NamedTuple):
 
 
 class UpdateGate:
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, file: Path | None = None, *, is_shared: bool = False) -> None:
         self._file = file
+        self._is_shared = is_shared
         self._changed = threading.Condition()  # guards all below
         self._state = GateState()
         self._num_inside = 0  # of this process
         self._polls = SingleFlight()
 
-    def __reduce__(self) -> tuple[type[UpdateGate], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[[Path], UpdateGate], tuple[Path]]:
         if self._file is None:
             raise RuntimeError(
                 "a copy of this engine would not learn of weight updates: give it an address_file"
             )
-        return UpdateGate, (self._file,)
+        with self._changed:
+            if not self._is_shared:
+                self._is_shared = True
+                self._set(self._state)
+        return partial(UpdateGate, is_shared=True), (self._file,)
 
     @property
     def version(self) -> int:
@@ -109,13 +117,13 @@ class UpdateGate:
             return state
 
     def _read(self) -> GateState:
-        if self._file is not None and self._file.exists():
+        if self._file is not None and self._is_shared:
             return GateState(*json.loads(self._file.read_text(encoding="utf-8")))
         return self._state
 
     def _set(self, state: GateState) -> None:
         with self._changed:
             self._state = state
-            if self._file is not None:
+            if self._file is not None and self._is_shared:
                 # No other run reads it, so it need not survive a power failure.
                 atomic_write_text(self._file, json.dumps(state), durable=False)
