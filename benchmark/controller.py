@@ -71,7 +71,7 @@ PARTS = {
     "grouping": ("rollout/group.py", "utils/data.py", "api/workflow_context.py"),
     "executor": ("rollout/",),
     "workflow": ("workflow/", "benchmark/controller.py"),
-    "client": ("engine/native/", "/aiohttp/"),
+    "client": ("engine/remote/", "engine/native/", "/aiohttp/"),
     "event_loop": ("/asyncio/",),
 }
 

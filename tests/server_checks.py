@@ -1,4 +1,4 @@
-"""What must hold of every stock server behind HttpEngine, shared by the tests of each kind.
+"""What must hold of every stock server behind RemoteEngine, shared by the tests of each kind.
 
     world = ServerWorld(engine, folders=[first, second])    # two sets of weights of one model
     await check_update_in_the_middle(world)
@@ -24,7 +24,7 @@ from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.train.export import send_weights
 from areal.models.hf_io import weight_files
 from areal.rollout.ledger import Ledger
@@ -39,7 +39,7 @@ RECEIVER = ModelAllocation.from_str("vllm:d1")  # which engine it is does not ma
 
 @dataclass
 class ServerWorld:
-    engine: HttpEngine
+    engine: RemoteEngine
     folders: list[Path]  # version v serves the weights of folders[v % 2]
     run_name: str
     tolerance: float  # of log-probabilities

@@ -293,6 +293,15 @@ class RolloutStat:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalInfServerInfo:
+    """A server this process started and must end."""
+
+    host: str
+    port: int
+    process: Any  # `process.terminate()` ends it
+
+
+@dataclass(frozen=True, slots=True)
 class HttpRequest:
     """One call of an inference server, in the format of its adapter."""
 

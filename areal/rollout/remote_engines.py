@@ -16,13 +16,14 @@ import secrets
 from abc import abstractmethod
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from areal.api.config.inference import InferenceEngineConfig
 from areal.api.io_struct import LocalInfServerInfo
 from areal.api.redact import remember_secret
 from areal.api.scratch import ScratchFolder
-from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_control import ControlClient
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
@@ -48,7 +49,7 @@ class RemoteServersEngine(RolloutController):
         self._ending = ExitStack()  # ends the launched servers
 
     @abstractmethod
-    def _protocol(self) -> ServerProtocol: ...
+    def _protocol(self, model: Path) -> ServerProtocol: ...
 
     @abstractmethod
     def _model_of(self, control: ControlClient) -> str:
@@ -78,11 +79,10 @@ class RemoteServersEngine(RolloutController):
         timeout_s = self._config.setup_timeout
         control = ControlClient(addresses[0], self._token, timeout_s=timeout_s, kind=self.kind)
         control.wait_until_healthy(timeout_s)
-        self._engine = HttpEngine(
-            self._protocol(),
+        self._engine = RemoteEngine(
+            self._protocol(model_folder(self._model_of(control), weights=False)),
             addresses,
             self._token,
-            model_path=model_folder(self._model_of(control), weights=False),
             request_timeout_s=self._config.request_timeout,
             request_retries=self._config.request_retries,
             setup_timeout_s=timeout_s,
@@ -143,8 +143,8 @@ class RemoteSGLangEngine(RemoteServersEngine):
 
     kind, model_key = "sglang", "model_path"
 
-    def _protocol(self) -> ServerProtocol:
-        return SGLangProtocol()
+    def _protocol(self, model: Path) -> ServerProtocol:
+        return SGLangProtocol(model)
 
     def _model_of(self, control: ControlClient) -> str:
         return control.get("/get_model_info")["model_path"]
@@ -158,8 +158,8 @@ class RemotevLLMEngine(RemoteServersEngine):
 
     kind, model_key = "vllm", "model"
 
-    def _protocol(self) -> ServerProtocol:
-        return VLLMProtocol()
+    def _protocol(self, model: Path) -> ServerProtocol:
+        return VLLMProtocol(model)
 
     def _model_of(self, control: ControlClient) -> str:
         return control.get("/v1/models")["data"][0]["root"]

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.engine_api import InferenceEngine
@@ -32,10 +32,10 @@ from areal.api.io_struct import WeightUpdateMeta
 from areal.api.redact import remember_secret
 from areal.api.scheduler_api import EngineCreationError
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.engine.remote.engine import HttpEngine
-from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
+from areal.engine.remote.engine import RemoteEngine
+from areal.engine.remote.native import NativeProtocol, launch_native_server
 from areal.engine.remote.protocol import ServerProtocol
-from areal.engine.remote.server_process import HostedServer, Launch, ServerProcess
+from areal.engine.remote.server_process import HostedServer, Launch, ServerProcess, StartServer
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
 from areal.infra.jobs import rollout_worker_job, server_job
@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     import socket
 
     from areal.api.config.experiment import PPOConfig
-    from areal.api.config.inference import SGLangConfig, vLLMConfig
     from areal.api.scheduler_api import Scheduler, Worker
-    from areal.engine.remote.server_process import Launch
     from areal.rollout.workers import WorkerProcess
     from areal.run.paths import RunPaths
 
@@ -70,10 +68,10 @@ def open_inference(
     mode = config.actor.weight_update_mode
     name = f"{config.experiment_name}-{config.trial_name}"
     root = stack.enter_context(PublicationRoot(mode, run_name=name, disk_root=paths.weights))
-    if config.rollout.engine == "native":
-        engine = _native_engine(config, paths, stack, scheduler, gpus)
+    if mode == "direct":
+        engine: InferenceEngine = _local_engine(config)
     else:
-        engine = _STOCK[config.rollout.engine](config, paths, stack, gpus)
+        engine = _remote_engine(config, paths, stack, scheduler, gpus)
     stack.callback(engine.destroy)
     engine.initialize()
     receiver = ModelAllocation.from_str(config.rollout.backend)
@@ -85,149 +83,121 @@ def open_inference(
     return engine, meta
 
 
-def _native_engine(
+def _local_engine(config: PPOConfig) -> NativeLocalEngine:
+    options = _native_options(config)
+    return NativeLocalEngine(config.actor.path, seed=config.seed, device=best_device(), **options)
+
+
+def _remote_engine(
     config: PPOConfig,
     paths: RunPaths,
     stack: ExitStack,
     scheduler: Scheduler | None,
     gpus: list[str] | None,
-) -> InferenceEngine:
-    native, rollout = config.native, config.rollout
-    options = {
-        "dtype": native.dtype or config.actor.dtype,
-        "page_size": native.page_size,
-        "num_pages": native.num_pages,
-        "max_running": native.max_running,
-        "batch_invariant": native.batch_invariant,
-    }
-    if config.actor.weight_update_mode == "direct":
-        device = best_device()
-        return NativeLocalEngine(config.actor.path, seed=config.seed, device=device, **options)
-    token = _new_token()
+) -> RemoteEngine:
+    rollout, token = config.rollout, secrets.token_urlsafe(32)
+    remember_secret(token)  # redacted from the run's output
+    kind = _KINDS[rollout.engine](config)
     servers = [
         {
-            "model_path": config.actor.path,
             "token": token,
-            "threads": native.threads,
             "tensor_parallel": rollout.tensor_parallel,
-            "device": None,  # the best one of its machine
+            "threads": config.server.threads,
+            "seed": config.seed + index,  # else servers would sample alike
             "log_path": paths.logs / f"server{index}.log",
             "setup_timeout_s": rollout.setup_timeout,
-            "seed": config.seed + index,  # else servers would sample alike
-            **options,
+            **kind.options,
         }
         for index in range(rollout.num_servers)
     ]
+    if kind.needs_scratch:
+        for index, server in enumerate(servers):
+            server["scratch"] = paths.root / "server_scratch" / str(index)
 
     def start(launch: Launch) -> ServerProcess:
         process = ServerProcess(launch)
         stack.callback(process.close)
         return process
 
-    launches = place_servers(config, servers, scheduler, gpus)
+    launches = place_servers(config, kind.launch, servers, scheduler, gpus)
     with ThreadPoolExecutor(rollout.num_servers, thread_name_prefix="launch") as pool:
         processes = list(pool.map(start, launches))
-    # A restarted server needs a publication to load from; the other modes keep none.
-    can_load_again = config.actor.weight_update_mode in ("shm", "disk")
-    restarts = {} if can_load_again else {"max_restarts": 0}
-    addresses = [process.address for process in processes]
-    return NativeRemoteEngine(
-        addresses,
+    return RemoteEngine(
+        kind.protocol,
+        [process.address for process in processes],
         token,
-        vocab_size=_vocab_size(config),
+        request_timeout_s=rollout.request_timeout,
+        request_retries=rollout.request_retries,
+        setup_timeout_s=rollout.setup_timeout,
+        max_context=kind.max_context,
+        vocab_size=_hf_config(config).get("vocab_size"),
         processes=processes,
         address_file=paths.servers,
-        **_time_limits(config),
-        **restarts,
     )
 
 
-def _vllm_engine(
-    config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
-) -> InferenceEngine:
-    vllm, token = config.vllm, _new_token()
-    launch = partial(
-        launch_vllm_server,
-        model_folder(config.actor.path),
-        python=find_interpreter("vllm", vllm.python),
-        token=token,
-        scratch=paths.root / "server_scratch",
-        dtype=_server_dtype(config),
-        max_model_len=_max_context(config, vllm),
-        max_num_seqs=vllm.max_num_seqs,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
-        cpu_cache_gb=vllm.cpu_cache_gb,
-        enforce_eager=vllm.enforce_eager,
-        extra_args=vllm.extra_args,
-        gpus=gpus,
-        **_launch_options(config, paths),
-    )
-    return _http_engine(VLLMProtocol(), launch, token, config, vllm, stack)
+class _Kind(NamedTuple):
+    """Servers of one kind, as the config describes them."""
+
+    protocol: ServerProtocol
+    launch: StartServer
+    options: dict[str, Any]  # of `launch`
+    max_context: int | None = None  # where the client has to know it
+    needs_scratch: bool = False
 
 
-def _sglang_engine(
-    config: PPOConfig, paths: RunPaths, stack: ExitStack, gpus: list[str] | None
-) -> InferenceEngine:
-    sglang, token = config.sglang, _new_token()
-    launch = partial(
-        launch_sglang_server,
-        model_folder(config.actor.path),
-        python=find_interpreter("sglang", sglang.python),
-        token=token,
-        dtype=_server_dtype(config),
-        context_length=_max_context(config, sglang),
-        max_running_requests=sglang.max_running_requests,
-        mem_fraction_static=sglang.mem_fraction_static,
-        attention_backend=sglang.attention_backend,
-        device=best_device(),
-        extra_args=sglang.extra_args,
-        gpus=gpus,
-        **_launch_options(config, paths),
-    )
-    return _http_engine(SGLangProtocol(), launch, token, config, sglang, stack)
+def _native_kind(config: PPOConfig) -> _Kind:
+    device = None  # the best one of its machine
+    options = {"model_path": config.actor.path, "device": device, **_native_options(config)}
+    return _Kind(NativeProtocol(), launch_native_server, options)
 
 
-_STOCK = {"vllm": _vllm_engine, "sglang": _sglang_engine}
-
-
-def _http_engine(
-    protocol: ServerProtocol,
-    launch: Launch,
-    token: str,
-    config: PPOConfig,
-    server: vLLMConfig | SGLangConfig,
-    stack: ExitStack,
-) -> InferenceEngine:
-    process = ServerProcess(launch)
-    stack.callback(process.close)
-    return HttpEngine(
-        protocol,
-        [process.address],
-        token,
-        model_path=model_folder(config.actor.path),
-        max_context=_max_context(config, server),
-        vocab_size=_vocab_size(config),
-        processes=[process],
-        **_time_limits(config),
-    )
-
-
-def _launch_options(config: PPOConfig, paths: RunPaths) -> dict[str, Any]:
+def _native_options(config: PPOConfig) -> dict[str, Any]:
+    native = config.native
     return {
-        "tensor_parallel": config.rollout.tensor_parallel,
-        "threads": config.server.threads,
-        "seed": config.seed,
-        "log_path": paths.logs / "server0.log",
-        "setup_timeout_s": config.rollout.setup_timeout,
+        "dtype": native.dtype or config.actor.dtype,
+        "page_size": native.page_size,
+        "num_pages": native.num_pages,
+        "max_running": native.max_running,
+        "batch_invariant": native.batch_invariant,
     }
 
 
-def _time_limits(config: PPOConfig) -> dict[str, Any]:
-    return {
-        "request_timeout_s": config.rollout.request_timeout,
-        "request_retries": config.rollout.request_retries,
-        "setup_timeout_s": config.rollout.setup_timeout,
+def _vllm_kind(config: PPOConfig) -> _Kind:
+    vllm, model = config.vllm, model_folder(config.actor.path)
+    max_context = vllm.max_context or _model_context(config)
+    options = {
+        "model_path": model,
+        "python": find_interpreter("vllm", vllm.python),
+        "dtype": _server_dtype(config),
+        "max_model_len": max_context,
+        "max_num_seqs": vllm.max_num_seqs,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "cpu_cache_gb": vllm.cpu_cache_gb,
+        "enforce_eager": vllm.enforce_eager,
+        "extra_args": vllm.extra_args,
     }
+    return _Kind(VLLMProtocol(model), launch_vllm_server, options, max_context, needs_scratch=True)
+
+
+def _sglang_kind(config: PPOConfig) -> _Kind:
+    sglang, model = config.sglang, model_folder(config.actor.path)
+    max_context = sglang.max_context or _model_context(config)
+    options = {
+        "model_path": model,
+        "python": find_interpreter("sglang", sglang.python),
+        "dtype": _server_dtype(config),
+        "context_length": max_context,
+        "max_running_requests": sglang.max_running_requests,
+        "mem_fraction_static": sglang.mem_fraction_static,
+        "attention_backend": sglang.attention_backend,
+        "device": best_device(),
+        "extra_args": sglang.extra_args,
+    }
+    return _Kind(SGLangProtocol(model), launch_sglang_server, options, max_context)
+
+
+_KINDS = {"native": _native_kind, "vllm": _vllm_kind, "sglang": _sglang_kind}
 
 
 def _server_dtype(config: PPOConfig) -> str:
@@ -235,23 +205,12 @@ def _server_dtype(config: PPOConfig) -> str:
     return config.server.dtype or config.actor.dtype or default
 
 
-def _max_context(config: PPOConfig, server: vLLMConfig | SGLangConfig) -> int | None:
-    return server.max_context or _hf_config(config).get("max_position_embeddings")
-
-
-def _vocab_size(config: PPOConfig) -> int | None:
-    return _hf_config(config).get("vocab_size")
+def _model_context(config: PPOConfig) -> int | None:
+    return _hf_config(config).get("max_position_embeddings")
 
 
 def _hf_config(config: PPOConfig) -> Mapping[str, Any]:
     return language_config(read_hf_config(model_folder(config.actor.path, weights=False)))
-
-
-def _new_token() -> str:
-    """Shared by the servers of this run, and redacted from its output."""
-    token = secrets.token_urlsafe(32)
-    remember_secret(token)
-    return token
 
 
 class ServerTrace:
@@ -273,17 +232,18 @@ class ServerTrace:
 
 def place_servers(
     config: PPOConfig,
+    launch: StartServer,
     servers: Sequence[dict[str, Any]],
     scheduler: Scheduler | None,
     gpus: Sequence[str] | None,
 ) -> list[Launch]:
-    """`servers` holds the arguments of `launch_native_server` for each server."""
+    """`servers` holds the arguments of `launch` for each server."""
     if config.scheduler.type == "ray":
-        return _in_workers(config, servers, _opened(scheduler))
+        return _in_workers(config, launch, servers, _opened(scheduler))
     size = config.rollout.tensor_parallel
     shares = [None if gpus is None else gpus[i * size :][:size] for i in range(len(servers))]
     return [
-        partial(launch_native_server, gpus=share, **options)
+        partial(launch, gpus=share, **options)
         for share, options in zip(shares, servers, strict=True)
     ]
 
@@ -345,7 +305,10 @@ def _opened(scheduler: Scheduler | None) -> Scheduler:
 
 
 def _in_workers(
-    config: PPOConfig, servers: Sequence[dict[str, Any]], scheduler: Scheduler
+    config: PPOConfig,
+    launch: StartServer,
+    servers: Sequence[dict[str, Any]],
+    scheduler: Scheduler,
 ) -> list[Launch]:
     job, timeout_s = server_job(config), config.rollout.setup_timeout
     scheduler.create_workers(job)
@@ -354,9 +317,7 @@ def _in_workers(
     if config.actor.weight_update_mode == "shm":
         _require_one_machine([*workers, *scheduler.get_workers("actor", timeout_s)])
     return [
-        HostedServer(
-            scheduler, worker, launch_native_server, options, setup_timeout_s=timeout_s
-        ).launch
+        HostedServer(scheduler, worker, launch, options, setup_timeout_s=timeout_s).launch
         for worker, options in zip(workers, servers, strict=True)
     ]
 

@@ -1,163 +1,138 @@
-"""Generation over stock servers: one POST per request, repeated until it has ended.
+"""Generation over inference servers: routing, deadlines, checks of replies, retries, continuation.
 
-    draft = prompt                            tokens, log-probabilities and versions so far
-    while it has not ended:
-        version = enter the gate              waits while weights are being loaded
-        POST prompt + tokens so far  -------> server
-        append its tokens, each of `version` <-------  stop | length | abort (an update came)
+    generate --+
+    generate --+--> all calls of one event loop tick --> exchanges: one POST per server, or per call
+    generate --+                                                     |
+        ^--------------- each future, as its result comes back ------+
 
-A stock server has no versions and cannot say which weights produced a token. So an update aborts
-in-flight requests (the server returns the tokens so far), loads, and lets the requests continue
-from these tokens: the prefix is recomputed with the new weights. A request that depends on where
-its output began (`stop` strings, a frequency penalty) starts over instead.
+A server that `batches` gets the calls of a tick in one exchange, so the cost of HTTP is per tick,
+not per sample. Calls with the same prompt go to the same server and share its computation there.
+How an exchange is spelled is up to the protocol (protocol.py); which servers there are, to the pool
+(server_pool.py), which is asked before each exchange.
 
-Requests whose connection was lost, or whose reply is unusable (api/io_struct.py), are resent, at
-most `retries` times in a row. If the server has died and is replaced, they wait for the replacement
-and continue there with their tokens; that attempt does not count. Every other failure is raised,
-never turned into data.
+    connection lost                       resent with its tokens, at most `retries` times
+    connection lost, server has died      to another, or waits for the replacement; not counted
+    reply unusable (api/io_struct.py)     resent without its tokens, at most `retries` times
+    aborted by a weight update            resent with its tokens; not counted
+    anything else                         raised, never turned into data
 
-`UpdateGate` is the barrier between requests and weight updates: an update waits for in-flight
-requests and blocks new ones, so every token of a request is of the version that `enter` returned.
+`Deadlines` are time limits on a clock that can be stopped from any thread while servers are
+unavailable on purpose:
 
-    event loop:       version = await gate.enter(timeout_s)   ... one request ...   gate.leave()
-    trainer's thread: gate.close();  gate.wait_empty(s);  <new weights>;  gate.open(version)
+    deadlines = Deadlines(60.0)
+    async with deadlines.limit(): ...      # TimeoutError after 60 seconds of the clock
+    deadlines.stop(); deadlines.resume()
 
-`close_on_its_loop` closes an object on its event loop, from any thread.
+A limit entered while the clock is stopped starts with its full time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import (
-    HttpGenerationResult,
-    HttpRequest,
     ModelRequest,
     ModelResponse,
-    StopReason,
     check_amount,
     check_tokens,
+    check_versions,
 )
-from areal.api.json_text import loads_object
-from areal.engine.remote.protocol import ServerProtocol
+from areal.engine.native.loop import BusyIntervals
+from areal.engine.remote.protocol import Draft, Result, ServerProtocol, bad_reply
 from areal.engine.remote.router import RequestRouter, Server, SingleFlight, retry_delay_s
-from areal.engine.remote.server_control import BadReplyError, ServerError, error_text
+from areal.engine.remote.server_control import BadReplyError, ServerEndedError, ServerError
+from areal.engine.remote.server_pool import ServerPool
+from areal.engine.remote.update_gate import GateState, UpdateGate
 from areal.utils import logging
+from areal.utils.waits import waiting
 
-logger = logging.getLogger("HttpEngine")
+logger = logging.getLogger("RemoteEngine")
 
-_SEED_END = 1 << 63
-_MAX_REPLY = 256 << 20  # bytes
 _IDLE_S = 3.0  # shorter than servers keep idle connections, else they close one in use
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
-    """One request and its output so far."""
+class _Call:
+    """One call of `generate`."""
 
-    request: ModelRequest
-    budget: int  # most output tokens
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    stop_reason: StopReason | None = None  # None: not ended
-
-    def add(self, result: HttpGenerationResult, version: int) -> None:
-        if result.stop_reason == "abort" and self._must_start_over:
-            self.tokens, self.logprobs, self.versions = [], [], []
-            return
-        self.tokens += result.output_tokens
-        self.logprobs += result.output_logprobs
-        self.versions += [version] * len(result.output_tokens)
-        if result.stop_reason != "abort":
-            self.stop_reason = result.stop_reason
-        elif len(self.tokens) == self.budget:
-            self.stop_reason = "length"
-
-    def next_request(self) -> ModelRequest:
-        """The rest of the generation as a new request."""
-        gconfig, done = self.request.gconfig, len(self.tokens)
-        seed = gconfig.seed
-        if seed is not None and done:
-            # The same seed would repeat the draws of the first segment.
-            seed = (seed + done) % _SEED_END
-        rest = gconfig.new(
-            max_new_tokens=self.budget - done,
-            min_new_tokens=min(max(0, gconfig.min_new_tokens - done), self.budget - done),
-            seed=seed,
-        )
-        return ModelRequest(
-            input_ids=self.request.input_ids + self.tokens, gconfig=rest, rid=self.request.rid
-        )
-
-    def response(self, *, latency: float) -> ModelResponse:
-        assert self.stop_reason is not None
-        return ModelResponse(
-            input_tokens=self.request.input_ids,
-            output_tokens=self.tokens,
-            output_logprobs=self.logprobs,
-            output_versions=self.versions,
-            stop_reason=self.stop_reason,
-            tokenizer=self.request.tokenizer,
-            processor=self.request.processor,
-            latency=latency,
-        )
-
-    @property
-    def _must_start_over(self) -> bool:
-        gconfig = self.request.gconfig
-        return bool(gconfig.stop) or gconfig.frequency_penalty != 0
+    draft: Draft
+    future: asyncio.Future[None]  # done when the draft has ended
+    cost: int  # most tokens of prompt and output
+    attempts: int = 0
+    exchange: _Exchange | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Attempt:
-    """One POST; `scope` is its timeout, and cancels it."""
+class _Exchange:
+    """One POST and the calls that wait for it, by their rid on the wire."""
 
-    scope: asyncio.Timeout
-    dropped: bool = False
+    server: Server
+    waiting: dict[str, _Call]
+    num_wanted: int  # calls not cancelled yet
+    refused: set[str] = field(default_factory=set)  # rids of bad replies: more results may follow
+    entry: GateState | None = None  # while it is inside the gate
+    is_dropped: bool = False
+    task: asyncio.Task = field(init=False)  # runs it
 
 
-class HttpClient:
-    """Bound to the event loop it is created on. `timeout_s` bounds one attempt of a request, and
-    its wait for an update; `max_context` is the servers' limit on prompt and output tokens.
-    `replace(address)` is called in a thread when a server failed. It returns the address of the
-    replacement, or the same address if there is none.
+class GenerateClient:
+    """Bound to the event loop it is created on.
+
+    `pool` is called in a thread to replace a lost server. `gate` is needed unless servers version
+    tokens. `deadlines` bound one attempt of a request, and its wait for an update; `max_context` is
+    the servers' limit on prompt and output tokens, if it is known here.
     """
 
     def __init__(
         self,
         protocol: ServerProtocol,
-        addresses: Iterable[str],
+        pool: ServerPool,
         token: str,
-        gate: UpdateGate,
         *,
-        timeout_s: float,
+        gate: UpdateGate | None,
+        deadlines: Deadlines,
         retries: int,
         max_context: int | None,
         vocab_size: int | None,
-        replace: Callable[[str], str],
+        counts: Counter[str],
+        busy: BusyIntervals,
     ) -> None:
+        """`counts` gets `replies_refused`, and after a failure `requests_resent` and `tokens_kept`;
+        `busy` gets when exchanges were in flight."""
         self.events = asyncio.get_running_loop()
         self._protocol = protocol
+        self._pool = pool
         self._gate = gate
-        self._timeout_s = timeout_s
+        self._router = RequestRouter(pool.addresses)
+        self._deadlines = deadlines
         self._retries = retries
         self._max_context = max_context
         self._vocab_size = vocab_size
-        self._router = RequestRouter(addresses)
-        self._replace = replace
-        self._replacements = SingleFlight()  # by the lost address
-        self.num_resent = 0  # requests sent again after a lost connection or a refused reply
-        self.num_refused = 0  # replies
-        self._attempts: set[_Attempt] = set()
-        self._callers: set[asyncio.Task] = set()
+        # Single-flight by address: shared by all exchanges that lost one server.
+        self._verdicts, self._replacements = SingleFlight(), SingleFlight()
+        self._counts = counts
+        self._busy = busy
+        self._busy_since = 0.0  # time.time() at the start of the first exchange in flight
+        self._open: set[asyncio.Future[None]] = set()  # of all pending calls
+        self._outbox: list[_Call] = []  # calls of this tick
+        self._exchanges: dict[asyncio.Task, _Exchange] = {}
+        self._is_closed = False
+        # Two callers may use one rid (copies of a request): on the wire each attempt has a suffix.
+        self._client_id = secrets.token_hex(4)
+        self._num_sent = itertools.count()
         # No limits here: the executor bounds the requests in flight.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
@@ -168,61 +143,48 @@ class HttpClient:
     async def generate(self, request: ModelRequest) -> ModelResponse:
         """ValueError: the request is invalid. ServerError: the server or the connection failed."""
         started = time.perf_counter()
+        self._protocol.check_request(request)
         draft = Draft(request, self._budget(request))
         cost = len(request.input_ids) + draft.budget
-        caller = asyncio.current_task()
-        assert caller is not None, "a coroutine is run by a task"
-        self._callers.add(caller)
-        server = self._router.take(request.input_ids, cost)
+        call = _Call(draft, self.events.create_future(), cost)
+        self._open.add(call.future)
+        self._send_soon([call])
         try:
-            failures = 0
-            while draft.stop_reason is None:
-                address = server.address
-                try:
-                    progressed = await self._extend(draft, server)
-                except (aiohttp.ClientError, OSError, ServerError) as err:
-                    # Also after a reply: a server that is shutting down may still return 500.
-                    is_bad_reply = isinstance(err, BadReplyError)
-                    self.num_refused += is_bad_reply
-                    if await self._is_replaced(server, address):
-                        self.num_resent += 1
-                        continue
-                    if isinstance(err, ServerError) and not is_bad_reply:
-                        raise
-                    self._router.give_back(server, request.input_ids, cost)
-                    self._router.avoid(server)
-                    server, lost = self._router.take(request.input_ids, cost), server
-                    await self._after_failure(failures := failures + 1, lost, err)
-                else:
-                    failures = 0 if progressed else failures
+            with waiting(lambda: self._describe(call)):
+                await call.future
+        except asyncio.CancelledError:
+            _give_up(call)
+            raise
         finally:
-            self._router.give_back(server, request.input_ids, cost)
-            self._callers.discard(caller)
+            self._open.discard(call.future)
         return draft.response(latency=time.perf_counter() - started)
 
-    def drop_attempts(self) -> None:
+    async def drain(self, address: str) -> None:
+        """Waits until in-flight requests of a server that has left the pool are finished."""
+        tasks = [task for task, one in self._exchanges.items() if one.server.address == address]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def drop_exchanges(self) -> None:
         """Closes the connections of all in-flight requests, which are then resent."""
-        for attempt in self._attempts:
-            attempt.dropped = True
-            attempt.scope.reschedule(self.events.time())
+        for exchange in self._exchanges.values():
+            if exchange.entry is not None:
+                exchange.is_dropped = True
+                exchange.task.cancel()
 
     async def close(self) -> None:
         """Cancels pending calls."""
-        callers = [task for task in self._callers if task is not asyncio.current_task()]
-        for task in callers:
+        self._is_closed = True
+        tasks = list(self._exchanges)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._verdicts.close()
         await self._replacements.close()
         await self._session.close()
-
-    async def _is_replaced(self, server: Server, address: str) -> bool:
-        """Whether the failed server at `address` was replaced. Raises what `replace` raises."""
-        if server.address == address:
-            await self._replacements.do(address, self._replace_server, server)
-        return server.address != address
-
-    async def _replace_server(self, server: Server) -> None:
-        server.address = await asyncio.to_thread(self._replace, server.address)
+        # Last, because the event loop may end as soon as the callers have.
+        for future in list(self._open):
+            future.cancel()
 
     def _budget(self, request: ModelRequest) -> int:
         gconfig, prompt = request.gconfig, len(request.input_ids)
@@ -237,168 +199,342 @@ class HttpClient:
             )
         return min(gconfig.max_new_tokens, most - prompt)
 
-    async def _extend(self, draft: Draft, server: Server) -> bool:
-        """Generates one more segment; whether it made progress. Retryable errors are raised."""
+    def _send_soon(self, calls: Iterable[_Call]) -> None:
+        if not self._outbox:
+            self.events.call_soon(self._send_outbox)
+        self._outbox.extend(calls)
+
+    def _send_outbox(self) -> None:
+        calls = [call for call in self._outbox if not call.future.done()]
+        self._outbox.clear()
+        if self._is_closed:
+            return
+        self._follow_pool()
+        for server, share in self._assign(calls):
+            calls_by_rid = {self._wire_rid(call): call for call in share}
+            exchange = _Exchange(server, calls_by_rid, num_wanted=len(share))
+            for call in share:
+                call.exchange = exchange
+            if not self._exchanges:
+                self._busy_since = time.time()
+            task = exchange.task = self.events.create_task(self._carry(exchange))
+            self._exchanges[task] = exchange
+            task.add_done_callback(self._exchanges.pop)
+
+    def _follow_pool(self) -> None:
+        """A server that left the pool gets no more requests: it misses weight updates."""
+        self._router.follow(self._pool.addresses)
+
+    def _assign(self, calls: list[_Call]) -> Iterable[tuple[Server, list[_Call]]]:
+        """The calls of each exchange, the samples of one prompt to one server."""
+        shares: dict[object, tuple[Server, list[_Call]]] = {}
+        for call in calls:
+            server = self._router.take(call.draft.request.input_ids, call.cost)
+            key = server if self._protocol.batches else call
+            shares.setdefault(key, (server, []))[1].append(call)
+        return shares.values()
+
+    def _wire_rid(self, call: _Call) -> str:
+        return f"{call.draft.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
+
+    async def _carry(self, exchange: _Exchange) -> None:
+        """One exchange from POST to last result; every call gets one, an error or a retry."""
+        server, calls = exchange.server, list(exchange.waiting.values())
         try:
-            version = await self._gate.enter(self._timeout_s)
+            await self._exchange(exchange)
+            if exchange.waiting:
+                raise aiohttp.ClientPayloadError(f"{len(exchange.waiting)} replies are missing")
+        except asyncio.CancelledError:
+            if not exchange.is_dropped:
+                raise
+            self._send_soon(exchange.waiting.values())
+        except aiohttp.ClientError as err:
+            await self._on_lost(exchange, err)
         except TimeoutError:
-            raise ServerError(
-                f"{self._where(server)}: the weight update did not end within {self._timeout_s:g} s"
-            ) from None
-        try:
-            rest = draft.next_request()
-            result = await self._post(self._protocol.generation(rest), server)
+            limit = f"{self._deadlines.timeout_s:g} s (rollout.request_timeout)"
+            err = ServerError(f"{self._where(server)}: no reply within {limit}")
+            _fail(exchange.waiting.values(), err)
+        except OSError as err:
+            await self._on_lost(exchange, err)
+        except BadReplyError as err:
+            self._refuse(exchange.waiting.values(), server, err)
+        except ServerError as err:
+            await self._on_error(exchange, err)
+        except (RuntimeError, ValueError) as err:
+            _fail(exchange.waiting.values(), err)
         finally:
-            self._gate.leave()
-        if result is None:
-            return True  # dropped for an update
-        self._check(result, rest.gconfig.max_new_tokens, server)
-        draft.add(result, version)
-        if result.stop_reason == "abort" and not result.output_tokens:
-            return self._was_interrupted(version, server)
-        return True
+            for call in calls:
+                self._router.give_back(server, call.draft.request.input_ids, call.cost)
+            self._busy.add(self._busy_since, time.time())
 
-    def _was_interrupted(self, version: int, server: Server) -> bool:
-        if self._gate.serves(version):  # not aborted by an update of ours
-            raise aiohttp.ClientPayloadError("the server aborted the request")
-        return True
-
-    async def _post(self, call: HttpRequest, server: Server) -> HttpGenerationResult | None:
-        """The reply; None if the attempt was dropped."""
-        attempt = None
+    async def _exchange(self, exchange: _Exchange) -> None:
+        entry = GateState() if self._gate is None else await self._enter(self._gate, exchange)
+        exchange.entry = entry
+        drafts = {}
+        for rid, call in exchange.waiting.items():
+            drafts[rid] = call.draft
+            call.draft.num_sent = len(call.draft.tokens)
+        address = exchange.server.address
         try:
-            async with asyncio.timeout(self._timeout_s) as scope:
-                attempt = _Attempt(scope)
-                self._attempts.add(attempt)
-                url = f"http://{server.address}{call.endpoint}"
-                async with self._session.request(call.method, url, json=call.payload) as answer:
-                    content = await self._content(answer, server)
+            if self._gate is not None and not self._pool.has(address):  # it may have missed weights
+                raise aiohttp.ClientConnectionError("the server has left the pool")
+            results = self._protocol.generate(self._session, address, drafts, entry.version)
+            async with self._deadlines.limit(), aclosing(results):
+                async for rid, result in results:
+                    self._take(exchange, entry, rid, result)
+        finally:
+            exchange.entry = None
+            if self._gate is not None:
+                self._gate.leave()
+
+    async def _enter(self, gate: UpdateGate, exchange: _Exchange) -> GateState:
+        timeout_s = self._deadlines.timeout_s
+        try:
+            return await gate.enter(timeout_s)
         except TimeoutError:
-            if attempt is not None and attempt.dropped:
-                return None
-            limit = f"{self._timeout_s:g} s (rollout.request_timeout)"
-            raise ServerError(f"{self._where(server)}: no reply within {limit}") from None
+            where = self._where(exchange.server)
+            fault = f"{where}: the weight update did not end within {timeout_s:g} s"
+            raise ServerError(fault) from None
+
+    def _take(
+        self, exchange: _Exchange, entry: GateState, rid: str, result: Result | Exception
+    ) -> None:
+        server = exchange.server
+        if rid in exchange.refused:
+            return
+        if rid not in exchange.waiting:
+            fault = f"to {rid[:60]!r}, which nobody sent"
+            raise bad_reply(self._protocol.kind, server.address, fault)
+        if isinstance(result, Result):
+            draft = exchange.waiting[rid].draft
+            if self._is_void(entry, result):
+                result = Result([], [], [], "abort")
+            try:
+                self._check(draft, result)
+            except ValueError as err:
+                result = bad_reply(self._protocol.kind, server.address, err)
+            else:
+                draft.add(result)
+                if draft.stop_reason is None:
+                    return
+        call = _settled(exchange, rid)
+        if isinstance(result, BadReplyError):
+            exchange.refused.add(rid)
+            self._refuse([] if call is None else [call], server, result)
+        elif call is None:
+            return
+        elif isinstance(result, ServerError):
+            self._elsewhere([call], server, result)
+        elif isinstance(result, Exception):
+            call.future.set_exception(result)
+        elif call.draft.stop_reason == "abort":
+            self._continue(call, server, entry, has_progressed=bool(result.tokens))
+        else:
+            call.future.set_result(None)
+
+    def _is_void(self, entry: GateState, result: Result) -> bool:
+        if self._gate is None:
+            return False
+        return self._gate.is_void(entry, aborted=result.stop_reason == "abort")
+
+    def _check(self, draft: Draft, result: Result) -> None:
+        """ValueError says why this cannot be trained on."""
+        check_tokens(result.tokens, vocab_size=self._vocab_size)
+        num_tokens = len(draft.tokens) + len(result.tokens)
+        check_amount(num_tokens, result.stop_reason, max_tokens=draft.budget)
+        if self._gate is None:
+            newest, own = self._pool.newest_version, draft.versions[draft.num_sent :]
+            check_versions(result.versions, newest=newest, first=own[-1] if own else 0)
+
+    def _continue(
+        self, call: _Call, server: Server, entry: GateState, *, has_progressed: bool
+    ) -> None:
+        """Send the rest of an aborted request; an abort in vain that no update ordered counts."""
+        is_ours = self._gate is not None and not self._gate.serves(entry.version)
+        if is_ours or has_progressed:
+            self._send_soon([call])
+        else:
+            self._retry([call], server, ServerError("the server aborted the request"))
+
+    def _refuse(self, calls: Collection[_Call], server: Server, err: BadReplyError) -> None:
+        self._counts["replies_refused"] += 1
+        for call in calls:
+            call.draft.start_over()
+        if calls:
+            self._retry(calls, server, err)
+
+    async def _on_lost(self, exchange: _Exchange, err: Exception) -> None:
+        """Resend unanswered requests: at once if the server has died, else after a delay."""
+        if await self._has_died(exchange.server):
+            await self._on_death(exchange)
+        else:
+            self._retry(exchange.waiting.values(), exchange.server, err)
+
+    async def _on_error(self, exchange: _Exchange, err: ServerError) -> None:
+        """An error for all of the exchange. Also a server that is shutting down returns some."""
+        if isinstance(err, ServerEndedError) and self._others(exchange.server):
+            self._retry(exchange.waiting.values(), exchange.server, err)
+        elif await self._has_died(exchange.server):
+            await self._on_death(exchange)
+        else:
+            _fail(exchange.waiting.values(), err)
+
+    async def _has_died(self, server: Server) -> bool:
+        return await self._verdicts.do(server.address, self._judge, server)
+
+    async def _judge(self, server: Server) -> bool:
+        self._follow_pool()
+        if server not in self._router.servers:
+            return True
+        return await asyncio.to_thread(self._pool.is_gone, server.address)
+
+    async def _on_death(self, exchange: _Exchange) -> None:
+        server, calls = exchange.server, exchange.waiting.values()
+        replacing = self._replacements.start(server.address, self._replace_server, server)
+        if not self._others(server):
+            try:
+                await asyncio.shield(replacing)
+            except (RuntimeError, OSError) as lost:
+                return _fail(calls, lost)
+        return self._send_again(calls)
+
+    async def _replace_server(self, server: Server) -> None:
+        if server not in self._router.servers:
+            return
+        self._router.avoid(server, math.inf)
+        try:
+            await asyncio.to_thread(self._pool.successor, server.address)
+        except EngineLostError as lost:
+            logger.error("%s", lost)  # raised again for the next request sent there
+            raise
         finally:
-            self._attempts.discard(attempt)
-        if answer.status in (400, 404, 422):
-            raise ValueError(f"{self._where(server)} refused the request: {error_text(content)}")
-        if answer.status != 200:
-            raise ServerError(f"{self._where(server)}: {answer.status}: {error_text(content)}")
-        return self._read(content, server)
+            if server in self._router.servers:  # else it stays avoided
+                server.avoided_until = 0
+        self._follow_pool()
 
-    def _read(self, content: bytes, server: Server) -> HttpGenerationResult:
-        try:
-            return self._protocol.read(loads_object(content))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
-            raise self._bad_reply(server, f"{type(err).__name__}: {err}") from err
+    def _others(self, server: Server) -> bool:
+        """Whether requests can go to another server now."""
+        return any(one is not server and not one.is_avoided for one in self._router.servers)
 
-    def _check(self, result: HttpGenerationResult, budget: int, server: Server) -> None:
-        try:
-            check_tokens(result.output_tokens, vocab_size=self._vocab_size)
-            check_amount(len(result.output_tokens), result.stop_reason, max_tokens=budget)
-        except ValueError as err:
-            raise self._bad_reply(server, str(err)) from err
+    def _elsewhere(self, calls: Collection[_Call], server: Server, err: ServerError) -> None:
+        """Resend to another server, if there is one."""
+        if self._others(server):
+            self._retry(calls, server, err)
+        else:
+            _fail(calls, err)
 
-    async def _content(self, answer: aiohttp.ClientResponse, server: Server) -> bytes:
-        chunks, size = [], 0
-        async for chunk in answer.content.iter_any():
-            size += len(chunk)
-            if size > _MAX_REPLY:
-                raise self._bad_reply(server, f"more than {_MAX_REPLY} bytes")
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    def _bad_reply(self, server: Server, fault: str) -> BadReplyError:
-        return BadReplyError(f"{self._where(server)}: malformed reply: {fault}")
-
-    async def _after_failure(self, failures: int, server: Server, err: Exception) -> None:
-        fault = str(err)  # a BadReplyError names the server itself
+    def _retry(self, calls: Collection[_Call], server: Server, err: Exception) -> None:
+        self._router.avoid(server)
+        fault, again = str(err), []  # a BadReplyError names the server itself
         if not isinstance(err, BadReplyError):
             fault = f"{self._where(server)}: {type(err).__name__}: {err}"
-        if failures > self._retries:
-            raise ServerError(f"{fault} (after {failures} attempts)")
-        self.num_resent += 1
-        delay = retry_delay_s(failures)
-        logger.warning("%s; sending the request again in %.1f s", fault, delay)
-        await asyncio.sleep(delay)
+        for call in calls:
+            call.attempts += 1
+            if call.attempts <= self._retries:
+                again.append(call)
+            else:
+                _fail([call], ServerError(f"{fault} (after {call.attempts} attempts)"))
+        if again:
+            delay = retry_delay_s(min(call.attempts for call in again))
+            logger.warning("%s; sending %d requests again in %.1f s", fault, len(again), delay)
+            self.events.call_later(delay, self._send_again, again)
+
+    def _send_again(self, calls: Collection[_Call]) -> None:
+        self._counts["requests_resent"] += len(calls)
+        for call in calls:
+            call.exchange = None
+            self._counts["tokens_kept"] += len(call.draft.tokens)
+        self._send_soon(calls)
+
+    def _describe(self, call: _Call) -> str:
+        exchange = call.exchange
+        return f"a {self._protocol.kind}" if exchange is None else self._where(exchange.server)
 
     def _where(self, server: Server) -> str:
         return f"{self._protocol.kind} {server.address}"
 
 
-class UpdateGate:
-    def __init__(self) -> None:
-        self.version = 0
-        self._changed = threading.Condition()
-        self._is_open = True
-        self._num_inside = 0
-        self._failure: str | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    async def enter(self, timeout_s: float) -> int:
-        """Waits while the gate is closed; returns the live version. TimeoutError after `timeout_s`.
-
-        RuntimeError if an update has failed: no version is live then.
-        """
-        async with asyncio.timeout(timeout_s):
-            while (waiter := self._pass_or_wait()) is not None:
-                try:
-                    await waiter
-                finally:
-                    with self._changed:
-                        self._waiters.discard(waiter)
-        return self.version
-
-    def leave(self) -> None:
-        with self._changed:
-            self._num_inside -= 1
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_open = False
-
-    def wait_empty(self, timeout_s: float) -> bool:
-        """Whether all requests left in time. Blocking: not for the event loop."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num_inside == 0, timeout_s)
-
-    def open(self, version: int) -> None:
-        with self._changed:
-            self.version, self._is_open, self._failure = version, True, None
-            self._wake_all()
-
-    def fail(self, reason: str) -> None:
-        """Current and future callers of `enter` get RuntimeError with `reason`."""
-        with self._changed:
-            self._is_open, self._failure = True, reason
-            self._wake_all()
-
-    def serves(self, version: int) -> bool:
-        """Whether the gate is open at `version`."""
-        with self._changed:
-            return self._is_open and self.version == version
-
-    def _pass_or_wait(self) -> asyncio.Future[None] | None:
-        """None: the caller entered. Else a future to await before the next try."""
-        with self._changed:
-            if self._failure is not None:
-                raise RuntimeError(self._failure)
-            if self._is_open:
-                self._num_inside += 1
-                return None
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            return waiter
-
-    def _wake_all(self) -> None:
-        for waiter in self._waiters:
-            waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+def _fail(calls: Iterable[_Call], err: Exception) -> None:
+    for call in calls:
+        if not call.future.done():
+            call.future.set_exception(type(err)(*err.args))
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def _give_up(call: _Call) -> None:
+    """Drops an exchange whose calls were all cancelled; the server then aborts them."""
+    exchange, call.exchange = call.exchange, None
+    if exchange is not None:
+        exchange.num_wanted -= 1
+        if exchange.num_wanted == 0:
+            exchange.task.cancel()
+
+
+def _settled(exchange: _Exchange, rid: str) -> _Call | None:
+    """The call, removed from the exchange; None if it was cancelled."""
+    call = exchange.waiting.pop(rid)
+    if call.exchange is None:  # given up
+        return None
+    call.exchange = None
+    exchange.num_wanted -= 1
+    # Else cancelled in this very tick: its caller has not run since.
+    return None if call.future.done() else call
+
+
+class Deadlines:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()  # guards all below
+        self._due: dict[asyncio.Timeout, tuple[asyncio.AbstractEventLoop, float]] = {}
+        self._stopped_at: float | None = None
+        self._stood_s = 0.0
+
+    def __reduce__(self) -> tuple[type[Deadlines], tuple[float]]:
+        """A copy in another process has its own running clock."""
+        return Deadlines, (self.timeout_s,)
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        async with asyncio.timeout(None) as scope:
+            with self._lock:
+                due = self._clock() + self.timeout_s
+                self._due[scope] = (asyncio.get_running_loop(), due)
+            self._set_alarm(scope)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    del self._due[scope]
+
+    def stop(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self._stopped_at is None:
+                self._stopped_at = time.monotonic()
+            self._set_alarms()
+
+    def resume(self) -> None:
+        with self._lock:
+            if self._stopped_at is not None:
+                self._stood_s += time.monotonic() - self._stopped_at
+                self._stopped_at = None
+            self._set_alarms()
+
+    def _clock(self) -> float:
+        now = time.monotonic() if self._stopped_at is None else self._stopped_at
+        return now - self._stood_s
+
+    def _set_alarms(self) -> None:
+        for scope, (events, _) in self._due.items():
+            events.call_soon_threadsafe(self._set_alarm, scope)
+
+    def _set_alarm(self, scope: asyncio.Timeout) -> None:
+        """Runs on the event loop of `scope`, which may have ended by then."""
+        with self._lock:
+            if scope not in self._due:
+                return
+            events, due = self._due[scope]
+            left_s = None if self._stopped_at is not None else due - self._clock()
+        scope.reschedule(None if left_s is None else events.time() + left_s)
 
 
 _CLOSE_S = 10.0  # a live event loop needs milliseconds

@@ -1,63 +1,65 @@
-"""HttpEngine: stock inference servers (vLLM, SGLang) behind the InferenceEngine contract.
+"""RemoteEngine: inference servers of any kind behind the InferenceEngine contract.
 
     process = ServerProcess(lambda: launch_vllm_server(path, python=..., token=token))
-    engine = HttpEngine(
-        VLLMProtocol(), [process.address], token, model_path=path, processes=[process]
-    )
+    engine = RemoteEngine(VLLMProtocol(path), [process.address], token, processes=[process])
     engine.initialize()
     reply = await engine.agenerate(ModelRequest(input_ids=[5, 7]))
 
-Generation runs on the event loop of its first caller (client.py); control calls block and come
-from other threads. Stock servers have no versions, so they are counted here:
+Generation runs on the event loop of its first caller (client.py); control calls block and may come
+from any other thread. Servers come and go while requests run (server_pool.py): a dead one is
+restarted with the live weights if this process started it, otherwise dropped while another one
+serves. Its requests continue elsewhere with the tokens they had.
 
-    update_weights   verify the publication -> close the gate -> abort in-flight requests and drain
-                     -> load on every server -> open the gate at the new version
+How an update goes depends on the protocol:
 
-Weights may also come through a process group (`xccl`), if the server's workers can join one.
-
-A dead server whose process this one started (`processes`) is replaced by one that loads the live
-weights before it gets requests, which continue there with the tokens they have. Weights received
-through a group cannot be loaded again, so then a dead server is not replaced.
+    servers version tokens       tell all where the weights are; requests run on
+    the client counts versions   verify the publication -> close the gate -> abort in-flight
+                                 requests and drain -> load on all servers -> open the gate at the
+                                 new version
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.engine.native.loop import BusyIntervals
-from areal.engine.remote.client import HttpClient, UpdateGate, close_on_its_loop, runs_here
-from areal.engine.remote.collective_sender import CollectiveSender
-from areal.engine.remote.protocol import ServerProtocol
-from areal.engine.remote.server_control import ControlClient, on_all, on_living
-from areal.engine.remote.server_process import ServerProcess, ServerSlots
-from areal.weight_sync.hf_folder import hf_folder_of
-from areal.weight_sync.publication import open_publication
+from areal.engine.native.scoring import padded_scores, token_lists
+from areal.engine.remote.client import Deadlines, GenerateClient, close_on_its_loop, runs_here
+from areal.engine.remote.protocol import ServerProtocol, WeightOrder
+from areal.engine.remote.server_pool import ServerPool
+from areal.engine.remote.server_process import ServerProcess
+from areal.engine.remote.update_gate import UpdateGate
+from areal.engine.remote.weight_senders import CollectiveSender, DeltaSender
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-
+_COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # including those of copies
+_LASTING = ("shm", "disk")  # can be loaded again later
 _STRAGGLERS_S = 2.0  # for aborted requests to return; one may reach its server after the abort
 _DROP_S = 30.0  # a live event loop needs milliseconds
 
 
-class HttpEngine(InferenceEngine):
-    """`addrs` are "host:port", `model_path` the folder the servers started from.
+class RemoteEngine(InferenceEngine):
+    """`addrs` are "host:port". `request_timeout_s` bounds one attempt of a request and every
+    control call, `setup_timeout_s` how long `initialize` waits for the servers, and
+    `weight_group_timeout_s` how long a worker may keep a broadcast of weights waiting.
 
-    `request_timeout_s` bounds one attempt of a request and every control call, `setup_timeout_s`
-    how long `initialize` waits, `weight_group_timeout_s` how long a worker may keep a broadcast of
-    weights waiting. Tokens at or beyond `vocab_size` are refused. `processes` are those of the
-    servers, in the order of `addrs`; without them no server is replaced. `max_restarts` bounds the
-    replacements between two updates.
+    Tokens at or beyond `vocab_size` are refused; `max_context` is the servers' limit on prompt and
+    output tokens. `processes` are those of the servers, in the order of `addrs`; without them no
+    server is restarted. `max_restarts` bounds restarts between two weight updates. Copies of this
+    engine in other processes find restarted servers, and the version where it is counted here, in
+    `address_file` and a file beside it.
     """
 
     def __init__(
@@ -66,243 +68,307 @@ class HttpEngine(InferenceEngine):
         addrs: list[str],
         token: str,
         *,
-        model_path: str | Path,
-        max_context: int | None = None,
-        vocab_size: int | None = None,
-        processes: Sequence[ServerProcess] = (),
-        max_restarts: int = 3,
         request_timeout_s: float = 3600.0,
         request_retries: int = 3,
         setup_timeout_s: float = 300.0,
         weight_group_timeout_s: float = 120.0,
+        max_context: int | None = None,
+        vocab_size: int | None = None,
+        processes: Sequence[ServerProcess] = (),
+        max_restarts: int = 3,
+        address_file: Path | None = None,
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
         self._protocol = protocol
-        self._slots = ServerSlots(addrs, processes, max_restarts=max_restarts)
         self._token = token
-        self._model_path = Path(model_path)
-        self._max_context = max_context
-        self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
-        self._setup_timeout_s = setup_timeout_s
-        self._controls = [self._control(addr) for addr in addrs]
-        routes = protocol.group_routes(self._model_path)
-        self._collective = (
-            None if routes is None else CollectiveSender(routes, timeout_s=weight_group_timeout_s)
+        self._max_context = max_context
+        self._vocab_size = vocab_size
+        self._pool = ServerPool(
+            protocol,
+            addrs,
+            token,
+            timeout_s=request_timeout_s,
+            setup_timeout_s=setup_timeout_s,
+            processes=processes,
+            max_restarts=max_restarts,
+            address_file=address_file,
         )
-        self._weights: tuple[Path, int] | None = (
-            None  # folder and version; None: as started, or by a group
-        )
-        self._adapters: dict[str, str] = {}  # folder by name
-        self._gate = UpdateGate()
-        self._busy = BusyIntervals()
-        self._busy_since = 0.0  # time.time() at the start of the first in-flight request
-        self._num_running = 0
+        self._gate: UpdateGate | None = None
+        if not protocol.versions_tokens:
+            file = None if address_file is None else address_file.with_suffix(".version.json")
+            self._gate = UpdateGate(file)
+        self._deadlines = Deadlines(request_timeout_s)  # of requests
+        self._counts: Counter[str] = Counter()  # of requests, including those of copies
+        self._collective = CollectiveSender(protocol, timeout_s=weight_group_timeout_s)
+        self._delta = DeltaSender(protocol)
+        self._start_here()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Training ranks and rollout workers have copies with their own connections."""
+        own = {"_client": None, "_counts": Counter(), "_busy": None, "_updating": None}
+        return {**self.__dict__, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_here()
+
+    def _start_here(self) -> None:
+        """What each process has for itself."""
+        self._client: GenerateClient | None = None
+        self._busy = BusyIntervals()  # when requests were in flight
         self._updating = threading.Lock()
-        self._is_paused = False
-        self._client: HttpClient | None = None
+
+    @property
+    def servers(self) -> list[str]:
+        return self._pool.addresses
 
     def initialize(self) -> None:
-        self._on_all(lambda control: control.wait_until_healthy(self._setup_timeout_s))
-        self._gate.open(self._served_versions()[0] or 0)
-        self.get_version()  # raises unless all servers agree
+        self._pool.open()
+        if self._gate is not None and not self._pool.is_copy:
+            self._gate.open(self._pool.newest_version or 0)
+            self.get_version()  # raises unless all servers agree
 
     def destroy(self) -> None:
         """From any thread. Cancels pending calls."""
-        if self._collective is not None:
-            self._collective.close()
+        self._collective.close()
         client, self._client = self._client, None
         if client is not None:
             close_on_its_loop(client.events, client.close)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        client = self._client_here()
-        if self._num_running == 0:
-            self._busy_since = time.time()
-        self._num_running += 1
-        try:
-            return await client.generate(req)
-        finally:
-            self._num_running -= 1
-            self._busy.add(self._busy_since, time.time())
+        return await self._client_here().generate(req)
+
+    def join(self, address: str, weights: WeightUpdateMeta | None = None) -> None:
+        """Add a server: it loads the live weights, then gets requests.
+
+        `weights` is the update that brings these, by default the last one noted here. RuntimeError
+        if it serves another model, or lacks the weights and no update can bring them.
+        """
+        with self._updating:
+            order = None if weights is None else self._protocol.weight_order(weights)
+            self._pool.join(address, order)
+
+    def leave(self, address: str) -> None:
+        """Remove a server: it gets no more requests; returns when its in-flight ones are done."""
+        client = self._client
+        if client is not None and not client.events.is_running():
+            client = None
+        if client is not None and runs_here(client.events):
+            raise RuntimeError("leave blocks: call it from another thread than agenerate")
+        self._pool.leave(address)
+        if client is not None:
+            drained = asyncio.run_coroutine_threadsafe(client.drain(address), client.events)
+            drained.result(self._request_timeout_s)
 
     def pause_generation(self) -> None:
-        self._on_all(self._protocol.pause)
-        self._is_paused = True
+        self._pool.set_paused(True)
 
     def continue_generation(self) -> None:
-        self._is_paused = False
-        self._on_all(self._protocol.resume)
+        self._pool.set_paused(False)
 
     def update_weights(
         self,
         meta: WeightUpdateMeta,
         named_tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        load = self._loading(meta, named_tensors)
+        load, order = self._loading(meta, named_tensors)
         with self._updating:
-            self._interrupt_all()
-            try:
-                load()
-                self._resume_unless_paused()
-            except Exception as err:
-                # Servers may have part of the new weights, so no version is consistent any more.
-                self._gate.fail(f"no weights serve: version {meta.version} did not load: {err}")
-                raise
-            self._gate.open(meta.version)
-            self._slots.renew_restarts()
+            if self._gate is not None:
+                self._update_between_requests(self._gate, meta.version, load, order)
+                return
+            self._pool.expect_weights(meta.version)
+            load()
+            if named_tensors is None:
+                self._pool.remember_weights(meta.version, order)
+
+    def expect_weights(self, version: int) -> None:
+        self._pool.expect_weights(version)
+
+    @property
+    def newest_version(self) -> int | None:
+        return self._pool.newest_version
+
+    def note_weights(self, meta: WeightUpdateMeta) -> None:
+        if self._gate is None:
+            self._pool.note_weights(meta.version, self._lasting_order(meta))
+        elif self._pool.version != meta.version:  # sent by a copy
+            self._pool.remember_weights(meta.version, self._lasting_order(meta))
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Register a LoRA adapter as `name`, for requests with that `gconfig.lora_name`."""
-        path = str(Path(folder).absolute())
-        self._on_all(lambda control: self._protocol.load_adapter(control, name, path))
-        self._adapters[name] = path
+        self._pool.load_adapter(name, str(Path(folder).absolute()))
 
     def unload_adapter(self, name: str) -> None:
-        self._adapters.pop(name, None)
-        self._on_all(lambda control: self._protocol.unload_adapter(control, name))
+        self._pool.unload_adapter(name)
+
+    def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
+        """Each server scores a share of the rows."""
+        rows = token_lists(data)
+        count = min(len(self._pool.controls), len(rows))
+        shares = [rows[index::count] for index in range(count)]
+        scores: list[list[float]] = [[] for _ in rows]
+
+        def score(index: int) -> list[list[float]]:
+            return self._pool.on_one(index, lambda c: self._protocol.score(c, shares[index]))
+
+        with ThreadPoolExecutor(count, thread_name_prefix="score") as threads:
+            for index, answer in enumerate(threads.map(score, range(count))):
+                scores[index::count] = answer
+        return padded_scores(scores, data)
+
+    def offload(self, tags: Sequence[str] | None = None) -> None:
+        """The time until `onload` does not count towards the timeout of waiting requests."""
+        if not self._protocol.offloads:
+            raise NotImplementedError(f"a {self._protocol.kind} cannot leave its device")
+        self._deadlines.stop()
+        self._pool.offload(tags)
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        self._pool.onload(tags)
+        if not self._pool.offloaded:
+            self._deadlines.resume()
 
     def get_version(self) -> int:
-        """As counted here, checked against the servers that record it."""
+        """The oldest version any server serves. Where it is counted here, RuntimeError if a server
+        records another."""
+        served = self._pool.on_all(self._protocol.served_version)
+        if self._gate is None:
+            return min(version for version in served.values() if version is not None)
         counted = self._gate.version
-        for control, noted in zip(self._controls, self._served_versions(), strict=True):
+        for control, noted in served.items():
             if noted not in (None, counted):
                 raise RuntimeError(
-                    f"{self._protocol.kind} {control.address} serves version {noted}, expected "
+                    f"{control.kind} {control.address} serves version {noted}, expected "
                     f"{counted}: it was started again, or somebody else gave it weights"
                 )
         return counted
 
     def stats(self) -> dict[str, float]:
-        """Summed over the servers, except the version; counters of a dead server are lost."""
-        total: dict[str, float] = {
-            "version": self._gate.version,
-            "restarts": self._slots.num_restarts,
-            "requests_resent": self._client.num_resent if self._client is not None else 0,
-            "replies_refused": self._client.num_refused if self._client is not None else 0,
-        }
-        for stats in self._on_all(self._protocol.stats):
+        """Summed over the servers, except the version, which is the oldest; counters of a dead
+        server are lost."""
+        answers = list(self._pool.on_all(self._protocol.stats).values())
+        total: dict[str, float] = {}
+        for stats in answers:
             for name, value in stats.items():
                 total[name] = total.get(name, 0) + value
-        return total
+        if self._gate is None:
+            total["version"] = min(stats["version"] for stats in answers)
+        else:
+            total["version"] = self._gate.version
+        return {
+            **total,
+            **{name: self._counts[name] for name in _COUNTS},
+            "servers": len(answers),
+            "restarts": self._pool.num_restarts,
+        }
+
+    def take_counts(self) -> dict[str, int]:
+        taken = dict(self._counts)
+        self._counts.clear()
+        return taken
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        self._counts.update(counts)
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        """When requests were in flight: the servers do not report when they compute."""
-        return {", ".join(self._slots.addresses): self._busy.since(since)}
-
-    def _served_versions(self) -> list[int | None]:
-        return self._on_all(self._protocol.served_version)
+        """Per server address, when it computed after `since` (`time.time()`): for the trace. For
+        servers that do not report it, when requests were in flight."""
+        answers = self._pool.on_all(lambda c: self._protocol.busy_intervals(c, since))
+        found = {c.address: intervals for c, intervals in answers.items() if intervals is not None}
+        return found or {", ".join(self.servers): self._busy.since(since)}
 
     def _loading(
         self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]] | None
-    ) -> Callable[[], None]:
-        """A function that loads the weights on all servers, once they are drained."""
-        if meta.type in ("shm", "disk") and named_tensors is None and not meta.use_lora:
-            return self._loading_of_folder(meta)
-        collective = self._collective
-        if meta.type == "xccl" and collective and named_tensors is not None and not meta.use_lora:
-            return partial(self._broadcast, collective, meta, named_tensors)
-        ways, modes = "from a folder", "shm or disk"
-        if collective:
-            ways, modes = "from a folder or a process group", "shm, disk or xccl"
+    ) -> tuple[Callable[[], object], WeightOrder | None]:
+        """A function that loads the weights on all servers, and the order for later servers."""
+        types = self._protocol.weight_types
+        if meta.type in types and not meta.use_lora:
+            if meta.type == "xccl" and named_tensors is not None:
+                return partial(self._broadcast, meta, named_tensors), None
+            if meta.type == "delta" and named_tensors is not None:
+                return partial(self._delta.send, self._pool, meta, named_tensors), None
+            if named_tensors is None:
+                order = self._protocol.weight_order(meta)
+                load = partial(self._pool.on_all, lambda c: self._protocol.load_weights(c, order))
+                return load, order if meta.type in _LASTING else None
+        how = " with use_lora" if meta.use_lora else ""
         raise ValueError(
-            f"a {self._protocol.kind} takes whole models {ways}, got type {meta.type!r}"
-            f"{' with use_lora' if meta.use_lora else ''}; set actor.weight_update_mode to {modes}"
+            f"a {self._protocol.kind} takes whole models by {', '.join(types)}, got type "
+            f"{meta.type!r}{how}; set actor.weight_update_mode to one of these"
         )
-
-    def _loading_of_folder(self, meta: WeightUpdateMeta) -> Callable[[], None]:
-        publication = open_publication(meta.path, version=meta.version, key=meta.key)
-        with_lm_head = self._protocol.wants_lm_head(self._model_path)
-        folder = hf_folder_of(publication, self._model_path, with_lm_head=with_lm_head)
-
-        def load() -> None:
-            # A server replaced from here on loads these, so that none is stale when the gate opens.
-            self._weights = folder, meta.version
-            self._slots.forbid_restarts(None)
-            self._on_all(lambda control: self._protocol.load_weights(control, folder, meta.version))
-
-        return load
 
     def _broadcast(
-        self,
-        collective: CollectiveSender,
-        meta: WeightUpdateMeta,
-        named_tensors: Iterator[tuple[str, torch.Tensor]],
+        self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
-        self._weights = None
-        self._slots.forbid_restarts(
-            f"the weights of version {meta.version} came through a process group, and nothing "
-            "holds them for another server; set actor.weight_update_mode to shm or disk for that"
-        )
-        collective.send(tuple(self._controls), meta, named_tensors)
+        self._collective.send(self._pool.controls, meta, named_tensors)
 
-    def _interrupt_all(self) -> None:
+    def _lasting_order(self, meta: WeightUpdateMeta) -> WeightOrder | None:
+        """None for transports that leave nothing to load later."""
+        return self._protocol.weight_order(meta) if meta.type in _LASTING else None
+
+    def _update_between_requests(
+        self,
+        gate: UpdateGate,
+        version: int,
+        load: Callable[[], object],
+        order: WeightOrder | None,
+    ) -> None:
+        self._interrupt_all(gate)
+        try:
+            # A server replaced from here on loads these, so that none is stale when the gate opens.
+            self._pool.remember_weights(version, order)
+            gate.begin_load()
+            load()
+            self._resume_unless_paused()
+        except BaseException as err:
+            # Servers may have part of the new weights, so no version is consistent any more.
+            gate.fail(f"no weights serve: version {version} did not load: {err}")
+            raise
+        gate.open(version)
+
+    def _interrupt_all(self, gate: UpdateGate) -> None:
         """Returns when no request is in flight and the gate is closed; resumes all on an error."""
         client = self._client
         if client is not None and runs_here(client.events):
             raise RuntimeError("update_weights blocks: call it from another thread than agenerate")
-        self._gate.close()
+        gate.close()
         try:
-            self._on_all(self._protocol.interrupt)
-            if not self._gate.wait_empty(_STRAGGLERS_S) and client is not None:
-                client.events.call_soon_threadsafe(client.drop_attempts)
-                if not self._gate.wait_empty(_DROP_S):
-                    servers = ", ".join(self._slots.addresses)
+            self._pool.on_all(self._protocol.interrupt)
+            if not gate.wait_empty(_STRAGGLERS_S) and client is not None:
+                client.events.call_soon_threadsafe(client.drop_exchanges)
+                if not gate.wait_empty(_DROP_S):
                     raise RuntimeError(
-                        f"requests to {servers} did not end within {_DROP_S:g} s: the event loop "
-                        "that generates is blocked"
+                        f"requests to {', '.join(self.servers)} did not end within {_DROP_S:g} s: "
+                        "the event loop that generates is blocked"
                     )
         except BaseException:
-            self._gate.open(self._gate.version)
+            gate.open(gate.version)
             with suppress(RuntimeError):  # the original error matters more
                 self._resume_unless_paused()
             raise
 
     def _resume_unless_paused(self) -> None:
-        if not self._is_paused:
-            self._on_all(self._protocol.resume)
+        if not self._pool.is_paused:
+            self._pool.on_all(self._protocol.resume)
 
-    def _on_all(self, call: Callable[[ControlClient], T]) -> list[T]:
-        slots = range(len(self._controls))
-        return on_all(slots, lambda slot: on_living(self._controls, slot, call, self._replace))
-
-    def _replace(self, address: str) -> str:
-        return self._slots.replace(address, self._prepare)
-
-    def _prepare(self, slot: int, address: str) -> None:
-        """Bring a replacement to the state of the dead server before its address is known."""
-        control = self._control(address)
-        if self._weights is not None:
-            self._protocol.interrupt(control)
-            self._protocol.load_weights(control, *self._weights)
-            self._protocol.resume(control)
-        for name, folder in self._adapters.items():
-            self._protocol.load_adapter(control, name, folder)
-        if self._is_paused:
-            self._protocol.pause(control)
-        self._controls[slot] = control
-
-    def _control(self, address: str) -> ControlClient:
-        return ControlClient(
-            address, self._token, timeout_s=self._request_timeout_s, kind=self._protocol.kind
-        )
-
-    def _client_here(self) -> HttpClient:
+    def _client_here(self) -> GenerateClient:
         """The client of the running event loop; a closed loop is replaced by the next."""
         client = self._client
         if client is None or client.events.is_closed():
-            client = self._client = HttpClient(
+            client = self._client = GenerateClient(
                 self._protocol,
-                self._slots.addresses,
+                self._pool,
                 self._token,
-                self._gate,
-                timeout_s=self._request_timeout_s,
+                gate=self._gate,
+                deadlines=self._deadlines,
                 retries=self._request_retries,
                 max_context=self._max_context,
                 vocab_size=self._vocab_size,
-                replace=self._replace,
+                counts=self._counts,
+                busy=self._busy,
             )
         elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")

@@ -6,8 +6,8 @@
 
 A server computes and caches a prompt once, so a request whose prompt is in flight goes to the same
 server; any other goes to the one with the fewest tokens in flight. A server that lost a connection
-gets new prompts only if all have, for a while. Servers may be added and removed; requests of a
-removed server are given back like the rest.
+gets new prompts only if all have, for a while. `follow` changes the servers; requests of one that
+is gone are given back like the rest.
 
 `SingleFlight`: concurrent callers with one key share one task, which continues if one of them is
 cancelled. Both are used on one event loop, hence without locks.
@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 _AVOID_S = 5.0  # how long a server that lost a connection is avoided
@@ -29,7 +30,7 @@ _MAX_BACKOFF_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Server:
-    address: str  # changes when it is replaced
+    address: str
     tokens_in_flight: int = 0
     avoided_until: float = 0.0  # time.monotonic()
 
@@ -74,12 +75,13 @@ class RequestRouter:
     def avoid(self, server: Server, for_s: float = _AVOID_S) -> None:
         server.avoided_until = max(server.avoided_until, time.monotonic() + for_s)
 
-    def add(self, address: str) -> None:
-        self.servers.append(Server(address))
-
-    def remove(self, server: Server) -> None:
-        server.avoided_until = math.inf  # in-flight prompts no longer attract requests there
-        self.servers = [other for other in self.servers if other is not server]
+    def follow(self, addresses: Sequence[str]) -> None:
+        """These are the servers from now on. One that is replaced has another address."""
+        for server in self.servers:
+            if server.address not in addresses:
+                server.avoided_until = math.inf  # its prompts no longer attract requests
+        known = {server.address: server for server in self.servers}
+        self.servers = [known.get(address) or Server(address) for address in addresses]
 
     def _least_loaded(self) -> Server:
         return min(self.servers, key=lambda server: (server.is_avoided, server.tokens_in_flight))
@@ -98,12 +100,17 @@ class SingleFlight:
         self, key: Hashable, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any
     ) -> asyncio.Task[Any]:
         """Starts `work(*args)`, unless a task with this key is running."""
-        if key not in self._tasks:
+        task = self._tasks.get(key)
+        if task is None or task.done():  # its callback may not have run yet
             task = self._tasks[key] = asyncio.create_task(work(*args), name=str(key))
-            task.add_done_callback(lambda _: self._tasks.pop(key))
+            task.add_done_callback(partial(self._forget, key))
             # Awaiting callers get the exception; without any, asyncio must not log it.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._tasks[key]
+        return task
+
+    def _forget(self, key: Hashable, task: asyncio.Task[Any]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
     async def do(
         self, key: Hashable, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any

@@ -1,7 +1,7 @@
 """Blocking calls to one inference server: health, pause, weights, statistics.
 
 For the trainer's thread, which has no event loop. Each call opens its own connection, so calls may
-come from several threads. Generation uses batching_client.py and client.py instead.
+come from several threads. Generation uses client.py instead.
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ import http.client
 import json
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from areal.api.json_text import loads_object
 from areal.utils.waits import waiting
-
-S = TypeVar("S")  # a client, or another handle of a server
-T = TypeVar("T")
 
 
 class ServerError(RuntimeError):
@@ -134,35 +129,6 @@ class ControlClient:
             refused = ServerEndedError if answer.status == 503 else ServerRefusedError
             raise refused(fault, answer.status)
         return content
-
-
-def on_all(servers: Sequence[S], call: Callable[[S], T]) -> list[T]:
-    """The call on all servers concurrently; the first error is raised after all have finished."""
-    if len(servers) == 1:
-        return [call(servers[0])]
-    with ThreadPoolExecutor(len(servers), thread_name_prefix="server-control") as pool:
-        return list(pool.map(call, servers))
-
-
-def on_living(
-    controls: Sequence[ControlClient],
-    slot: int,
-    call: Callable[[ControlClient], T],
-    replace: Callable[[str], str],
-) -> T:
-    """The call on one server, repeated on its replacement if it is dead.
-
-    `replace(address)` returns the slot's current address, whose client it has put into `controls`.
-    """
-    control = controls[slot]
-    try:
-        return call(control)
-    except ServerRefusedError:
-        raise
-    except ServerError:
-        if replace(control.address) == control.address:
-            raise
-        return call(controls[slot])
 
 
 def error_text(content: bytes | str) -> str:

@@ -13,13 +13,12 @@ held for long.
     watcher of a process   waits for: its end        unblocked by: it, or the process's `close`
     a lost call            waits for: a replacement  unblocked by: it, or EngineLostError
 
-Copies of the client in other processes start no server; they find the new address in a file
-(`AddressFile`):
+Copies of the client in other processes start no server; a file tells them what became of one:
 
-    owner (the controller)               writes: address by slot, again after a restart; or why
-                                         there is no server any more
-    copy (training rank, rollout worker) reads: after a lost connection, until the slot has another
-                                         address or the old one answers (`FollowedSlots`)
+    owner (the controller)               writes: address of each lost server -> its replacement, or
+                                         none; or why there is no server any more
+    copy (training rank, rollout worker) reads: after a lost connection, until the server is in the
+                                         file or answers again
 """
 
 from __future__ import annotations
@@ -28,38 +27,42 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api.engine_api import EngineLostError
 from areal.engine.native.device_parts import device_parts, parts_that_leave
+from areal.engine.remote.protocol import ServerProtocol, WeightOrder
 from areal.engine.remote.server_control import (
     ControlClient,
     ServerEndedError,
     ServerError,
     ServerLostError,
     ServerRefusedError,
-    on_all,
 )
-from areal.engine.remote.server_process import ServerProcess, ServerSlots
+from areal.engine.remote.server_process import ServerProcess
 from areal.utils import logging
 from areal.utils.fs import atomic_write_text
 from areal.utils.waits import waiting
 
-logger = logging.getLogger("NativeRemoteEngine")
+logger = logging.getLogger("ServerPool")
 
 T = TypeVar("T")
 
 _COME_BACK_S = 2.0  # grace for a live server whose connection broke
+_LOOK_S = 0.1  # poll interval of a copy
+_ANSWER_S = 5.0  # timeout of a copy's health probe
 
 
 class ServerPool:
     """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
-    bounds restarts between two weight updates. `address_file` is where copies find the address of a
-    restarted server; without it they only retry."""
+    bounds restarts between two weight updates. `address_file` must be readable by every process of
+    the run; without it copies only retry."""
 
     def __init__(
         self,
+        protocol: ServerProtocol,
         addresses: Sequence[str],
         token: str,
         *,
@@ -69,39 +72,34 @@ class ServerPool:
         max_restarts: int = 3,
         address_file: Path | None = None,
     ) -> None:
+        self._protocol = protocol
         self._token = token
         self._timeout_s = timeout_s
         self._setup_timeout_s = setup_timeout_s
-        self._processes = processes
-        self._slots = ServerSlots(addresses, processes, max_restarts=max_restarts)
-        self._file = None if address_file is None else AddressFile(address_file)
+        self._processes = dict(zip(addresses, processes, strict=False))  # by current address
+        self._max_restarts = max_restarts
+        self._num_recent = 0  # restarts since the last weight update
+        self.num_restarts = 0
+        self._forbidden: str | None = None  # why servers are not restarted
+        self._file = address_file
         self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
-        self._left_out: set[str] = set()  # addresses
-        self._version: int | None = None  # of the live weights, once noted
-        self._weights: dict[str, Any] | None = None  # the order that loads them, if any
+        self._moved: dict[str, str | None] = {}  # address of a lost server -> of its replacement
+        self.version: int | None = None  # of the live weights, once noted
+        self._weights: WeightOrder | None = None  # loads them, if anything can
+        self._adapters: dict[str, str] = {}  # folder by name
         self.newest_version: int | None = None  # that any server can have; None: unknown
-        self._is_copy = False  # a copy is not told of updates
-        self._paused = False
+        self.is_copy = False  # it is not told of updates, and the owner decides about servers
+        self.is_paused = False
         self.offloaded: frozenset[str] = frozenset()
-        self._follows = False  # a copy: the owner of the processes decides and writes the file
         self._changing = threading.Lock()  # guards all above but reading `controls`
 
     def __getstate__(self) -> dict[str, Any]:
-        left = {"_changing": None, "_processes": (), "newest_version": None, "_is_copy": True}
-        if self._file is not None:
-            left["_follows"] = True
-            left["_slots"] = FollowedSlots(
-                self._slots.addresses, self._token, self._file, timeout_s=self._setup_timeout_s
-            )
-        return {**self.__dict__, **left}
+        own = {"_changing": None, "_processes": {}, "num_restarts": 0}
+        return {**self.__dict__, **own, "newest_version": None, "is_copy": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._changing = threading.Lock()
-
-    @property
-    def num_restarts(self) -> int:
-        return self._slots.num_restarts
 
     @property
     def addresses(self) -> list[str]:
@@ -114,18 +112,26 @@ class ServerPool:
         # Our own servers have reported ready; one that is gone by now will not come back.
         timeout_s = 0.0 if self._processes else self._setup_timeout_s
         self.on_all(lambda control: control.wait_until_healthy(timeout_s))
-        self.expect_weights(max(self.on_all(served_version).values()))
+        versions = self.on_all(self._protocol.served_version).values()
+        self.expect_weights(max(version or 0 for version in versions))
         self._tell_copies()
-        for index, process in enumerate(self._processes):
-            name = f"native-server{index}-watch"
-            threading.Thread(target=self._watch, args=(process,), name=name, daemon=True).start()
+        for address, process in list(self._processes.items()):
+            watch = threading.Thread(
+                target=self._watch, args=(address, process), name=f"watch-{address}", daemon=True
+            )
+            watch.start()
 
     def on_all(self, call: Callable[[ControlClient], T]) -> dict[ControlClient, T]:
         """Results of `call` on all remaining servers; an error if none remains.
 
         `call` may run twice on a server whose connection broke.
         """
-        answers = on_all(self.controls, lambda control: self._attempt(control, call))
+        controls = self.controls
+        if len(controls) == 1:
+            answers = [self._attempt(controls[0], call)]
+        else:
+            with ThreadPoolExecutor(len(controls), thread_name_prefix="server-control") as pool:
+                answers = list(pool.map(lambda control: self._attempt(control, call), controls))
         return dict(answer for answer in answers if answer is not None)
 
     def on_one(self, index: int, call: Callable[[ControlClient], T]) -> T:
@@ -138,49 +144,77 @@ class ServerPool:
 
     def set_paused(self, paused: bool) -> None:
         with self._changing:  # a joining server either sees the flag or is among those called
-            self._paused = paused
-        self.on_all(lambda control: control.post("/pause" if paused else "/continue"))
+            self.is_paused = paused
+        self.on_all(self._protocol.pause if paused else self._protocol.resume)
 
     def offload(self, tags: Sequence[str] | None) -> None:
         with self._changing:
             self.offloaded |= parts_that_leave(tags)
-        self.on_all(lambda control: control.post("/offload", **_tags(tags)))
+        self.on_all(lambda control: self._protocol.offload(control, tags))
 
     def onload(self, tags: Sequence[str] | None) -> None:
         with self._changing:
             self.offloaded -= device_parts(tags)
-        self.on_all(lambda control: control.post("/onload", **_tags(tags)))
+        self.on_all(lambda control: self._protocol.onload(control, tags))
 
-    def note_weights(self, version: int, order: dict[str, Any] | None) -> None:
+    def load_adapter(self, name: str, folder: str) -> None:
+        self.on_all(lambda control: self._protocol.load_adapter(control, name, folder))
+        with self._changing:
+            self._adapters[name] = folder
+
+    def unload_adapter(self, name: str) -> None:
+        with self._changing:
+            self._adapters.pop(name, None)
+        self.on_all(lambda control: self._protocol.unload_adapter(control, name))
+
+    def note_weights(self, version: int, order: WeightOrder | None) -> None:
         """`version` is live; `order` loads it into a server that lacks it, if anything can."""
         self.remember_weights(version, order)
-        for control, served in self.on_all(served_version).items():
+        for control, served in self.on_all(self._protocol.served_version).items():
             # The sender may have missed a server that was started or joined meanwhile.
             if served != version:
                 if order is None:
                     raise RuntimeError(
-                        f"native server {control.address} lacks version {version} of the weights, "
+                        f"{control.kind} {control.address} lacks version {version} of the weights, "
                         "and they cannot be sent again: set actor.weight_update_mode to shm or disk"
                     )
-                self._attempt(control, lambda server: server.post("/update_weights", **order))
+                self._attempt(control, lambda one: self._protocol.load_weights(one, order))
 
     def expect_weights(self, version: int) -> None:
         """Servers may have `version` from now on."""
-        if not self._is_copy:
+        if not self.is_copy:
             with self._changing:
                 self.newest_version = max(version, self.newest_version or 0)
 
-    def remember_weights(self, version: int, order: dict[str, Any] | None) -> None:
-        """As `note_weights`, for a caller that has just sent them to all servers."""
+    def remember_weights(self, version: int, order: WeightOrder | None) -> None:
+        """As `note_weights`, for a caller that sends them to all servers."""
         self.expect_weights(version)
         with self._changing:
-            self._version, self._weights = version, order
-        self._slots.renew_restarts()
+            self.version, self._weights = version, order
+            self._num_recent, self._forbidden = 0, None
+            if order is None and version > 0:
+                self._forbidden = (
+                    f"the weights of version {version} came through a process group, as a delta or "
+                    "by CUDA IPC, and nothing holds them for another server; set "
+                    "actor.weight_update_mode to shm or disk for that"
+                )
+
+    def has(self, address: str) -> bool:
+        """Whether the server takes part in weight updates, as far as the owner has told."""
+        return address in self.addresses and not (self._follows and address in self._told())
 
     def is_gone(self, address: str) -> bool:
         """Whether a server whose connection was lost has ended or was dropped; `successor` may be
         replacing it."""
-        return self._slots.has_ended(address) or address in self._left_out
+        try:
+            if not self.has(address):
+                return True
+        except EngineLostError:  # raised by `successor`
+            return True
+        if self._follows:
+            return not self._connect(address).is_there(_ANSWER_S)
+        process = self._processes.get(address)
+        return process is not None and process.describe_end() is not None
 
     def successor(self, address: str) -> str | None:
         """Address to use after a lost connection: that of the restarted server, None if it was
@@ -189,47 +223,57 @@ class ServerPool:
         EngineLostError if it was the last server and cannot be restarted.
         """
         with self._changing:
-            if address in self._left_out:
-                return None
-            try:
-                successor = self._slots.replace(address, self._prepare_new)
-            except EngineLostError as lost:
-                if self.addresses == [address] or self._follows:
-                    raise
-                self._leave_out(address, str(lost))
-                return None
-            if successor is None:  # decided by the owner of the processes
-                self._drop(address)
-            elif successor != address and address in self.addresses:
-                self._take_place(address, successor)
-            return None if successor in self._left_out else successor
+            if address in self.addresses:
+                with waiting(f"the replacement of the server {address}"):
+                    if self._follows:
+                        self._ask_owner(address)
+                    else:
+                        self._restart_if_ended(address)
+            return _follow(self._moved, address)
 
-    def join(self, address: str, order: dict[str, Any] | None) -> None:
+    def join(self, address: str, order: WeightOrder | None) -> None:
         """Add a server of the same model once it has the weights; `order` loads them, by default
         the last one noted."""
         control = self._connect(address)
         control.wait_until_healthy(self._setup_timeout_s)
-        others = self.on_one(0, lambda other: other.get("/health"))
+        model = self.on_one(0, self._protocol.served_model)
+        version = self.on_one(0, self._protocol.served_version)
         with self._changing:
             if address in self.addresses:
-                raise ValueError(f"native server {address} is one of this engine's already")
-            _require_model(control, others.get("model"))
-            self._prepare(control, order or self._weights)
+                raise ValueError(f"{control.kind} {address} is one of this engine's already")
+            served = self._protocol.served_model(control)
+            if served != model:
+                raise RuntimeError(
+                    f"{control.kind} {address} serves the model {served}, the others {model}: "
+                    "start it with the same --model"
+                )
+            order = order or self._weights
+            self._prepare(control, order)
             # During an update the others may be ahead of the noted version until the next note.
-            _require_version(control, _version_in(others, control), self._version)
-            self._left_out.discard(address)
+            has = self._protocol.served_version(control)
+            if has is None:  # it records none
+                has = 0 if order is None else order["version"]
+            others = version if version is not None else self.version or 0
+            if has not in (others, self.version):
+                raise RuntimeError(
+                    f"{control.kind} {address} has version {has} of the weights, the others serve "
+                    f"{others}: give `join` the order that brought them"
+                )
+            self._moved.pop(address, None)
             self.controls = (*self.controls, control)
 
     def leave(self, address: str) -> None:
         with self._changing:
+            name = f"{self._protocol.kind} {address}"
             if address not in self.addresses:
-                raise ValueError(f"native server {address} is not one of {self.addresses}")
+                raise ValueError(f"{name} is not one of {self.addresses}")
             if len(self.controls) == 1:
-                raise ValueError(f"native server {address} is the last one: let another join first")
-            self._drop(address)
+                raise ValueError(f"{name} is the last one: let another join first")
+            self._move(address, None)
 
     def _connect(self, address: str) -> ControlClient:
-        return ControlClient(address, self._token, timeout_s=self._timeout_s)
+        kind = self._protocol.kind
+        return ControlClient(address, self._token, timeout_s=self._timeout_s, kind=kind)
 
     def _attempt(
         self, control: ControlClient, call: Callable[[ControlClient], T]
@@ -261,67 +305,120 @@ class ServerPool:
                 self._leave_out(address, str(error))
         return None
 
-    def _watch(self, process: ServerProcess) -> None:
+    @property
+    def _follows(self) -> bool:
+        return self.is_copy and self._file is not None
+
+    def _watch(self, address: str | None, process: ServerProcess) -> None:
         """Needed because calls of copies bypass this object, so the end might go unnoticed."""
-        while process.wait_end():
+        while address is not None and process.wait_end():
             try:
-                if self.successor(process.address) is None:
-                    return
+                address = self.successor(address)
             except EngineLostError as error:  # raised again by the next call, here or in a copy
-                logger.error("native server %s is lost: %s", process.address, error)
-                if self._file is not None:
-                    self._file.write_loss(str(error))
+                logger.error("%s %s is lost: %s", self._protocol.kind, address, error)
+                self._tell_copies(loss=str(error))
                 return
 
-    def _prepare_new(self, slot: int, address: str) -> None:
-        """A replacement was started in slot `slot` and has reported ready."""
-        control = self._connect(address)
-        control.get("/health")
-        self._prepare(control, self._weights)
+    def _restart_if_ended(self, address: str) -> None:
+        process = self._processes.get(address)
+        end = None if process is None else process.describe_end()
+        if process is None or end is None:
+            return
+        try:
+            successor = self._restart(process, end)
+        except EngineLostError as lost:
+            if self.addresses == [address]:
+                raise
+            self._leave_out(address, str(lost))
+        else:
+            self._processes[successor] = self._processes.pop(address)
+            self._move(address, successor)
 
-    def _take_place(self, former: str, address: str) -> None:
-        self._left_out.discard(address)  # a port may be reused
-        control = self._connect(address)
-        self.controls = tuple(control if c.address == former else c for c in self.controls)
+    def _restart(self, process: ServerProcess, end: str) -> str:
+        """The new address. EngineLostError says how the last one ended if the budget is spent."""
+        if self._forbidden is not None:
+            raise EngineLostError(f"{end}; it cannot be replaced: {self._forbidden}")
+        while self._num_recent < self._max_restarts:
+            self._num_recent += 1
+            self.num_restarts += 1
+            logger.warning("%s; starting another", end)
+            try:
+                address = process.start_again()
+                control = self._connect(address)
+                control.get("/health")
+                self._prepare(control, self._weights)
+                return address
+            except EngineLostError:  # no worker left to start it in
+                raise
+            except RuntimeError as error:  # it did not start, or died again
+                end = str(error)
+        raise EngineLostError(end)
+
+    def _ask_owner(self, address: str) -> None:
+        """A copy waits until the owner has replaced the server, or it answers again."""
+        deadline = time.monotonic() + self._setup_timeout_s
+        while time.monotonic() < deadline:
+            moved = self._told()
+            if address in moved:
+                return self._move(address, _follow(moved, address))
+            if self._connect(address).is_there(_ANSWER_S):
+                return None
+            time.sleep(_LOOK_S)
+        limit = f"{self._setup_timeout_s:g} s (rollout.setup_timeout)"
+        raise ServerError(f"{self._protocol.kind} {address}: no replacement within {limit}")
+
+    def _told(self) -> dict[str, str | None]:
+        """What the owner says of lost servers. EngineLostError if none is left."""
+        assert self._file is not None, "a copy without a file follows nobody"
+        told = json.loads(self._file.read_text(encoding="utf-8"))
+        if told["loss"] is not None:
+            raise EngineLostError(told["loss"])
+        return told["moved"]
+
+    def _move(self, former: str, address: str | None) -> None:
+        """The server at `former` is replaced by that at `address`, or dropped."""
+        if address is None:
+            self.controls = tuple(c for c in self.controls if c.address != former)
+        else:
+            new = self._connect(address)
+            self.controls = tuple(new if c.address == former else c for c in self.controls)
+            self._moved.pop(address, None)  # a port may be reused
+        self._moved[former] = address
         self._tell_copies()
 
-    def _tell_copies(self) -> None:
-        if self._file is not None and not self._follows:
-            gone = self._left_out
-            self._file.write([None if a in gone else a for a in self._slots.addresses])
+    def _tell_copies(self, *, loss: str | None = None) -> None:
+        if self._file is not None and not self.is_copy:
+            # No other run reads it, so it need not survive a power failure.
+            told = {"moved": self._moved, "loss": loss}
+            atomic_write_text(self._file, json.dumps(told), durable=False)
 
-    def _prepare(self, control: ControlClient, order: dict[str, Any] | None) -> None:
+    def _prepare(self, control: ControlClient, order: WeightOrder | None) -> None:
         """Bring a new server to the state of the others before its address is known."""
+        protocol = self._protocol
         if self.offloaded:  # first, because the device is in use by the trainer
-            control.post("/offload", tags=sorted(self.offloaded))
+            protocol.offload(control, sorted(self.offloaded))
         if order is not None:
-            control.post("/update_weights", **order)
-        if self._paused:
-            control.post("/pause")
+            if not protocol.versions_tokens:
+                protocol.interrupt(control)
+            protocol.load_weights(control, order)
+            if not protocol.versions_tokens:
+                protocol.resume(control)
+        for name, folder in self._adapters.items():
+            protocol.load_adapter(control, name, folder)
+        if self.is_paused:
+            protocol.pause(control)
 
     def _leave_out(self, address: str, cause: str) -> None:
         logger.warning("a server is lost, the others go on: %s", cause)
-        self._drop(address)
-
-    def _drop(self, address: str) -> None:
-        self.controls = tuple(c for c in self.controls if c.address != address)
-        self._left_out.add(address)
-        self._tell_copies()
+        self._move(address, None)
 
 
-def served_version(control: ControlClient) -> int:
-    return _version_in(control.get("/health"), control)
-
-
-def _version_in(health: dict[str, Any], control: ControlClient) -> int:
-    version = health.get("version")
-    if type(version) is not int or version < 0:
-        raise ServerError(f"native server {control.address}: no version is {version!r:.60}")
-    return version
-
-
-def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
-    return {} if tags is None else {"tags": list(tags)}
+def _follow(moved: dict[str, str | None], address: str) -> str | None:
+    """Where the server at `address` is now."""
+    found: str | None = address
+    while found is not None and found in moved:
+        found = moved[found]
+    return found
 
 
 def _comes_back(control: ControlClient) -> bool:
@@ -330,112 +427,3 @@ def _comes_back(control: ControlClient) -> bool:
     except ServerError:
         return False
     return True
-
-
-def _require_model(control: ControlClient, expected: str | None) -> None:
-    served = control.get("/health").get("model")
-    if served != expected:
-        raise RuntimeError(
-            f"native server {control.address} serves the model {served}, the others {expected}: "
-            "start it with the same --model"
-        )
-
-
-def _require_version(control: ControlClient, expected: int, noted: int | None) -> None:
-    version = served_version(control)
-    if version not in (expected, noted):
-        raise RuntimeError(
-            f"native server {control.address} has version {version} of the weights, the others "
-            f"serve {expected}: give `join` the order that brought them"
-        )
-
-
-_LOOK_S = 0.1  # poll interval of a copy
-_ANSWER_S = 5.0  # timeout of a health probe
-
-
-class AddressFile:
-    """`path` must be readable by every process of the run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, addresses: Sequence[str | None]) -> None:
-        """By slot; None where a server was dropped without a replacement."""
-        self._write({"addresses": list(addresses)})
-
-    def write_loss(self, cause: str) -> None:
-        """No server is left; later readers get EngineLostError with `cause`."""
-        self._write({"lost": cause})
-
-    def read(self) -> list[str | None]:
-        """EngineLostError if the owner has written a loss."""
-        found = json.loads(self._path.read_text(encoding="utf-8"))
-        if "lost" in found:
-            raise EngineLostError(found["lost"])
-        return found["addresses"]
-
-    def _write(self, content: dict[str, object]) -> None:
-        # No other run reads it, so it need not survive a power failure.
-        atomic_write_text(self._path, json.dumps(content), durable=False)
-
-
-class FollowedSlots:
-    """The server slots (server_process.py) of a copy of the client: it starts no server, and waits
-    up to `timeout_s` for the owner, which also notices the end of a process."""
-
-    num_restarts = 0  # the owner counts them
-
-    def __init__(
-        self, addresses: Sequence[str], token: str, file: AddressFile, *, timeout_s: float
-    ) -> None:
-        self.addresses: list[str | None] = list(addresses)
-        self._token = token
-        self._file = file
-        self._timeout_s = timeout_s
-        self._replaced: dict[str, str | None] = {}
-        self._lock = threading.Lock()  # guards all above
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
-
-    def renew_restarts(self) -> None:
-        """No-op: the owner counts restarts."""
-
-    def has_ended(self, address: str) -> bool:
-        return address in self._replaced or (
-            address in self.addresses and not self._answers(address)
-        )
-
-    def replace(self, address: str, prepare: Callable[[int, str], None]) -> str | None:
-        """The current address of the slot of `address`; None if the owner has dropped it."""
-        with self._lock:
-            if address in self._replaced:
-                return self._replaced[address]
-            if address not in self.addresses:
-                return address
-            slot = self.addresses.index(address)
-            with waiting(f"the replacement of the server {address}"):
-                found = self._wait_for_owner(slot, address)
-            if found != address:
-                if found is not None:
-                    self._replaced.pop(found, None)  # a port may be reused
-                self._replaced[address] = self.addresses[slot] = found
-            return found
-
-    def _wait_for_owner(self, slot: int, address: str) -> str | None:
-        deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
-            found = self._file.read()[slot]
-            if found != address or self._answers(address):
-                return found
-            time.sleep(_LOOK_S)
-        limit = f"{self._timeout_s:g} s (rollout.setup_timeout)"
-        raise ServerError(f"native server {address}: no replacement within {limit}")
-
-    def _answers(self, address: str) -> bool:
-        return ControlClient(address, self._token, timeout_s=_ANSWER_S).is_there(_ANSWER_S)

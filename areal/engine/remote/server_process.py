@@ -1,13 +1,9 @@
-"""Processes of inference servers: launch, restart on death, and hosting in scheduler workers.
+"""Processes of inference servers: launch, restart, and hosting in scheduler workers.
 
     process = ServerProcess(lambda: launch_native_server(path, token=token))
-    slots = ServerSlots([process.address], [process], max_restarts=3)
-    ...                                                # a connection to `address` was lost
-    address = slots.replace(address, prepare)          # unchanged while the process runs
+    process.describe_end()      # after a lost connection: None while it runs
+    process.start_again()       # the new address
     process.close()
-
-`ServerSlots` are a client's server slots. `prepare` brings a new server to the state of the dead
-one (weights, pause); its in-flight requests are up to the client.
 
 `launch_server` starts a stock server with the interpreter of its own environment, isolated from the
 packages of this process, on a port chosen here on this machine, and waits until it answers.
@@ -33,20 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from areal.api.engine_api import EngineLostError
 from areal.api.redact import remember_secret
 from areal.engine.remote.server_control import ControlClient
-from areal.utils import logging
 from areal.utils.child_process import ChildProcess
 from areal.utils.hosted_object import HostedObject, clear_rank_env
-from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
     from areal.api.scheduler_api import Scheduler, Worker
     from areal.utils.child_process import ChildProcess
-
-
-logger = logging.getLogger("ServerProcess")
 
 _DYING_S = 2.0  # a killed process closes its connections shortly before it ends
 _LOOK_S = 0.5  # poll interval
@@ -101,90 +91,6 @@ class ServerProcess:
     def close(self) -> None:
         self._closed.set()
         self._child.terminate()
-
-
-class ServerSlots:
-    """A client's server slots; each holds one process at a time.
-
-    `processes` are in the order of `addresses`; without them, or without a slot, a server is not
-    replaced. `max_restarts` bounds the replacements between two calls of `renew_restarts`. A copy
-    in another process replaces no server.
-    """
-
-    def __init__(
-        self, addresses: Sequence[str], processes: Sequence[ServerProcess], *, max_restarts: int
-    ) -> None:
-        self.addresses = list(addresses)
-        self.num_restarts = 0
-        self._processes = processes
-        self._max_restarts = max_restarts
-        self._num_recent = 0
-        self._why_not: str | None = None
-        self._replaced: dict[str, str] = {}  # address of a dead server -> of its replacement
-        self._lock = threading.Lock()  # guards all above
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_processes": (), "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
-
-    def renew_restarts(self) -> None:
-        """Reset the restart budget."""
-        with self._lock:
-            self._num_recent = 0
-
-    def forbid_restarts(self, reason: str | None) -> None:
-        """From now on dead servers are not replaced, for this reason; None re-enables it."""
-        with self._lock:
-            self._why_not = reason
-
-    def has_ended(self, address: str) -> bool:
-        """Whether the process behind `address` has ended; `replace` may be running. False for a
-        server that is not ours. Call after a lost connection."""
-        if not self._processes or address not in self.addresses:
-            return address in self._replaced
-        ended = self._processes[self.addresses.index(address)].describe_end() is not None
-        return ended or address in self._replaced
-
-    def replace(self, address: str, prepare: Callable[[int, str], None]) -> str:
-        """The current address of the slot of `address`; unchanged while its process runs.
-
-        `prepare(slot, address)` runs before a new server is known to others; a RuntimeError means
-        that it is unusable. EngineLostError says how the last one ended if the budget is spent.
-        """
-        with self._lock:
-            if address in self._replaced:  # already replaced by an earlier caller
-                return self._replaced[address]
-            if not self._processes or address not in self.addresses:
-                return address
-            slot = self.addresses.index(address)
-            end = self._processes[slot].describe_end()
-            if end is None:
-                return address
-            with waiting(f"the replacement of the server {address}"):
-                self.addresses[slot] = self._fill(slot, end, prepare)
-            self._replaced.pop(self.addresses[slot], None)  # a port may be reused
-            self._replaced[address] = self.addresses[slot]
-            return self.addresses[slot]
-
-    def _fill(self, slot: int, end: str, prepare: Callable[[int, str], None]) -> str:
-        if self._why_not is not None:
-            raise EngineLostError(f"{end}; it cannot be replaced: {self._why_not}")
-        while self._num_recent < self._max_restarts:
-            self._num_recent += 1
-            self.num_restarts += 1
-            logger.warning("%s; starting another", end)
-            try:
-                address = self._processes[slot].start_again()
-                prepare(slot, address)
-                return address
-            except EngineLostError:  # no worker left to start it in
-                raise
-            except RuntimeError as error:  # it did not start, or died again
-                end = str(error)
-        raise EngineLostError(end)
 
 
 _PROBE_S = 5.0  # timeout of one readiness probe

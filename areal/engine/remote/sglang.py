@@ -17,9 +17,10 @@ from typing import Any
 
 from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
 from areal.api.scratch import ScratchFolder
-from areal.engine.remote.protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
+from areal.engine.remote.protocol import WeightOrder
 from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.remote.server_process import launch_server
+from areal.engine.remote.stock import NO_TOP_K, StockProtocol, read_metrics
 from areal.utils.child_process import ChildProcess
 from areal.utils.fs import atomic_write_text
 
@@ -32,11 +33,11 @@ _STATS = {
 }
 
 
-class SGLangProtocol(ServerProtocol):
+class SGLangProtocol(StockProtocol):
     kind = "SGLang server"
+    weight_types = ("shm", "disk")
 
     def generation(self, request: ModelRequest) -> HttpRequest:
-        refuse_images(request, self.kind)
         gconfig = request.gconfig
         sampling: dict[str, Any] = {
             "max_new_tokens": gconfig.max_new_tokens,
@@ -90,8 +91,9 @@ class SGLangProtocol(ServerProtocol):
     def interrupt(self, control: ControlClient) -> None:
         control.post_text("/pause_generation", mode="abort")
 
-    def load_weights(self, control: ControlClient, folder: Path, version: int) -> None:
-        answer = control.post("/update_weights_from_disk", model_path=str(folder), flush_cache=True)
+    def load_weights(self, control: ControlClient, order: WeightOrder) -> None:
+        where = {"model_path": order["folder"], "flush_cache": True}
+        answer = control.post("/update_weights_from_disk", **where)
         self._check(answer, control, "update_weights_from_disk")
 
     def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:

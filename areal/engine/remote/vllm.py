@@ -26,10 +26,10 @@ from areal.api.io_struct import (
     ModelRequest,
     WeightUpdateMeta,
 )
-from areal.engine.remote.collective_sender import GroupRoutes
-from areal.engine.remote.protocol import NO_TOP_K, ServerProtocol, read_metrics, refuse_images
+from areal.engine.remote.protocol import WeightOrder
 from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.remote.server_process import launch_server
+from areal.engine.remote.stock import NO_TOP_K, StockProtocol, read_metrics
 from areal.models.hf_io import read_hf_config
 from areal.utils.child_process import ChildProcess
 from areal.utils.fs import atomic_folder
@@ -52,11 +52,11 @@ _STATS = {
 }
 
 
-class VLLMProtocol(ServerProtocol):
+class VLLMProtocol(StockProtocol):
     kind = "vLLM server"
+    weight_types = ("shm", "disk", "xccl")
 
     def generation(self, request: ModelRequest) -> HttpRequest:
-        refuse_images(request, self.kind)
         gconfig = request.gconfig
         stop = gconfig.stop or []
         if len(stop) > _MAX_STOPS:
@@ -105,15 +105,24 @@ class VLLMProtocol(ServerProtocol):
     def interrupt(self, control: ControlClient) -> None:
         control.post("/pause?mode=abort&clear_cache=true")
 
-    def load_weights(self, control: ControlClient, folder: Path, version: int) -> None:
-        _on_workers(control, "reload_weights", weights_path=str(folder))
-        _note_version(control, version)
+    def wants_lm_head(self) -> bool:
+        return _has_head(self.model_path)
 
-    def group_routes(self, model_path: Path) -> GroupRoutes:
-        return VLLMGroupRoutes(with_lm_head=_has_head(model_path))
+    def load_weights(self, control: ControlClient, order: WeightOrder) -> None:
+        _on_workers(control, "reload_weights", weights_path=order["folder"])
+        _note_version(control, order["version"])
 
-    def wants_lm_head(self, model_path: Path) -> bool:
-        return _has_head(model_path)
+    def group_devices(self, control: ControlClient) -> list[str]:
+        """Every worker of a server is in the group, and loads its shard of the weights."""
+        return _on_workers(control, "areal_device")
+
+    def join_group(self, control: ControlClient, place: GroupPlace) -> None:
+        _on_workers(control, "areal_join", **asdict(place))
+
+    def receive(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
+        order = {"version": meta.version, "with_lm_head": self.wants_lm_head()}
+        _on_workers(control, "areal_take", group=group, **order)
+        _note_version(control, meta.version)
 
     def served_version(self, control: ControlClient) -> int | None:
         noted = control.get("/weight_info").get("weight_version")
@@ -133,24 +142,6 @@ class VLLMProtocol(ServerProtocol):
 
     def stats(self, control: ControlClient) -> dict[str, float]:
         return read_metrics(control.get_text("/metrics"), _STATS)
-
-
-class VLLMGroupRoutes(GroupRoutes):
-    """Every worker of a server is in the group, and loads its shard of the weights."""
-
-    def __init__(self, *, with_lm_head: bool) -> None:
-        self._with_lm_head = with_lm_head
-
-    def devices(self, control: ControlClient) -> list[str]:
-        return _on_workers(control, "areal_device")
-
-    def join(self, control: ControlClient, place: GroupPlace) -> None:
-        _on_workers(control, "areal_join", **asdict(place))
-
-    def take(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
-        order = {"version": meta.version, "with_lm_head": self._with_lm_head}
-        _on_workers(control, "areal_take", group=group, **order)
-        _note_version(control, meta.version)
 
 
 def launch_vllm_server(

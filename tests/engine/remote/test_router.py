@@ -37,14 +37,14 @@ def test_a_prompt_leaves_a_server_that_is_avoided():
 def test_servers_come_and_go():
     router = RequestRouter(["a"])
     first = router.take([1], 5)
-    router.add("b")
+    router.follow(["a", "b"])
     second = router.take([2], 5)
     assert second.address == "b" and router.take([1], 5) is first
-    router.remove(first)
+    router.follow(["b"])
     assert router.take([1], 5) is second
     router.avoid(first)  # its connection breaks; that does not make it one of them again
     assert first.avoided_until == math.inf
-    router.add("a")  # started again at the same address
+    router.follow(["b", "a"])  # started again at the same address
     assert router.take([3], 5) not in (first, second)
     for _ in range(2):
         router.give_back(first, [1], 5)

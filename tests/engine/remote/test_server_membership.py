@@ -16,8 +16,11 @@ from tiny import tiny_model, write_tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
-from areal.engine.remote.batching_client import PROGRESS_TOKENS
-from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
+from areal.engine.remote.native import (
+    PROGRESS_TOKENS,
+    NativeRemoteEngine,
+    launch_native_server,
+)
 from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.train.export import send_weights
 from areal.weight_sync.transports import PublicationRoot

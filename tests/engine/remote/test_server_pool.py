@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from areal.api.engine_api import EngineLostError
+from areal.engine.remote.native import NativeProtocol
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
 from areal.utils.child_process import ChildProcess
@@ -87,7 +88,7 @@ def test_a_server_is_started_again_then_left_out_and_the_last_is_raised(fakes, c
     launchers = [Launcher(first, again), Launcher(second)]
     processes = [ServerProcess(launcher) for launcher in launchers]
     options = {"timeout_s": 10, "setup_timeout_s": 10, "processes": processes, "max_restarts": 2}
-    pool = ServerPool([p.address for p in processes], "token", **options)
+    pool = ServerPool(NativeProtocol(), [p.address for p in processes], "token", **options)
     order = {"path": "p", "version": 4, "recompute_kv": True}
     try:
         pool.note_weights(4, order)  # nobody had sent them: both get them now
@@ -120,7 +121,9 @@ def test_a_server_is_started_again_then_left_out_and_the_last_is_raised(fakes, c
 
 
 def test_weights_that_cannot_be_sent_again(fakes):
-    pool = ServerPool([fakes[0].address], "token", timeout_s=10, setup_timeout_s=10)
+    pool = ServerPool(
+        NativeProtocol(), [fakes[0].address], "token", timeout_s=10, setup_timeout_s=10
+    )
     pool.note_weights(0, None)
     with pytest.raises(RuntimeError, match="lacks version 1 of the weights.*shm or disk"):
         pool.note_weights(1, None)

@@ -8,11 +8,11 @@ import pytest
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
-from areal.engine.remote.protocol import read_metrics
 from areal.engine.remote.sglang import SGLangProtocol
+from areal.engine.remote.stock import read_metrics
 from areal.engine.remote.vllm import VLLMProtocol
 
-VLLM, SGLANG = VLLMProtocol(), SGLangProtocol()
+VLLM, SGLANG = VLLMProtocol("unused"), SGLangProtocol("unused")
 
 # option -> (value, what vLLM is told, what SGLang is told); the rest of a payload stays the same.
 SAID = {
@@ -73,7 +73,7 @@ def test_defaults_of_the_model_cannot_change_the_distribution(protocol):
     assert payload["top_k"] in (0, -1)  # the word of each server for "all"
     assert payload["repetition_penalty"] == 1.0 and payload["min_p"] == 0.0
     with pytest.raises(ValueError, match="image_data"):
-        protocol.generation(ModelRequest([2], image_data=["aGVsbG8="]))
+        protocol.check_request(ModelRequest([2], image_data=["aGVsbG8="]))
 
 
 def vllm_answer(**changes):

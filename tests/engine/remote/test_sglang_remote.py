@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 from server_checks import (
@@ -18,7 +19,7 @@ from server_checks import (
 from sglang_server import sglang_python
 from tiny import write_tiny_model
 
-from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 
 TOKEN = "token-of-this-run"
@@ -42,9 +43,7 @@ def address(folders, tmp_path_factory):
 
 @pytest.fixture
 async def world(address, folders):
-    engine = HttpEngine(
-        SGLangProtocol(), [address], TOKEN, model_path=folders[0], request_timeout_s=60
-    )
+    engine = RemoteEngine(SGLangProtocol(folders[0]), [address], TOKEN, request_timeout_s=60)
     engine.initialize()
     yield ServerWorld(engine, folders, "sglang-test", tolerance=1e-4)
     await asyncio.to_thread(engine.destroy)
@@ -59,8 +58,8 @@ async def test_one_server_through_its_life(world):
     await check_update_in_the_middle(world, "disk")
     await check_updates_while_generating(world)
     version = next(world.versions) - 1
-    counts = {"running": 0, "waiting": 0, "restarts": 0}
-    counts |= {"requests_resent": 0, "replies_refused": 0}
+    counts = {"running": 0, "waiting": 0, "restarts": 0, "servers": 1}
+    counts |= {"requests_resent": 0, "tokens_kept": 0, "replies_refused": 0}
     assert world.engine.stats() == {"version": version, **counts}
     with pytest.raises(RuntimeError, match="LoRA is not enabled"):
         world.engine.load_adapter("mine", "adapter")
@@ -68,8 +67,37 @@ async def test_one_server_through_its_life(world):
     assert start < end
 
 
+async def test_copies_in_other_processes_learn_of_updates(address, folders, tmp_path):
+    """Whoever updates, and whoever asks: each token is of the version it names."""
+    file = tmp_path / "servers.json"
+    options = {"request_timeout_s": 60, "address_file": file}
+    owner = RemoteEngine(SGLangProtocol(folders[0]), [address], TOKEN, **options)
+    owner.initialize()
+    copy = pickle.loads(pickle.dumps(owner))
+    copy.initialize()
+    world = ServerWorld(owner, folders, "copies-test", tolerance=1e-4)
+    other = ServerWorld(copy, folders, "copies-test", tolerance=1e-4, versions=world.versions)
+    await asyncio.to_thread(world.publish)
+    replies = []
+    for asking, publishing in ((copy, world), (owner, other), (copy, world), (owner, other)):
+        tasks = [
+            asyncio.create_task(asking.agenerate(request(seed=seed, max_new_tokens=240)))
+            for seed in range(4)
+        ]
+        await asyncio.sleep(0.1)
+        version = await asyncio.to_thread(publishing.publish)
+        replies += await asyncio.gather(*tasks)
+        replies.append(await asking.agenerate(request()))
+        assert replies[-1].output_versions == [version] * 6
+        assert await asyncio.to_thread(asking.get_version) == version
+    assert all(reply.output_versions == sorted(reply.output_versions) for reply in replies)
+    world.check_logprobs(replies)
+    for engine in (copy, owner):
+        await asyncio.to_thread(engine.destroy)
+
+
 async def test_the_wrong_key_is_an_error(address, folders):
-    engine = HttpEngine(SGLangProtocol(), [address], "wrong", model_path=folders[0])
+    engine = RemoteEngine(SGLangProtocol(folders[0]), [address], "wrong")
     with pytest.raises(RuntimeError, match="401: Unauthorized"):
         await engine.agenerate(request())
     await asyncio.to_thread(engine.destroy)

@@ -62,3 +62,18 @@ async def test_close_ends_what_runs():
     await shared.close()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_task_that_has_just_ended_is_not_shared():
+    """Else a caller that asks again and again would never let the event loop forget it."""
+    flight, runs = SingleFlight(), []
+
+    async def work():
+        runs.append(len(runs))
+        return runs[-1]
+
+    first = flight.start("key", work)
+    while not first.done():
+        await asyncio.sleep(0)
+    results = [await flight.do("key", work) for _ in range(3)]
+    assert results == [1, 2, 3] and await flight.do("key", work) == 4

@@ -1,4 +1,4 @@
-"""A real, stock vLLM server behind HttpEngine. Needs `areal env create vllm`; run by
+"""A real, stock vLLM server behind RemoteEngine. Needs `areal env create vllm`; run by
 `make test-vllm`."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from server_checks import (
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import WeightUpdateMeta
 from areal.cli.demo import make_model
-from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
 from areal.models.hf_io import build_model, read_hf_config, save_hf
@@ -103,11 +103,10 @@ def process(folders, children, tmp_path_factory):
 
 @pytest.fixture
 async def world(process, folders):
-    engine = HttpEngine(
-        VLLMProtocol(),
+    engine = RemoteEngine(
+        VLLMProtocol(folders[0]),
         [process.address],
         TOKEN,
-        model_path=folders[0],
         max_context=256,
         processes=[process],
         request_timeout_s=300,
@@ -248,7 +247,7 @@ async def check_serves(world, version):
 
 async def check_another_hand(world):
     """A server whose note of its version is not ours is not believed."""
-    control, version = world.engine._controls[0], world.engine.get_version()
+    control, version = world.engine._pool.controls[0], world.engine.get_version()
     await asyncio.to_thread(control.post, "/update_weight_version", new_version="99")
     with pytest.raises(RuntimeError, match=f"serves version 99, expected {version}"):
         world.engine.get_version()
@@ -295,7 +294,7 @@ async def test_a_server_of_two_processes_takes_a_broadcast(folders, tmp_path):
         tensor_parallel=2,
         setup_timeout_s=SETUP_TIMEOUT_S,
     )
-    engine = HttpEngine(VLLMProtocol(), [address], TOKEN, model_path=folders[0])
+    engine = RemoteEngine(VLLMProtocol(folders[0]), [address], TOKEN)
     try:
         engine.initialize()
         world = ServerWorld(engine, folders, "vllm-two", tolerance=1e-3)

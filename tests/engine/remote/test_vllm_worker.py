@@ -17,7 +17,7 @@ from weight_sync.test_collective import open_groups
 
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import WeightUpdateMeta
-from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
 from areal.engine.remote.vllm_worker import WeightReceiver
@@ -76,11 +76,10 @@ def launched(folder, tmp_path_factory):
 
 def test_every_worker_of_two_servers_takes_every_version(folder, launched):
     processes, children = launched
-    engine = HttpEngine(
-        VLLMProtocol(),
+    engine = RemoteEngine(
+        VLLMProtocol(folder),
         [process.address for process in processes],
         TOKEN,
-        model_path=folder,
         processes=processes,
         request_timeout_s=60,
         request_retries=0,
@@ -93,7 +92,7 @@ def test_every_worker_of_two_servers_takes_every_version(folder, launched):
         expected = {name: t.double().sum().item() for name, t in weights_of(version)}
         assert "lm_head.weight" not in expected
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-        reports = [report for control in engine._controls for report in reports_of(control)]
+        reports = [report for control in engine._pool.controls for report in reports_of(control)]
         assert [report["place"][1:] for report in reports] == [[1, 4], [2, 4], [3, 4]]
         places |= {report["place"][0] for report in reports}
         for report in reports:
@@ -128,7 +127,7 @@ def breaks_off_and_recovers(engine):
     with pytest.raises(RuntimeError, match="no weights serve: version 3 did not load"):
         asyncio.run(engine.agenerate(request()))
     engine.update_weights(meta_of(4), weights_of(4))  # through a new group
-    reports = [report for control in engine._controls for report in reports_of(control)]
+    reports = [report for control in engine._pool.controls for report in reports_of(control)]
     assert [report["loads"] for report in reports] == [3, 3, 3] and engine.get_version() == 4
 
 

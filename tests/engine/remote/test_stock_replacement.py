@@ -13,7 +13,7 @@ from sglang_server import sglang_python
 from tiny import write_tiny_model
 
 from areal.api.engine_api import EngineLostError
-from areal.engine.remote.engine import HttpEngine
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.weight_sync.transports import PublicationRoot
@@ -49,11 +49,10 @@ async def launched(tmp_path):
     folders = [write_tiny_model(tmp_path / f"weights{seed}", seed=seed) for seed in (0, 7)]
     launches = Launches(folders[0], sglang_python(tmp_path), tmp_path / "server.log")
     process = await asyncio.to_thread(ServerProcess, launches)
-    engine = HttpEngine(
-        SGLangProtocol(),
+    engine = RemoteEngine(
+        SGLangProtocol(folders[0]),
         [process.address],
         TOKEN,
-        model_path=folders[0],
         processes=[process],
         max_restarts=1,
         request_timeout_s=120,

@@ -1,4 +1,4 @@
-"""HttpEngine against servers that break, hang and lie: scripts behind real HTTP.
+"""RemoteEngine against stock servers that break, hang and lie: scripts behind real HTTP.
 
 The scripts stand for the network and for dying processes. What a healthy server does is tested with
 one that speaks SGLang's protocol (test_sglang_remote.py), and with vLLM itself.
@@ -7,17 +7,18 @@ one that speaks SGLang's protocol (test_sglang_remote.py), and with vLLM itself.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+import torch
 from aiohttp import web
 from tiny import tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.io_struct import HttpGenerationResult, ModelRequest, WeightUpdateMeta
-from areal.engine.remote.client import Draft
-from areal.engine.remote.engine import HttpEngine
+from areal.api.io_struct import ModelRequest, WeightUpdateMeta
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.server_control import ServerError
 from areal.engine.remote.sglang import SGLangProtocol
 from areal.engine.train.export import send_weights
@@ -43,11 +44,13 @@ def answer(tokens, reason="stop", **finish):
 
 class ScriptedServer:
     """Answers the nth POST /generate by scripts[n] (the last one for all later): a function from
-    the body, awaited when it is a coroutine. Control calls succeed unless `fails` names them."""
+    the body, awaited when it is a coroutine. Control calls succeed unless `fails` names them, or
+    the server `hides`: then their connections break."""
 
     def __init__(self, *scripts, fails=()):
         self.scripts = scripts
         self.fails = fails
+        self.hides = False
         self.seen = []  # bodies of /generate
         self.orders = []  # control routes, in order
 
@@ -62,6 +65,9 @@ class ScriptedServer:
         return result
 
     async def order(self, call):
+        if self.hides:
+            call.transport.close()
+            raise ConnectionError
         self.orders.append(call.path)
         if call.path in self.fails:
             return web.json_response({"success": False, "message": "no such file"}, status=400)
@@ -86,7 +92,7 @@ async def engine_of(*servers, model_path="unused", **options):
     options = {"request_timeout_s": 20, "request_retries": 2, **options}
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(server)) for server in servers]
-        engine = HttpEngine(SGLangProtocol(), addresses, "token", model_path=model_path, **options)
+        engine = RemoteEngine(SGLangProtocol(model_path), addresses, "token", **options)
         yield engine
         await asyncio.to_thread(engine.destroy)
 
@@ -192,7 +198,7 @@ async def test_a_reply_that_cannot_be_trained_on_is_refused(script, message):
             ServerError, match=f"malformed reply.*{message}.*after 3 attempts"
         ) as caught:
             await engine.agenerate(request())
-        assert f"SGLang server {engine._slots.addresses[0]}" in str(caught.value)
+        assert f"SGLang server {engine.servers[0]}" in str(caught.value)
     assert len(server.seen) == 3
 
 
@@ -278,7 +284,9 @@ async def test_what_does_not_verify_or_does_not_fit_disturbs_nobody(model, tmp_p
         by_group = WeightUpdateMeta(
             type="xccl", version=5, gen_allocation=ModelAllocation.from_str("sglang:d1")
         )
-        with pytest.raises(ValueError, match="a SGLang server takes whole models from a folder, "):
+        with pytest.raises(
+            ValueError, match="a SGLang server takes whole models by shm, disk, got"
+        ):
             engine.update_weights(by_group, iter(()))
         assert server.orders == []
         assert (await engine.agenerate(request())).output_versions == [0]
@@ -293,6 +301,45 @@ async def test_an_update_that_cannot_interrupt_leaves_the_old_weights_serving(mo
             assert (await engine.agenerate(request())).output_versions == [0]
 
 
+async def test_a_server_that_missed_an_update_gets_no_more_requests(model, tmp_path):
+    """It would answer with the old weights, and nothing in its replies tells."""
+    servers = [ScriptedServer(lambda body, token=token: answer([token])) for token in (7, 8)]
+    with PublicationRoot("disk", run_name="t", disk_root=tmp_path / "w") as root:
+        async with engine_of(*servers, model_path=model) as engine:
+            first, second = engine.servers
+            replies = await asyncio.gather(*[engine.agenerate(request([n])) for n in range(6)])
+            assert {reply.output_tokens[0] for reply in replies} == {7, 8}
+            servers[1].hides = True
+            await asyncio.to_thread(publish, engine, root, 3)
+            assert engine.servers == [first]
+            replies = await asyncio.gather(*[engine.agenerate(request([n])) for n in range(6)])
+            assert [reply.output_tokens for reply in replies] == [[7]] * 6
+            assert {v for reply in replies for v in reply.output_versions} == {3}
+
+            servers[1].hides = False
+            await asyncio.to_thread(engine.join, second)  # with the weights, before any request
+            assert servers[1].orders == [
+                "/health",
+                "/pause_generation",
+                "/update_weights_from_disk",
+                "/continue_generation",
+            ]
+            await asyncio.to_thread(engine.leave, first)
+            reply = await engine.agenerate(request())
+            assert reply.output_tokens == [8] and reply.output_versions == [3]
+
+
+async def test_what_a_stock_server_cannot_do_is_said():
+    async with engine_of(ScriptedServer(never)) as engine:
+        with pytest.raises(NotImplementedError, match="a SGLang server cannot leave its device"):
+            engine.offload()
+        with pytest.raises(NotImplementedError, match="a SGLang server cannot score"):
+            ids = torch.tensor([[2, 3]])
+            engine.compute_logp({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        with pytest.raises(RuntimeError, match="would not learn of weight updates"):
+            pickle.dumps(engine)
+
+
 async def test_destroy_cancels_those_who_wait():
     async with engine_of(ScriptedServer(never)) as engine:
         task = asyncio.create_task(engine.agenerate(request()))
@@ -304,15 +351,17 @@ async def test_destroy_cancels_those_who_wait():
 
 
 @pytest.mark.parametrize("options", [{"stop": ["x"]}, {"frequency_penalty": 0.5}])
-def test_a_request_whose_meaning_depends_on_its_start_starts_over(options):
-    draft = Draft(request(**options), budget=4)
-    draft.add(HttpGenerationResult([7, 8], [-1.0, -1.0], "abort"), version=1)
-    assert draft.next_request().input_ids == [2, 3] and draft.stop_reason is None
-    draft.add(HttpGenerationResult([9], [-1.0], "stop"), version=2)
-    assert (draft.tokens, draft.versions, draft.stop_reason) == ([9], [2], "stop")
+async def test_a_request_whose_meaning_depends_on_its_start_starts_over(options):
+    server = ScriptedServer(lambda body: answer([7, 8], "abort"), lambda body: answer([9]))
+    async with engine_of(server) as engine:
+        reply = await engine.agenerate(request(seed=10, **options))
+    assert reply.output_tokens == [9] and reply.stop_reason == "stop"
+    assert server.seen[0] == server.seen[1]
 
 
-def test_an_abort_at_the_last_token_is_an_end_by_length():
-    draft = Draft(request(), budget=2)
-    draft.add(HttpGenerationResult([7, 8], [-1.0, -1.0], "abort"), version=1)
-    assert draft.stop_reason == "length"
+async def test_an_abort_at_the_last_token_is_an_end_by_length():
+    server = ScriptedServer(lambda body: answer([7, 8], "abort"))
+    async with engine_of(server) as engine:
+        reply = await engine.agenerate(request(max_new_tokens=2))
+    assert reply.output_tokens == [7, 8] and reply.stop_reason == "length"
+    assert len(server.seen) == 1

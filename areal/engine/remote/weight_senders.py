@@ -1,14 +1,15 @@
-"""Trainer side of `xccl`: broadcast of weights to the workers of all servers.
+"""Weight transports that keep state between versions.
 
-    sender = CollectiveSender(NativeGroupRoutes(), timeout_s=120)
-    sender.send(controls, meta, actor.hf_weights())
-    sender.close()
+`CollectiveSender` (`xccl`) broadcasts to the workers of all servers:
 
     rank 0    1      2          3      4
     trainer   server A (t2)     server B (t2)      consecutive ranks for a server's workers
 
 The group stays open across versions. A failure, or a change of the servers, closes it, and the next
-version opens a new one. `GroupRoutes` define how a server joins and receives.
+version opens a new one.
+
+`DeltaSender` (`delta`) publishes the changes since the version it published last; after a failure,
+and for servers that lack that version, it publishes in full.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from areal.api.io_struct import WeightUpdateMeta
+from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_control import ControlClient
+from areal.engine.remote.server_pool import ServerPool
 from areal.utils.device import best_device, device_identity
 from areal.utils.in_thread import in_thread
 from areal.weight_sync.collective import GroupError, GroupPlace, WeightGroup
+from areal.weight_sync.delta import DeltaPublisher
+from areal.weight_sync.transports import remove_old_versions
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -40,31 +45,13 @@ _POLL_S = 0.005
 _NAMING_S = 2.0  # timeout of the probe for the server that broke the group
 
 
-class GroupRoutes(ABC):
-    """Group calls of one kind of server. They block, from any thread; RuntimeError names the
-    server."""
-
-    @abstractmethod
-    def devices(self, control: ControlClient) -> list[str]:
-        """`device_identity` of each worker that will join."""
-
-    @abstractmethod
-    def join(self, control: ControlClient, place: GroupPlace) -> None:
-        """Returns when all pool have joined. `place` is that of its first worker; the others
-        have the following ranks."""
-
-    @abstractmethod
-    def take(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
-        """Receive `meta.version` through the group of this name; returns when it is live."""
-
-
 class CollectiveSender:
     """`timeout_s` bounds how long a member of the group may keep the others waiting."""
 
-    def __init__(self, routes: GroupRoutes, *, timeout_s: float) -> None:
-        self._routes = routes
+    def __init__(self, protocol: ServerProtocol, *, timeout_s: float) -> None:
+        self._protocol = protocol
         self._timeout_s = timeout_s
-        self._controls: Sequence[ControlClient] = ()  # the pool of the group
+        self._controls: Sequence[ControlClient] = ()  # the members of the group
         self._group: WeightGroup | None = None
         self._num_opened = 0
 
@@ -97,7 +84,7 @@ class CollectiveSender:
 
     def _open(self, meta: WeightUpdateMeta) -> WeightGroup:
         device = torch.empty(0, device=best_device()).device  # with its index
-        of_servers = [self._routes.devices(control) for control in self._controls]
+        of_servers = [self._protocol.group_devices(control) for control in self._controls]
         devices = [device_identity(device), *(each for own in of_servers for each in own)]
         # NCCL needs one GPU per member.
         alone = len(set(devices)) == len(devices) and "cpu" not in devices
@@ -116,7 +103,8 @@ class CollectiveSender:
         )
         calls, rank = _Calls(), 1
         for control, own in zip(self._controls, of_servers, strict=True):
-            calls.start(control, partial(self._routes.join, control, replace(place, rank=rank)))
+            own_place = replace(place, rank=rank)
+            calls.start(control, partial(self._protocol.join_group, control, own_place))
             rank += len(own)
         opening = in_thread(_THREAD, lambda: WeightGroup.open(place, device, listener=listener))
         return calls.while_answering(lambda: _result(opening, check=calls.check))
@@ -126,7 +114,7 @@ class CollectiveSender:
     ) -> None:
         calls = _Calls()
         for control in self._controls:
-            calls.start(control, partial(self._routes.take, control, group.place.name, meta))
+            calls.start(control, partial(self._protocol.receive, control, group.place.name, meta))
         calls.while_answering(
             lambda: group.send(
                 meta.version,
@@ -179,3 +167,26 @@ def _result(future: Future[T], *, check: Callable[[], None]) -> T:
         check()
         time.sleep(_POLL_S)
     return future.result()
+
+
+class DeltaSender:
+    def __init__(self, protocol: ServerProtocol) -> None:
+        self._protocol = protocol
+        self._publisher = DeltaPublisher()
+
+    def send(self, pool: ServerPool, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
+        how = {"bucket_bytes": meta.weight_chunked_mem_mb << 20, "key": meta.key}
+        try:
+            self._publisher.publish(named_tensors, meta.path, meta.version, **how)
+            if not self._load_on_all(pool, meta):
+                self._publisher.publish_whole(meta.path, meta.version, **how)
+                self._load_on_all(pool, meta)
+        except BaseException:
+            self._publisher.forget()
+            raise
+        if meta.clear_checkpoint_after_load:
+            remove_old_versions(Path(meta.path).parent)
+
+    def _load_on_all(self, pool: ServerPool, meta: WeightUpdateMeta) -> bool:
+        """Whether every server has the version now; False when one lacks the base of the delta."""
+        return all(pool.on_all(lambda control: self._protocol.load_delta(control, meta)).values())

@@ -1,0 +1,144 @@
+"""What stock servers (vLLM, SGLang) share: one POST per request, and weights from a folder.
+
+A stock server cannot say which weights produced a token. So an update aborts in-flight requests
+(the server returns the tokens so far), loads, and lets them continue from these tokens: the prefix
+is recomputed with the new weights. A request that depends on where its output began (`stop`
+strings, a frequency penalty) starts over instead.
+
+    first request   prompt                      seed s          -> tokens a b, abort
+    continuation    prompt a b, budget less 2   seed s + 2      -> tokens c, stop
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.io_struct import (
+    HttpGenerationResult,
+    HttpRequest,
+    ModelRequest,
+    WeightUpdateMeta,
+    check_amount,
+)
+from areal.api.json_text import loads_object
+from areal.engine.remote.protocol import (
+    Draft,
+    Result,
+    Results,
+    ServerProtocol,
+    WeightOrder,
+    bad_reply,
+)
+from areal.engine.remote.server_control import ServerError, error_text
+from areal.weight_sync.hf_folder import hf_folder_of
+from areal.weight_sync.publication import open_publication
+
+NO_TOP_K = GenerationHyperparameters().top_k  # the default, which means no limit
+_SEED_END = 1 << 63
+_MAX_REPLY = 256 << 20  # bytes
+
+
+class StockProtocol(ServerProtocol):
+    """`model_path` is the folder the servers started from."""
+
+    def __init__(self, model_path: str | Path) -> None:
+        self.model_path = Path(model_path)
+
+    @abstractmethod
+    def generation(self, request: ModelRequest) -> HttpRequest:
+        """The HTTP request that generates. ValueError names an option this server lacks."""
+
+    @abstractmethod
+    def read(self, answer: dict[str, Any]) -> HttpGenerationResult:
+        """The parsed reply. ValueError, KeyError, TypeError or IndexError: a malformed reply."""
+
+    def check_request(self, request: ModelRequest) -> None:
+        if request.image_data or request.vision_msg_vllm:
+            name = "image_data" if request.image_data else "vision_msg_vllm"
+            raise ValueError(f"{name}: a {self.kind} is sent text only; remove the images")
+
+    def wants_lm_head(self) -> bool:
+        """Whether weight folders must hold a head even if it is tied to the embedding."""
+        return False
+
+    async def generate(
+        self,
+        session: aiohttp.ClientSession,
+        address: str,
+        drafts: Mapping[str, Draft],
+        version: int,
+    ) -> Results:
+        ((rid, draft),) = drafts.items()
+        rest = continuation(draft)
+        call = self.generation(rest)
+        url = f"http://{address}{call.endpoint}"
+        async with session.request(call.method, url, json=call.payload) as answer:
+            content = await self._content(answer, address)
+        where = f"{self.kind} {address}"
+        if answer.status in (400, 404, 422):
+            raise ValueError(f"{where} refused the request: {error_text(content)}")
+        if answer.status != 200:
+            raise ServerError(f"{where}: {answer.status}: {error_text(content)}")
+        try:
+            found = self.read(loads_object(content))
+            budget = rest.gconfig.max_new_tokens
+            check_amount(len(found.output_tokens), found.stop_reason, max_tokens=budget)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+            raise bad_reply(self.kind, address, f"{type(err).__name__}: {err}") from err
+        tokens, logprobs = found.output_tokens, found.output_logprobs
+        if found.stop_reason == "abort" and _depends_on_start(draft.request):
+            tokens, logprobs = [], []
+        yield rid, Result(tokens, logprobs, [version] * len(tokens), found.stop_reason)
+
+    async def _content(self, answer: aiohttp.ClientResponse, address: str) -> bytes:
+        chunks, size = [], 0
+        async for chunk in answer.content.iter_any():
+            size += len(chunk)
+            if size > _MAX_REPLY:
+                raise bad_reply(self.kind, address, f"more than {_MAX_REPLY} bytes")
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def weight_order(self, meta: WeightUpdateMeta) -> WeightOrder:
+        """The verified publication as a Hugging Face folder."""
+        publication = open_publication(meta.path, version=meta.version, key=meta.key)
+        folder = hf_folder_of(publication, self.model_path, with_lm_head=self.wants_lm_head())
+        return {"folder": str(folder), "version": meta.version}
+
+
+def continuation(draft: Draft) -> ModelRequest:
+    """The rest of the generation as a new request."""
+    gconfig, done = draft.request.gconfig, len(draft.tokens)
+    seed = gconfig.seed
+    if seed is not None and done:
+        seed = (seed + done) % _SEED_END  # the same seed would repeat the first draws
+    rest = gconfig.new(
+        max_new_tokens=draft.budget - done,
+        min_new_tokens=min(max(0, gconfig.min_new_tokens - done), draft.budget - done),
+        seed=seed,
+    )
+    input_ids = draft.request.input_ids + draft.tokens
+    return ModelRequest(input_ids=input_ids, gconfig=rest, rid=draft.request.rid)
+
+
+def _depends_on_start(request: ModelRequest) -> bool:
+    return bool(request.gconfig.stop) or request.gconfig.frequency_penalty != 0
+
+
+def read_metrics(text: str, names: dict[str, str]) -> dict[str, float]:
+    """{our name: sum over all labels} of a Prometheus page; `names` maps theirs to ours."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or not line.strip():
+            continue
+        series, _, value = line.rpartition(" ")
+        ours = names.get(series.partition("{")[0])
+        if ours is not None:
+            found[ours] = found.get(ours, 0.0) + float(value)
+    return found
