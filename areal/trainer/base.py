@@ -42,7 +42,7 @@ class Trainer(ABC):
         self.config = config
         self.train_dataset = train_dataset
         self.valid_dataset = list(valid_dataset or ())
-        self.scheduler: Scheduler | None = None  # None if all models are in this process
+        self.scheduler: Scheduler | None = None  # None while the run has no workers
         self.models: dict[str, TrainEngine] = {}  # by role
         self._closing = ExitStack()
         try:
@@ -104,13 +104,8 @@ class Trainer(ABC):
     def _open_ranks(
         self, role: str, config: TrainEngineConfig, layout: ParallelStrategy, stack: ExitStack
     ) -> TrainEngine:
-        if self.scheduler is None:
-            self.scheduler = open_scheduler(
-                self.config.scheduler, self.config.jobs(), logs=self.run.paths.logs
-            )
-            stack.callback(self.scheduler.delete_workers)
         controller = TrainController(
-            self.scheduler,
+            self._open_scheduler(stack),
             self.config.model_job(role),
             train_engine_path(config.backend),
             layout,
@@ -121,6 +116,15 @@ class Trainer(ABC):
             request_timeout_s=config.request_timeout,
         )
         return cast(TrainEngine, controller)  # it dispatches the marked methods of the contract
+
+    def _open_scheduler(self, stack: ExitStack) -> Scheduler:
+        """That of all workers of the run, opened with the first of them."""
+        if self.scheduler is None:
+            self.scheduler = open_scheduler(
+                self.config.scheduler, self.config.jobs(), logs=self.run.paths.logs
+            )
+            stack.callback(self.scheduler.delete_workers)
+        return self.scheduler
 
 
 def _row_source(config: Any, rows: Rows) -> PromptSource:

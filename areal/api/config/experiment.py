@@ -377,7 +377,9 @@ class PPOConfig(BaseExperimentConfig):
 
     def rollout_worker_job(self) -> Job:
         """The rollout worker processes as workers of a scheduler."""
-        return Job("rollout_worker", self.rollout.workers, default_gpus=0)
+        one_core = [SchedulingSpec(cpu=1)]
+        count = self.rollout.workers
+        return Job("rollout_worker", count, one_core, default_gpus=0, overlapping=True)
 
     def server_job(self) -> Job:
         """The inference servers as workers of a scheduler, one worker per server."""
