@@ -38,12 +38,12 @@ SMALL = (
     "recover.freq_steps=2",
     "recover.retries=20",  # faults may come faster than recover points
 )
-# A word of the command by which the processes of a target are known, and where it stands.
+# The word of a command by which the processes of a target are known: its place, and its beginning.
 COMMANDS = {
     "server": (3, b"serve"),
     "controller": (3, b"train"),
-    "rollout worker": (2, b"areal.rollout.worker_process"),
-    "rank": (2, b"areal.infra.scheduler.local_worker"),
+    "rollout worker": (-2, b"rollout_worker/"),  # the last one is empty
+    "rank": (-2, b"actor/"),
 }
 
 
@@ -176,7 +176,7 @@ class ChaosRun:
         for pid in descendants(self._process.pid):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if words[place : place + 1] == [word]:
+                if len(words) > 3 and words[place].startswith(word):
                     found.append(pid)
         return found
 

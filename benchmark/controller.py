@@ -43,20 +43,21 @@ from stack_samples import StackSampler
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
+from areal.api.scheduler_api import Job, SchedulingSpec
 from areal.api.workflow_api import RolloutWorkflow
 from areal.api.workflow_context import workflow_context
 from areal.engine.remote.native import NativeRemoteEngine
-from areal.rollout.event_loop import TaskRunner
+from areal.infra.scheduler.local import LocalScheduler
+from areal.rollout.event_loop import TaskRunner, tune_gc
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.source import PromptSource
 from areal.rollout.staleness import StalenessManager
-from areal.rollout.worker_process import WorkflowRecipe
+from areal.rollout.worker import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.run.database import RunDatabase
 from areal.utils.child_process import ChildProcess
-from areal.utils.garbage import tune_gc
 from areal.workflow.transcript import Transcript
 
 GROUP_SIZE = 8
@@ -191,7 +192,9 @@ class Controller:
         )
         workers, workflow = None, OneReply()
         if num_workers:
-            workers = RolloutWorkers(self._runner, self._engine, count=num_workers)
+            scheduler = LocalScheduler(Path(folder), gpus=[])
+            job = Job("rollout_worker", num_workers, [SchedulingSpec(cpu=1)], overlapping=True)
+            workers = RolloutWorkers(self._runner, self._engine, scheduler, job)
             stack.callback(workers.close)
             workers.start()
             workflow = WorkflowRecipe("controller.OneReply")

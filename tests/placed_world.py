@@ -67,5 +67,13 @@ class Echo(RolloutWorkflow):
         return sample
 
 
+class Prints(Echo):
+    """Writes to standard output, which is a worker's log."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        print("printed by a workflow", flush=True)
+        return await super().arun_episode(engine, data)
+
+
 def make_nothing() -> RolloutWorkflow:
     raise ValueError("this recipe makes nothing")

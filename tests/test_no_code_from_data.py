@@ -69,10 +69,9 @@ ALLOWED = {
     ("areal/sandbox/worker.py", "pickle.loads"): "from the run, over a socket pair it inherited",
     ("areal/sandbox/worker.py", "runpy.run_path"): "a file of ours, or the user's own script",
     ("areal/sandbox/worker.py", "runpy.run_module"): "likewise, started as a module",
-    ("areal/rollout/worker_process.py", "pickle.loads"): "from the run, over a socket pair",
+    ("areal/rollout/worker.py", "pickle.loads"): "from the run, which calls it",
     ("areal/rollout/workers.py", "pickle.loads"): "what it has pickled itself",
-    ("areal/infra/channel.py", "pickle.loads"): "between a run and its ranks, over a socket pair",
-    ("areal/infra/worker.py", "pickle.loads"): "what it has just pickled, to see if it can",
+    ("areal/infra/worker.py", "pickle.loads"): "between a run and its workers, over a socket pair",
     # Ranks of one process group are one program: torch's own transport knows no keys either.
     ("areal/engine/train/megatron/layout.py", "torch.distributed.broadcast_object_list"): "ranks",
     ("areal/engine/train/megatron/weights.py", "torch.distributed.all_gather_object"): "ranks",

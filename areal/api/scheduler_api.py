@@ -70,6 +70,7 @@ class Job:
     tasks: list[SchedulingSpec] = field(default_factory=lambda: [SchedulingSpec()])
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
     default_gpus: int = 1  # per worker whose spec sets no number, if the machine has GPUs
+    overlapping: bool = False  # its workers are no ranks; methods are coroutines (`acall_engine`)
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -103,8 +104,8 @@ class Worker:
 class Scheduler(ABC):
     """Starts, finds and ends workers, and calls the engines inside them.
 
-    RANK, WORLD_SIZE and LOCAL_RANK are set in the environment of a job's workers, so that
-    torch.distributed can be initialised as in `engine/train/process_group.py`.
+    RANK, WORLD_SIZE and LOCAL_RANK are set in the environment of a job's workers, unless its calls
+    overlap, so that torch.distributed can be initialised as in `engine/train/process_group.py`.
     """
 
     @abstractmethod
@@ -151,6 +152,13 @@ class Scheduler(ABC):
         """Call a method of an engine in a worker and wait. EngineCallError has its exception as
         `__cause__`, WorkerFailedError the tail of an ended process's output."""
 
+    @abstractmethod
+    async def acall_engine(
+        self, worker_id: str, method: str, engine_name: str, *args: Any, timeout_s: float | None
+    ) -> Any:
+        """As `call_engine`, for a coroutine of an engine in a worker of an overlapping job: many
+        calls may be in flight. Always from the same event loop."""
+
 
 class SchedulerError(RuntimeError):
     """`worker` is a worker id or a role; `reason` is the cause."""
@@ -162,7 +170,11 @@ class SchedulerError(RuntimeError):
 
 
 class WorkerFailedError(SchedulerError):
-    """A worker's process ended."""
+    """A worker's process ended; `is_exit`: by itself, so another one would end the same way."""
+
+    def __init__(self, worker: str, reason: str, *, is_exit: bool = False) -> None:
+        super().__init__(worker, reason)
+        self.is_exit = is_exit
 
 
 class WorkerNotFoundError(SchedulerError):

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import runpy
 import signal
@@ -41,6 +40,8 @@ from typing import Any, NoReturn
 
 from areal.run import restart
 from areal.utils import stacks
+from areal.utils.child_process import RestartBudget, describe_exit
+from areal.utils.die_with_parent import die_with
 
 FIRST_CONFIG = """\
 trainer: ppo                    # or sft, rw, dpo
@@ -54,6 +55,10 @@ actor:
   reward_norm: {mean_level: group, std_level: group}
   optimizer: {lr: 1.0e-6}
 """
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+_INTERRUPTED = 130
+_REACTION_S = 15.0  # Python handles a signal between two bytecodes, or never
+_POLL_S = 0.1
 WHAT_IS_NEEDED = f"""\
 `areal demo` shows a whole run in minutes and needs no file; examples/ has one for each algorithm.
 The shortest of your own, for GRPO on the rows of a file:
@@ -186,13 +191,6 @@ def load_config(argv: list[str]) -> Any:
     return config
 
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM)
-_INTERRUPTED = 130
-_REACTION_S = 15.0  # Python handles a signal between two bytecodes, or never
-_POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
-
-
 def supervise(
     *, retries: int, newest_point: Callable[[], int | None], stacks_file: Path
 ) -> int | None:
@@ -201,7 +199,7 @@ def supervise(
     `newest_point` returns the step of the newest recover point, the measure of progress.
     `stacks_file` gets the stacks of a child that does not react to a signal.
     """
-    strikes = 0
+    budget = RestartBudget(retries)
     while True:
         before = newest_point()
         child = _Child(stacks_file)
@@ -216,17 +214,20 @@ def supervise(
             return code
         if child.wish == restart.STAY_DOWN:
             return 1
-        how = _how_it_ended(code)
+        how = describe_exit(code)
         if retries == 0 or (code > 0 and not (got_on or child.wish == restart.COME_AGAIN)):
             if code < 0:
                 _say(f"error: the training process {how}")
             return 1
-        strikes = 1 if got_on else strikes + 1
-        if strikes > retries:
-            _say(f"error: the training process {how}, {strikes} times without a new recover point")
+        if got_on:
+            budget.renew()
+        if not budget.spend():
+            count = budget.num_spent
+            _say(f"error: the training process {how}, {count} times without a new recover point")
             return 1
         origin = "the start" if point is None else f"the recover point of step {point + 1}"
-        _say(f"the training process {how}; resuming from {origin} (restart {strikes} of {retries})")
+        which = f"restart {budget.num_spent} of {retries}"
+        _say(f"the training process {how}; resuming from {origin} ({which})")
 
 
 class _Child:
@@ -249,7 +250,7 @@ class _Child:
             os.close(self._reader)
             restart.answer_to(writer)
             os.setsid()
-            _die_with(parent_pid)
+            die_with(parent_pid)
         else:
             os.close(writer)
             os.set_blocking(self._reader, False)
@@ -300,21 +301,6 @@ class _Child:
         )
         os.kill(self._pid, signal.SIGKILL)
         self._is_killed = True
-
-
-def _die_with(parent_pid: int) -> None:
-    """Kill this process when its parent dies (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before prctl
-        os._exit(1)
-
-
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
 
 
 def _say(text: str) -> None:

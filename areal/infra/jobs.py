@@ -52,4 +52,6 @@ def server_job(config: PPOConfig) -> Job:
 
 
 def rollout_worker_job(config: PPOConfig) -> Job:
-    return Job("rollout_worker", config.rollout.workers, default_gpus=0)
+    """A core each."""
+    count, one_core = config.rollout.workers, [SchedulingSpec(cpu=1)]
+    return Job("rollout_worker", count, one_core, default_gpus=0, overlapping=True)

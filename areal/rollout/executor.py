@@ -45,7 +45,7 @@ from areal.rollout.group import GroupRunner
 from areal.rollout.ledger import Resume
 from areal.rollout.tasks import SubmittedTasks, run_rows
 from areal.rollout.trajectory import version_span
-from areal.rollout.worker_process import WorkflowRecipe
+from areal.rollout.worker import WorkflowRecipe
 from areal.utils import import_path, logging
 from areal.utils.waits import waiting
 from areal.workflow.resolve import build_workflow, find_workflow

@@ -30,19 +30,15 @@ from typing import NoReturn
 
 from areal.api.redact import hide_secrets
 from areal.run import restart
-from areal.run.watcher import Channel, Watched
+from areal.run.watcher import Watched
 from areal.utils import logging, stacks, waits
+from areal.utils.channel import Channel
+from areal.utils.child_process import describe_exit, module_argv, spawn
 
 logger = logging.getLogger("Watchdog")
 
 _MAX_POLL_S = 5.0
 _MAX_WAITS = 200
-_WATCHER = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from areal.run.watcher import main
-main(sys.argv[2])
-"""
 
 _active: Watchdog | None = None
 
@@ -104,14 +100,12 @@ class Watchdog:
             channel_fd=theirs.fileno(),
             restart_fd=pipe,
         )
-        sys_path = json.dumps([entry or os.getcwd() for entry in sys.path])
         with theirs:
-            return subprocess.Popen(
-                [sys.executable, "-c", _WATCHER, sys_path, run.to_json()],
-                pass_fds=[run.clock_fd, run.channel_fd, *([] if pipe is None else [pipe])],
-                stdin=subprocess.DEVNULL,
+            return spawn(
+                module_argv("areal.run.watcher", run.to_json()),
+                os.environ,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the run
+                pass_fds=[run.clock_fd, run.channel_fd, *([] if pipe is None else [pipe])],
             )
 
     def _serve(self, seconds: float) -> None:
@@ -122,17 +116,19 @@ class Watchdog:
             code = self._watcher.wait()
             if self._closing.wait(1.0):
                 return
-            logger.warning("the watchdog process ended with code %d: starting a new one", code)
+            logger.warning("the watchdog process %s: starting a new one", describe_exit(code))
             self._watcher = self._start_watcher(seconds)
 
     def _answer(self) -> NoReturn:
         while True:
-            question = self._channel.receive()
+            (received,) = self._channel.receive()
+            question = json.loads(received)
             if question["ask"] == "end":
                 _end(question["line"])
             found = waits.describe()[:_MAX_WAITS] or ["no thread waits: a computation hangs"]
             found = [hide_secrets(line) for line in found]
-            self._channel.send({"waits": found, "quiet_s": waits.quiet_s()})
+            answer = {"waits": found, "quiet_s": waits.quiet_s()}
+            self._channel.send(json.dumps(answer).encode())
 
     def _look(self, look: Callable[[], object], poll_s: float) -> None:
         seen: object = None

@@ -9,7 +9,7 @@ It needs no live thread of the run, nor its interpreter:
 A run that does not answer (a call that holds the GIL, a process stuck in the kernel) is killed: the
 watcher then names the innermost calls of its busiest thread, and prints the line itself.
 
-Started with the run's interpreter, without torch; exits when the run's end of the socket closes.
+Imports no torch; exits when the run's end of the channel closes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 from areal.run import restart
 from areal.utils import stacks, waits
+from areal.utils.channel import Channel
 
 _ANSWER_S = 5.0
 _ENDING_S = 5.0
@@ -60,34 +61,6 @@ def main(text: str) -> None:
     for quiet_s in _quiet_moments(run, channel):
         if _end(run, channel, quiet_s):
             return
-
-
-class Channel:
-    """One end of the socket between a run and its watcher: one JSON object per line."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._received = b""
-
-    def send(self, message: dict[str, Any], timeout_s: float | None = None) -> None:
-        self._end.settimeout(timeout_s)
-        self._end.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """The next message; TimeoutError, or EOFError if the other end is closed."""
-        self._end.settimeout(timeout_s)
-        while b"\n" not in self._received:
-            data = self._end.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """Both ends then get an EOFError, also one blocked in `receive`."""
-        with contextlib.suppress(OSError):  # the other end is closed
-            self._end.shutdown(socket.SHUT_RDWR)
 
 
 def _quiet_moments(run: Watched, channel: Channel) -> Iterator[float]:
@@ -150,8 +123,9 @@ def _who_holds_it(path: Path, pid: int) -> str:
 def _ask(channel: Channel, question: dict[str, Any]) -> dict[str, Any] | None:
     """The run's answer, or None if none comes in time."""
     try:
-        channel.send(question, _ANSWER_S)
-        return channel.receive(_ANSWER_S)
+        channel.send(json.dumps(question).encode(), timeout_s=_ANSWER_S)
+        (answer,) = channel.receive(_ANSWER_S)
+        return json.loads(answer)
     except (OSError, EOFError):
         return None
 
@@ -159,7 +133,8 @@ def _ask(channel: Channel, question: dict[str, Any]) -> dict[str, Any] | None:
 def _ends_itself(channel: Channel, line: str) -> bool:
     """Ask the run to print the line and exit; whether it does."""
     with contextlib.suppress(OSError):
-        channel.send({"ask": "end", "line": line}, _ENDING_S)
+        question = json.dumps({"ask": "end", "line": line}).encode()
+        channel.send(question, timeout_s=_ENDING_S)
     return _has_ended(channel, _ENDING_S)
 
 

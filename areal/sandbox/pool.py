@@ -22,7 +22,6 @@ import logging
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -38,6 +37,7 @@ from areal.sandbox.output import OutputRelay
 from areal.sandbox.process import BadReplyError, RewardProcess, describe_function, frame
 from areal.sandbox.restarts import KILLS_PER_RETRY, Restarts, is_from_outside, is_passing
 from areal.sandbox.watch import Usage, beyond, measure
+from areal.utils.child_process import describe_exit
 
 logger = logging.getLogger("areal.RewardApi")
 
@@ -521,9 +521,8 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its connection"
     if is_from_outside(code):
-        name = signal.Signals(-code).name
-        return f"was ended from outside by {name} (kill, or the system was out of memory)"
-    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{describe_exit(code)} from outside (kill, or the system was out of memory)"
+    return describe_exit(code)
 
 
 def _checked_limits(

@@ -32,6 +32,7 @@ from areal.api.scratch import remove_tree, variable_set
 from areal.sandbox import worker
 from areal.sandbox.output import printable
 from areal.sandbox.watch import Group, is_alive, open_group
+from areal.utils.child_process import spawn
 from areal.utils.stacks import descendants
 
 MAX_REPLY_BYTES = 1 << 20
@@ -121,14 +122,12 @@ def _spawn(
     parent_end.setblocking(False)
     with child_end:
         try:
-            process = subprocess.Popen(
+            process = spawn(
                 [*argv, str(child_end.fileno()), json.dumps(options), folder],
-                env=reward_environment(limits, folder),
-                stdin=subprocess.DEVNULL,
+                reward_environment(limits, folder),
                 stdout=subprocess.PIPE,  # never mixed with the run's own output
                 stderr=subprocess.STDOUT,
                 pass_fds=[child_end.fileno()],
-                start_new_session=True,  # Ctrl-C is for the run, not for its workers
             )
         except OSError:
             parent_end.close()

@@ -42,14 +42,13 @@ FRAME_HEADER = struct.Struct("<QQ")  # payload bytes, call id
 MAX_ERROR_CHARS = 4000
 MAX_SHOWN_CHARS = 200
 EXPECTED = "fn(prompt, completions, prompt_ids, completion_ids, **data) -> float"
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 IN_WORKER = "AREAL_REWARD_WORKER"  # holds the pid of this process
 
 
 def main(fd: int, limits: dict[str, Any] | None, folder: str) -> None:
     """Serve calls until the parent closes its end; without `limits` unconfined."""
-    _die_with_parent()
+    _adopt_orphans()
     os.environ[IN_WORKER] = str(os.getpid())
     faulthandler.enable()  # a segfault leaves the Python stack on stderr
     stacks = _stacks_file()
@@ -248,15 +247,10 @@ def _stacks_file() -> TextIO:
         return sys.stderr
 
 
-def _die_with_parent() -> None:
-    """A function that never returns would not see the socket close; the kernel ends it (Linux).
-
-    Orphaned descendants are re-parented to this process (subreaper), where the parent finds them.
-    """
+def _adopt_orphans() -> None:
+    """Orphaned descendants become children of this process, where its parent finds them (Linux)."""
     if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":

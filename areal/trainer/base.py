@@ -42,7 +42,7 @@ class Trainer(ABC):
         self.config = config
         self.train_dataset = train_dataset
         self.valid_dataset = list(valid_dataset or ())
-        self.scheduler: Scheduler | None = None  # None if all models are in this process
+        self.scheduler: Scheduler | None = None  # None while the run has no workers
         self.models: dict[str, TrainEngine] = {}  # by role
         self._closing = ExitStack()
         try:
@@ -101,13 +101,8 @@ class Trainer(ABC):
         return engine
 
     def _open_ranks(self, role: str, config: TrainEngineConfig, stack: ExitStack) -> TrainEngine:
-        if self.scheduler is None:
-            self.scheduler = open_scheduler(
-                self.config.scheduler, all_jobs(self.config), logs=self.run.paths.logs
-            )
-            stack.callback(self.scheduler.delete_workers)
         controller = TrainController(
-            self.scheduler,
+            self._open_scheduler(stack),
             model_job(self.config, role),
             train_engine_path(config.backend),
             config.allocation.parallel,
@@ -118,6 +113,15 @@ class Trainer(ABC):
             request_timeout_s=config.request_timeout,
         )
         return cast(TrainEngine, controller)  # it dispatches the marked methods of the contract
+
+    def _open_scheduler(self, stack: ExitStack) -> Scheduler:
+        """That of all workers of the run, opened with the first of them."""
+        if self.scheduler is None:
+            self.scheduler = open_scheduler(
+                self.config.scheduler, all_jobs(self.config), logs=self.run.paths.logs
+            )
+            stack.callback(self.scheduler.delete_workers)
+        return self.scheduler
 
 
 def _row_source(config: Any, rows: Rows) -> PromptSource:

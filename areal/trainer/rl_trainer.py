@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
-from areal.rollout.event_loop import TaskRunner
+from areal.infra.jobs import rollout_worker_job
+from areal.rollout.event_loop import TaskRunner, tune_gc
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.staleness import StalenessManager
 from areal.rollout.trajectory import TrajectoryDump
-from areal.rollout.worker_process import WorkflowRecipe
+from areal.rollout.worker import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.run.run import StepObserver
 from areal.trainer.base import Trainer
@@ -40,9 +41,8 @@ from areal.trainer.episodes import (
     refuse_images,
 )
 from areal.trainer.ppo.actor import PPOLearner
-from areal.trainer.servers import ServerTrace, open_inference, place_rollout_workers
+from areal.trainer.servers import ServerTrace, open_inference
 from areal.utils.device import num_cores
-from areal.utils.garbage import tune_gc
 from areal.utils.perf_tracer import phase
 from areal.utils.startup import stage
 
@@ -174,10 +174,10 @@ class PPOTrainer(Trainer):
         workers = RolloutWorkers(
             runner,
             self.inference,
-            count=config.workers,
+            self._open_scheduler(stack),
+            rollout_worker_job(self.config),
             max_retries=config.request_retries,
             setup_timeout_s=config.setup_timeout,
-            spawn=place_rollout_workers(self.config, self.scheduler, self.run.paths.logs),
         )
         stack.callback(workers.close)
         with stage(f"{config.workers} rollout workers", limit_s=config.setup_timeout):

@@ -5,25 +5,19 @@ weights reach it. `rollout.backend` names the engine. `actor.weight_update_mode=
 native engine in this process; the other modes use server processes. The ExitStack closes all that
 is opened here.
 
-Each server and rollout worker has a function that starts it, now and again after it dies:
-
-| `scheduler.type` | a server is                                 | a rollout worker is           |
-|------------------|---------------------------------------------|-------------------------------|
-| `local`          | a child of this process, on its share of    | a child of this process       |
-|                  | `gpus`                                      |                               |
-| `ray`            | a child of one worker of role `rollout`, on | a child of one worker of role |
-|                  | the GPUs that Ray assigned to that worker   | `rollout_worker`              |
+Each server has a function that starts it, now and again after it dies. With `scheduler.type=local`
+it is a child of this process, on its share of `gpus`; with `ray` a child of one worker of role
+`rollout`, on the GPUs that Ray assigned to that worker.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal.api.alloc_mode import ModelAllocation
@@ -38,10 +32,9 @@ from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_process import HostedServer, Launch, ServerProcess, StartServer
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
-from areal.infra.jobs import rollout_worker_job, server_job
+from areal.infra.jobs import server_job
 from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.models.hf_io import language_config, read_hf_config
-from areal.rollout.workers import HostedWorker, spawn_here
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
 from areal.utils.hub import hub_name, model_folder
@@ -50,11 +43,8 @@ from areal.utils.startup import stage
 from areal.weight_sync.transports import PublicationRoot
 
 if TYPE_CHECKING:
-    import socket
-
     from areal.api.config.experiment import PPOConfig
     from areal.api.scheduler_api import Scheduler, Worker
-    from areal.rollout.workers import WorkerProcess
     from areal.run.paths import RunPaths
 
 
@@ -246,22 +236,6 @@ def place_servers(
         partial(launch, gpus=share, **options)
         for share, options in zip(shares, servers, strict=True)
     ]
-
-
-def place_rollout_workers(
-    config: PPOConfig, scheduler: Scheduler | None, logs: Path
-) -> Callable[[int], tuple[WorkerProcess, socket.socket]]:
-    """The function that starts the rollout worker of an index."""
-    if config.scheduler.type == "local":
-        return partial(spawn_here, logs=logs)
-    job, timeout_s = rollout_worker_job(config), config.rollout.setup_timeout
-    ray = _opened(scheduler)
-    ray.create_workers(job)
-    hosted = [
-        HostedWorker(ray, worker, index, logs, setup_timeout_s=timeout_s)
-        for index, worker in enumerate(ray.get_workers(job.role, timeout_s))
-    ]
-    return lambda index: hosted[index].spawn()
 
 
 def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | None:

@@ -25,11 +25,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
 import signal
-import struct
+import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +35,8 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
+from areal.utils.channel import Channel
+from areal.utils.child_process import describe_exit, module_argv, spawn
 from areal.utils.waits import waiting
 
 CPU_S = 5.0
@@ -44,7 +44,8 @@ MEMORY_BYTES = 1 << 30
 OUTPUT_FACTOR, OUTPUT_CHARS = 4, 1 << 20  # output characters: chat bytes * factor + constant
 MAX_INPUT = 32 << 20  # bytes; far beyond any model's context
 CALL_S = 120.0  # a child takes seconds to start on a busy machine
-SIZE = struct.Struct("<Q")  # length of the JSON that follows
+_MAX_REPLY = 1 << 30  # bytes: the longest text, with every character escaped
+_ENDING_S = 1.0  # for a child to exit after it closed its channel
 _MAX_CHILDREN = 4
 _CHATS_OF_CALL = 32
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "HOME", "VIRTUAL_ENV")
@@ -137,23 +138,13 @@ class _Child:
 
     def __init__(self) -> None:
         env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         env |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "areal.utils.chat_template_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=env,
-            cwd="/",
-            process_group=0,  # Ctrl-C goes to this process only
-        )
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None  # both are pipes
-        self._stdin, self._stdout = stdin, stdout
-        os.set_blocking(stdin.fileno(), False)
+        ours, theirs = socket.socketpair()
+        argv = module_argv("areal.utils.chat_template_worker", str(theirs.fileno()))
+        with theirs:
+            self._process = spawn(argv, env, cwd="/", pass_fds=[theirs.fileno()])
+        self._channel = Channel(ours, max_bytes=_MAX_REPLY)
         self._is_ready = False
-        self._is_late = False
         self._known: dict[str, int] = {}  # template -> its number in the child
 
     @property
@@ -169,11 +160,17 @@ class _Child:
         try:
             with waiting("the rendering of a chat template"):
                 self.wait_until_ready(deadline)
-                self._send(to_json(head), deadline)
-                self._send(order, deadline)
-                return from_json(self._receive(deadline))
-        except _EndedError:
-            return {"limit": self._limit_that_ended_it()}
+                self._channel.send(to_json(head), order, timeout_s=deadline - time.monotonic())
+                (answer,) = self._channel.receive(deadline - time.monotonic())
+                return from_json(answer)
+        except TimeoutError:
+            self.close()
+            return {"limit": f"{CALL_S:g} s"}
+        except (EOFError, OSError):
+            code = self.close(_ENDING_S)
+            is_late = code == -signal.SIGPROF
+            what = f"{CPU_S:g} s of CPU time" if is_late else f"it may (it {describe_exit(code)})"
+            return {"limit": what}
         except BaseException:  # also Ctrl-C: the pending reply would be read by the next call
             self.close()
             raise
@@ -181,69 +178,21 @@ class _Child:
     def wait_until_ready(self, deadline: float) -> None:
         if not self._is_ready:
             try:
-                self._receive(deadline)
-            except _EndedError:
-                status = self._process.wait()
+                self._channel.receive(deadline - time.monotonic())
+            except EOFError:
                 raise RuntimeError(
-                    f"the renderer of chat templates did not start (status {status}); its last "
-                    "words are on the standard error of this process"
+                    f"the renderer of chat templates {describe_exit(self.close(_ENDING_S))} before "
+                    "it was ready; its last words are on the standard error of this process"
                 ) from None
             self._is_ready = True
 
-    def close(self) -> None:
+    def close(self, ending_s: float = 0.0) -> int:
+        """The exit code of a child that gets `ending_s` to exit by itself."""
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ending_s)
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-    def _send(self, data: bytes, deadline: float) -> None:
-        pipe = self._stdin.fileno()
-        left = memoryview(SIZE.pack(len(data)) + data)
-        while left:
-            try:
-                left = left[os.write(pipe, left) :]
-            except BlockingIOError:
-                self._wait(pipe, select.POLLOUT, deadline)
-            except BrokenPipeError:
-                raise _EndedError from None
-
-    def _receive(self, deadline: float) -> bytes:
-        (size,) = SIZE.unpack(self._read(SIZE.size, deadline))
-        return self._read(size, deadline)
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        pipe, chunks = self._stdout.fileno(), []
-        while size:
-            self._wait(pipe, select.POLLIN, deadline)
-            chunk = os.read(pipe, min(size, 1 << 20))
-            if not chunk:
-                raise _EndedError
-            chunks.append(chunk)
-            size -= len(chunk)
-        return b"".join(chunks)
-
-    def _wait(self, pipe: int, event: int, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        poll = select.poll()  # `select` takes no descriptor above 1,023
-        poll.register(pipe, event)
-        if left_s <= 0 or not poll.poll(left_s * 1000):
-            self._is_late = True
-            self._process.kill()
-            raise _EndedError
-
-    def _limit_that_ended_it(self) -> str:
-        code = self._process.wait()
-        self.close()
-        if code == -signal.SIGPROF:
-            return f"{CPU_S:g} s of CPU time"
-        if self._is_late:
-            return f"{CALL_S:g} s"
-        return f"it may (its process ended with status {code})"
-
-
-class _EndedError(Exception):
-    """The child has exited or was killed."""
+        return self._process.wait()
 
 
 class _Children:

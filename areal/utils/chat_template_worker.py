@@ -1,39 +1,43 @@
-"""Child process of chat_template.py that renders templates until its parent closes the pipe.
+"""Child process of chat_template.py that renders templates until its parent closes the channel.
 
-    out  a frame {} once it is ready; then for each call
-    in   a frame {"template": number, "text": only the first time}, a frame {"chats", "tools",
-         "variables"}
-    out  a frame {"texts": [...]} | {"error": text} | {"limit": the limit that was exceeded}
+    out  an empty frame once it is ready; then for each call
+    in   {"template": number, "text": only the first time}, {"chats", "tools", "variables"}
+    out  {"texts": [...]} | {"error": text} | {"limit": the limit that was exceeded}
 
 Excessive CPU time ends this process: a template cannot catch the kernel's timer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
+import socket
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic_core import from_json, to_json
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from areal.api.json_text import well_formed
-from areal.utils.chat_template import CPU_S, MEMORY_BYTES, OUTPUT_CHARS, OUTPUT_FACTOR, SIZE
+from areal.utils.channel import Channel
+from areal.utils.chat_template import CPU_S, MEMORY_BYTES, OUTPUT_CHARS, OUTPUT_FACTOR
 
 
-def main() -> None:
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # printed text must not mix with the replies
+def main(fd: str) -> None:
+    channel = Channel(socket.socket(fileno=int(fd)))
+    os.dup2(2, 1)  # printed text is for the log
     _limit_resources()
-    _write(replies, {})
     templates: dict[int, str] = {}
-    while (head := _read(requests)) is not None and (order := _read(requests)) is not None:
-        call = from_json(head)
-        template = templates.setdefault(call["template"], call.get("text"))
-        max_chars = OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
-        _write(replies, _answer(template, from_json(order), max_chars))
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
+        channel.send()
+        while True:
+            head, order = channel.receive()
+            call = from_json(head)
+            template = templates.setdefault(call["template"], call.get("text"))
+            max_chars = OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
+            channel.send(to_json(_answer(template, from_json(order), max_chars)))
 
 
 def _answer(template: str, order: dict[str, Any], max_chars: int) -> dict[str, Any]:
@@ -81,23 +85,3 @@ def _private_bytes() -> int:
             return int(file.read().split()[5]) * resource.getpagesize()
     except OSError:  # not Linux
         return 0
-
-
-def _write(replies: BinaryIO, answer: dict[str, Any]) -> None:
-    data = to_json(answer)
-    replies.write(SIZE.pack(len(data)) + data)
-    replies.flush()
-
-
-def _read(requests: BinaryIO) -> bytes | None:
-    """None when the pipe is closed, also in the middle of a frame."""
-    head = requests.read(SIZE.size)
-    if len(head) < SIZE.size:
-        return None
-    (size,) = SIZE.unpack(head)
-    data = requests.read(size)
-    return data if len(data) == size else None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A child process that cannot outlive its parent and whose failures are always reported.
+"""Child processes: none outlives its parent, and how one ended is always reported.
 
     child = ChildProcess([sys.executable, "-m", "areal.cli.main", "serve", ...], name="server")
     line = child.wait_ready(timeout_s=60)   # its first line on stdout, or RuntimeError with cause
@@ -6,17 +6,20 @@
     child.raise_if_ended()                  # RuntimeError: how it ended, its last lines of stderr
     child.terminate()
 
-The child leads its own process group, so Ctrl-C in the terminal reaches only the parent, which then
-ends the child in order. Processes left in the group of an ended child are killed, so that they hold
-no memory or port of the next one. Two threads drain its output; the last lines of stderr are kept
-and shown in every error. On Linux the kernel kills the child when the parent dies, even by
-`kill -9`.
+`spawn` starts every child of this package. A child leads its own session, so Ctrl-C in the terminal
+reaches only the parent, which then ends the child in order; on Linux the kernel kills it when the
+parent dies, even by `kill -9`. `module_argv` is the command of one of our own modules.
+
+`ChildProcess` adds output and errors: two threads drain its output, and the last lines of stderr
+are kept and shown in every error. Processes left in the group of an ended child are killed, so that
+they hold no memory or port of the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import queue
 import shutil
@@ -27,16 +30,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from areal.api.redact import hide_secrets
+from areal.utils import die_with_parent
 from areal.utils.fs import open_private, private_folder
 
 _KEPT_LINES = 50
 _SHOWN_LINES = 5  # if the child has a log; the very last line often says the least
 _MAX_POLL_S = 0.05  # between two checks whether it has ended
-_PR_SET_PDEATHSIG = 1
+_RUN_MODULE = """
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+importlib.import_module(sys.argv[2]).main(*sys.argv[3:])
+"""
 
 
 class ProcessKilledError(RuntimeError):
@@ -65,7 +74,15 @@ class ChildProcess:
         self._is_ready = False
         self._reaping = threading.Lock()
         self._log = _open_log(log_path)
-        self._process = _SPAWNER.spawn(list(argv), {**os.environ, **(env or {})}, pass_fds)
+        self._process = spawn(
+            argv,
+            {**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=pass_fds,
+        )
         stdout, stderr = self._process.stdout, self._process.stderr
         assert stdout is not None and stderr is not None  # both are pipes
         self._readers = [
@@ -152,12 +169,7 @@ class ChildProcess:
         no log has them."""
         self._finish_reading()
         code = self.poll()
-        if code is None:
-            ended = "closed its output but still runs"
-        elif code < 0:
-            ended = f"was ended by signal {signal.Signals(-code).name}"
-        else:
-            ended = f"ended with exit code {code}"
+        ended = "closed its output but still runs" if code is None else describe_exit(code)
         return f"{self.name} (pid {self.pid}) {ended}{self._shown_stderr()}"
 
     def terminate(self, *, grace_s: float = 5.0) -> int:
@@ -229,6 +241,51 @@ class ChildProcess:
         return f"; its last {len(lines)} lines of stderr:\n" + "\n".join(lines)
 
 
+def describe_exit(code: int) -> str:
+    """`code` is negative for the signal that ended the process."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = str(-code)
+    return f"was ended by signal {name}"
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """Restarts in a row; progress renews them."""
+
+    max_restarts: int
+    num_spent: int = 0
+
+    def spend(self) -> bool:
+        """Whether one more is allowed."""
+        self.num_spent += 1
+        return self.num_spent <= self.max_restarts
+
+    def renew(self) -> None:
+        self.num_spent = 0
+
+
+def module_argv(module: str, *args: str) -> list[str]:
+    """`module.main(*args)` in an interpreter with the `sys.path` of this one."""
+    sys_path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+    return [sys.executable, "-P", "-c", _RUN_MODULE, sys_path, module, *args]
+
+
+def spawn(argv: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
+    """Start `argv` with exactly `env`, in its own session, to die with this process; `options` are
+    those of Popen. FileNotFoundError if there is no such program."""
+    if shutil.which(argv[0], path=env.get("PATH")) is None:
+        raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
+    if sys.platform.startswith("linux"):
+        first = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
+        argv = [*first, *argv]
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": env, **options}
+    return _SPAWNER.spawn(argv, options)
+
+
 class _Spawner:
     """One thread that starts all children and lives as long as the process.
 
@@ -241,15 +298,13 @@ class _Spawner:
         self._orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._owner_pid = 0
 
-    def spawn(
-        self, argv: list[str], env: dict[str, str], pass_fds: Sequence[int]
-    ) -> subprocess.Popen:
+    def spawn(self, argv: Sequence[str], options: dict[str, Any]) -> subprocess.Popen[Any]:
         with self._lock:
             if self._owner_pid != os.getpid():  # first use, or this process was forked
                 threading.Thread(target=self._serve, name="child-spawner", daemon=True).start()
                 self._owner_pid = os.getpid()
         reply: queue.SimpleQueue = queue.SimpleQueue()
-        self._orders.put((argv, env, pass_fds, reply))
+        self._orders.put((argv, options, reply))
         result = reply.get()
         if isinstance(result, BaseException):
             raise result
@@ -257,42 +312,11 @@ class _Spawner:
 
     def _serve(self) -> None:
         while True:
-            argv, env, pass_fds, reply = self._orders.get()
+            argv, options, reply = self._orders.get()
             try:
-                reply.put(_popen(argv, env, pass_fds))
+                reply.put(subprocess.Popen(argv, **options))
             except Exception as err:  # raised in the caller
                 reply.put(err)
-
-
-# Between fork and exec, a child of a multi-threaded process can hang or crash in the handlers of
-# its libraries. So nothing runs there: a small interpreter sets the death signal, which survives
-# the exec of the program itself.
-_DIE_WITH_PARENT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl({option}, {signal})
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-
-def _popen(argv: list[str], env: dict[str, str], pass_fds: Sequence[int]) -> subprocess.Popen:
-    if shutil.which(argv[0], path=env.get("PATH")) is None:
-        raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
-    if sys.platform.startswith("linux"):
-        code = _DIE_WITH_PARENT.format(option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL))
-        argv = [sys.executable, "-I", "-S", "-c", code, str(os.getpid()), *argv]
-    return subprocess.Popen(
-        argv,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        pass_fds=pass_fds,
-    )
 
 
 def _open_log(path: str | Path | None) -> IO[str] | None:

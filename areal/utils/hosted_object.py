@@ -6,6 +6,9 @@ HostedObject  -- Scheduler.call_engine ->  the object, built there from its impo
 hosted = HostedObject(scheduler, worker, "package.module.Class", arguments, setup_timeout_s=60)
 hosted.start("begin")       # in a replacement worker if the last one has ended
 hosted.ask("how_are_you")   # None if its worker is lost; `loss` then says how
+
+hosted.build()              # or, in a worker of an overlapping job: methods are coroutines
+await hosted.acall("run")
 """
 
 from __future__ import annotations
@@ -54,16 +57,21 @@ class HostedObject:
         """Result or exception of `method` in the worker. EngineLostError if no worker can be had
         to call it in."""
         try:
-            if self.loss is not None:
-                self._renew_worker()
-            if self.loss is not None or not self._is_made:
-                self._make()
+            self.build()
             answer = self.call(method)
         except (WorkerFailedError, WorkerTimeoutError) as error:
             self.loss = str(error)
             raise
         self.loss = None  # only now: a thread that calls `ask` must find what was started
         return answer
+
+    def build(self) -> None:
+        """Build the object if its worker has none: in a replacement worker if the last one is
+        lost."""
+        if self.loss is not None:
+            self._renew_worker()
+        if self.loss is not None or not self._is_made:
+            self._make()
 
     def ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Its result; None if its worker is lost, which then holds until the next start."""
@@ -83,6 +91,18 @@ class HostedObject:
             )
         except EngineCallError as error:
             raise error.__cause__ or error from None
+
+    async def acall(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """The worker is lost with any WorkerFailedError or WorkerTimeoutError."""
+        try:
+            return await self._scheduler.acall_engine(
+                self._worker.id, method, _NAME, *args, timeout_s=timeout_s
+            )
+        except EngineCallError as error:
+            raise error.__cause__ or error from None
+        except (WorkerFailedError, WorkerTimeoutError) as error:
+            self.loss = str(error)
+            raise
 
     def _make(self) -> None:
         try:

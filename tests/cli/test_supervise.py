@@ -86,7 +86,7 @@ def test_who_is_started_again(tmp_path, words, code, num_starts):
     assert err.count("areal: the training process") == num_starts - 1
     if words == ["SIGKILL"]:
         assert err.splitlines()[-1] == (
-            "areal: error: the training process was ended by SIGKILL, "
+            "areal: error: the training process was ended by signal SIGKILL, "
             "3 times without a new recover point"
         )
 

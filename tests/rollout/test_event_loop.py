@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
-from areal.rollout.event_loop import TaskRunner
+from areal.rollout.event_loop import TaskRunner, tune_gc
 
 
 @pytest.fixture
@@ -113,3 +116,25 @@ def test_using_it_before_start():
     with pytest.raises(RuntimeError, match="start"):
         runner.raise_if_failed()
     runner.close()
+
+
+@pytest.fixture
+def collector_as_before() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+class Node:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_cycles_made_after_tuning_are_collected_without_being_asked_for(collector_as_before):
+    old = [Node() for _ in range(10)]
+    tune_gc()
+    assert gc.get_freeze_count() > len(old)
+    lost = weakref.ref(Node())
+    kept = [[] for _ in range(30_000)]  # three times the first threshold
+    assert lost() is None and kept

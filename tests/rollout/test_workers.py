@@ -5,76 +5,71 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import pytest
 import torch
 from placed_world import DeadlyEngine, Echo, QuietEngine
-from processes import parent_of
 from rollout_world import World, open_world
 
-from areal.api.scheduler_api import Job
+from areal.api.scheduler_api import Job, SchedulingSpec
 from areal.infra.scheduler.local import LocalScheduler
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits, RolloutFailedError
 from areal.rollout.source import PromptSource
-from areal.rollout.worker_process import WorkflowRecipe
-from areal.rollout.workers import HostedWorker, RolloutWorkers, WorkerProcess
+from areal.rollout.worker import WorkflowRecipe
+from areal.rollout.workers import RolloutWorkers
 from areal.utils import stats_tracker
 
 ECHO = "placed_world.Echo"
 
 
 @contextmanager
-def hosts(folder: Path, count: int) -> Iterator[Callable[[int], tuple[WorkerProcess, socket]]]:
-    """What starts rollout workers below workers of a scheduler, as Ray's are."""
+def workers_of(
+    world: World, folder: Path, engine: Any, count: int, max_retries: int
+) -> Iterator[RolloutWorkers]:
     scheduler = LocalScheduler(folder, gpus=[])
+    job = Job("rollout_worker", count, [SchedulingSpec(cpu=1)], overlapping=True)
+    workers = RolloutWorkers(world.runner, engine, scheduler, job, max_retries=max_retries)
     try:
-        scheduler.create_workers(Job("rollout_worker", count))
-        hosted = [
-            HostedWorker(scheduler, worker, index, folder, setup_timeout_s=60.0)
-            for index, worker in enumerate(scheduler.get_workers("rollout_worker", 60.0))
-        ]
-        yield lambda index: hosted[index].spawn()
+        yield workers
     finally:
-        scheduler.delete_workers()
+        workers.close()
 
 
 @contextmanager
 def placed(
-    world: World, count: int = 2, spawn: Any = None, engine: Any = None, **limits: float
+    world: World, folder: Path, count: int = 2, engine: Any = None, **limits: float
 ) -> Iterator[tuple[WorkflowExecutor, RolloutWorkers]]:
     """An executor of this world whose groups run in worker processes."""
     engine = engine or QuietEngine()
     limits = FailureLimits(**{"retry_delay_s": 0.0, "timeout_s": 60.0, "max_retries": 1} | limits)
-    workers = RolloutWorkers(
-        world.runner, engine, count=count, max_retries=limits.max_retries, spawn=spawn
-    )
-    executor = WorkflowExecutor(
-        world.runner,
-        engine,
-        world.ledger,
-        world.gate,
-        run_seed=3,
-        limits=limits,
-        workers=workers,
-    )
-    try:
-        workers.start()
-        yield executor, workers
-    finally:
-        executor.close(2.0)
-        workers.close()
+    with workers_of(world, folder, engine, count, limits.max_retries) as workers:
+        executor = WorkflowExecutor(
+            world.runner,
+            engine,
+            world.ledger,
+            world.gate,
+            run_seed=3,
+            limits=limits,
+            workers=workers,
+        )
+        try:
+            workers.start()
+            yield executor, workers
+        finally:
+            executor.close(2.0)
 
 
-def train(executor: WorkflowExecutor, steps: int, kills: dict[int, int]) -> list[int]:
+def train(
+    executor: WorkflowExecutor, steps: int, kills: dict[int, int], begin: int = 0
+) -> list[int]:
     """The prompts trained on; `kills` has the processes that are killed, by the step before."""
     trained: list[int] = []
-    for step in range(steps):
+    for step in range(begin, begin + steps):
         if step in kills:
             os.kill(kills[step], signal.SIGKILL)
         batch = executor.prepare_batch()
@@ -84,9 +79,9 @@ def train(executor: WorkflowExecutor, steps: int, kills: dict[int, int]) -> list
     return trained
 
 
-def wait_for_two(workers: RolloutWorkers) -> None:
+def wait_for_two(workers: RolloutWorkers, replaced: int) -> None:
     deadline = time.monotonic() + 60
-    while len(workers.pids) != 2:
+    while len(workers.pids) != 2 or workers.num_replaced != replaced:
         assert time.monotonic() < deadline, "no worker took the place of the one that was killed"
         time.sleep(0.05)
 
@@ -98,7 +93,7 @@ def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
         stats_tracker.export_all()
         here = world.executor.rollout_batch(rows, Echo(), group_size=3)
         recorded_here = stats_tracker.export_all()
-        with placed(world, engine=engine) as (executor, _):
+        with placed(world, tmp_path, engine=engine) as (executor, _):
             recipe = WorkflowRecipe(ECHO)
             for round_ in range(2):  # the second time is the stream of the first
                 there = executor.rollout_batch(rows, recipe, group_size=3)
@@ -114,10 +109,13 @@ def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
 
 
 def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
-    with open_world(tmp_path, batch_size=8, max_staleness=3) as world, placed(world) as (ex, pool):
+    with (
+        open_world(tmp_path, batch_size=8, max_staleness=3) as world,
+        placed(world, tmp_path) as (ex, pool),
+    ):
         ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
         trained = train(ex, 12, kills={2: pool.pids[0]})
-        wait_for_two(pool)
+        wait_for_two(pool, replaced=1)
         stats = ex.stats()
         assert stats["workers_replaced"] == 1
         assert stats["failed"] == 0 and stats["retried/WorkerLostError"] >= 1
@@ -127,51 +125,58 @@ def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
         assert books["trained"] == len(trained) and books["stale"] == books["failed"] == 0
 
 
-def test_below_workers_of_a_scheduler(tmp_path):
-    """First a rollout worker is killed, then the process the other one is a child of."""
-    with (
-        hosts(tmp_path, 2) as spawn,
-        open_world(tmp_path, batch_size=8, max_staleness=3) as world,
-        placed(world, spawn=spawn, max_retries=3) as (ex, pool),
-    ):
-        rows = [{"i": i} for i in range(6)]
-        here = world.executor.rollout_batch(rows, Echo(), group_size=3)
-        there = ex.rollout_batch(rows, WorkflowRecipe(ECHO), group_size=3)
-        for mine, theirs in zip(here, there, strict=True):
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-        first, second = pool.pids
-        kills = {2: first, 8: parent_of(second)}
-        ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
-        trained = train(ex, 14, kills)
-        wait_for_two(pool)
-        assert not {first, second} & set(pool.pids)
-        assert pool.num_replaced == 2 and ex.stats()["failed"] == 0
-        assert ex.stats()["stale"] == 0
-        assert sorted(trained) == list(range(14 * 8)), "each prompt once, in order of issue"
+def test_no_process_is_left_and_each_has_a_log(tmp_path):
+    with open_world(tmp_path) as world, placed(world, tmp_path) as (ex, pool):
+        ex.rollout_batch([{"i": 0}], WorkflowRecipe("placed_world.Prints"))
         alive = pool.pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in alive)
-    assert {file.name for file in tmp_path.glob("rollout_worker?.log")} == {
-        "rollout_worker0.log",
-        "rollout_worker1.log",
-    }
+    logs = sorted(tmp_path.glob("rollout_worker*.log"))
+    assert [log.name for log in logs] == ["rollout_worker0.log", "rollout_worker1.log"]
+    assert "".join(log.read_text() for log in logs) == "printed by a workflow\n"
+
+
+def test_all_workers_killed_at_once(tmp_path):
+    """Their groups wait for the new ones; a second death of one is a second replacement."""
+    with (
+        open_world(tmp_path, batch_size=8, max_staleness=3) as world,
+        placed(world, tmp_path, max_retries=3) as (ex, pool),
+    ):
+        first = pool.pids
+        ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
+        trained = train(ex, 2, kills={})
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        trained += train(ex, 4, kills={}, begin=2)
+        wait_for_two(pool, replaced=2)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        trained += train(ex, 4, kills={}, begin=6)
+        wait_for_two(pool, replaced=3)
+        assert not set(first) & set(pool.pids)
+        assert ex.stats()["failed"] == ex.stats()["stale"] == 0
+        assert sorted(trained) == list(range(10 * 8)), "each prompt once, in order of issue"
 
 
 def test_a_worker_killed_before_it_is_ready_is_started_again_within_the_bound(tmp_path):
     with open_world(tmp_path) as world:
-        workers = RolloutWorkers(world.runner, DeadlyEngine(tmp_path, 1), count=1, max_retries=1)
-        workers.start()
-        assert len(workers.pids) == 1 and workers.num_replaced == 1
-        workers.close()
-        workers = RolloutWorkers(world.runner, DeadlyEngine(tmp_path, 9), count=1, max_retries=1)
-        with pytest.raises(RuntimeError, match="it was not ready: rollout worker 0 .* SIGKILL"):
+        with workers_of(world, tmp_path, DeadlyEngine(tmp_path, 1), 1, 1) as workers:
+            workers.start()
+            assert len(workers.pids) == 1 and workers.num_replaced == 1
+        says = r"rollout worker 0 was not ready: .*\(pid \d+\) was ended by signal SIGKILL"
+        deadly = DeadlyEngine(tmp_path, 9)
+        with (
+            workers_of(world, tmp_path, deadly, 1, 1) as workers,
+            pytest.raises(RuntimeError, match=says),
+        ):
             workers.start()
     assert len(list(tmp_path.glob("killed*"))) == 1 + 2
 
 
 def test_what_always_kills_its_worker_fails_within_the_bound(tmp_path):
     limits = {"max_failure_ratio": 1.0, "max_retries": 1}
-    with open_world(tmp_path, batch_size=4) as world, placed(world, 1, **limits) as (ex, pool):
+    with (
+        open_world(tmp_path, batch_size=4) as world,
+        placed(world, tmp_path, 1, **limits) as (ex, pool),
+    ):
         rows = [{"i": i, "deadly": 0, "wrong": 1} for i in range(12)]
         ex.start(PromptSource(rows, batch_size=4, shuffle=False), WorkflowRecipe(ECHO))
         assert ex.prepare_batch().task_ids == [2, 3, 4, 5]

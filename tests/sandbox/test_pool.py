@@ -93,7 +93,7 @@ async def test_slow_calls_spread_over_the_workers():
         ("hang", RewardTimeoutError, "did not return within 0.2 s", "timeout"),
         ("orphan", RewardTimeoutError, "did not return within 0.2 s", "timeout"),
         ("exit", RewardCrashError, "ended with exit code 3", "crash"),
-        ("segfault", RewardCrashError, "died of SIGSEGV", "crash"),
+        ("segfault", RewardCrashError, "ended by signal SIGSEGV", "crash"),
         ("garbage", RewardCrashError, "not JSON", "crash"),
         ("raise", RewardError, "misbehave raised ZeroDivisionError: the reward divides", "error"),
         ("sys.exit", RewardError, "misbehave raised SystemExit", "error"),

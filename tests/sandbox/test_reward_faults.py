@@ -149,7 +149,7 @@ async def test_kills_while_it_loads_fail_nobody(tmp_path, monkeypatch):
 async def test_a_call_whose_worker_is_always_killed_fails_alone_and_in_bounded_time():
     with closing(AsyncRewardWrapper(sample_faults.kill_itself, 60, max_retries=1)) as wrapper:
         began = time.monotonic()
-        with pytest.raises(RewardCrashError, match="ended from outside by SIGKILL"):
+        with pytest.raises(RewardCrashError, match="ended by signal SIGKILL from outside"):
             await wrapper()
         assert wrapper.counts == {"killed": 6}
         assert time.monotonic() - began < 60

@@ -160,6 +160,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_point_by_itself(roo
 
 def ranks_of(run: int) -> list[int]:
     """The training ranks below the process `run`, in the order of their start."""
-    module = b"areal.infra.scheduler.local_worker"
+    module = b"areal.infra.worker"
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(run)}
     return sorted(pid for pid, command in commands.items() if module in command.split(b"\0"))

@@ -150,7 +150,8 @@ def test_a_data_set_that_hangs(tmp_path):
 def test_rollout_workers_that_are_stopped(tmp_path):
     command = start(tmp_path, "rollout.workers=2", MOVES_FIRST)
     wait_for_a_step(tmp_path)
-    workers = processes_of(command.process.pid, b"areal.rollout.worker_process")
+    names = (b"rollout_worker/0", b"rollout_worker/1")
+    workers = [pid for name in names for pid in processes_of(command.process.pid, name)]
     assert len(workers) == 2
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
@@ -226,7 +227,7 @@ def test_a_rank_that_stops_in_a_collective_ends_the_run_for_good(tmp_path):
     text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
     assert f"process {workers[1]} (stopped)" in text and f"process {workers[0]}:" in text
     (waiting,) = re.findall(rf"== process {workers[0]}:.*?(?=\n== |\Z)", text, flags=re.DOTALL)
-    assert "local_worker.py" in waiting, "where the other one waits"
+    assert "infra/worker.py" in waiting, "where the other one waits"
     deadline = time.monotonic() + 30
     while any(runs(pid) for pid in workers):
         assert time.monotonic() < deadline, "a stopped rank has outlived its run"

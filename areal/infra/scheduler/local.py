@@ -1,7 +1,8 @@
 """Workers as child processes of this one, on this machine, driven over socket pairs.
 
-    create_workers -> python -m areal.infra.scheduler.local_worker --channel FD      one per rank
+    create_workers -> areal.infra.worker, one process per worker
     call_engine    -> one request, one answer
+    acall_engine   -> requests of many tasks, answers in any order
 
 No worker listens for calls on a port. The ranks of a job rendezvous through a file; connections of
 torch.distributed stay on the loopback device. Workers die with this process, however it ends; the
@@ -10,12 +11,14 @@ caller gets the exit code and last output of one that ends by itself.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +28,21 @@ from areal.api.scheduler_api import (
     GPUAllocationError,
     Job,
     Scheduler,
-    SchedulingSpec,
     Worker,
     WorkerFailedError,
     WorkerTimeoutError,
 )
 from areal.api.scratch import ScratchFolder
-from areal.infra.channel import Channel
 from areal.infra.scheduler.role_table import RoleTable
-from areal.infra.worker import Answer
+from areal.infra.worker import Answer, pack, unpack
 from areal.utils import logging
-from areal.utils.child_process import ChildProcess
+from areal.utils.channel import AsyncChannel, Channel
+from areal.utils.child_process import ChildProcess, module_argv
 
 logger = logging.getLogger("LocalScheduler")
 
 _GRACE_S = 3.0  # for workers to exit after their channel is closed
+_OVERLAP_S = 60.0  # for an idle worker to answer
 
 
 class LocalScheduler(Scheduler):
@@ -64,8 +67,7 @@ class LocalScheduler(Scheduler):
         self._num_jobs += 1
         rendezvous = f"file://{self._scratch.path}/job{self._num_jobs}"
         for index, id_ in enumerate(ids):
-            spec = job.spec_of(index)
-            env = _environment(spec, index, job.replicas, gpus[index], rendezvous)
+            env = _environment(job, index, gpus[index], rendezvous)
             log_path = self._logs / f"{job.role}{index}.log"
             processes.append(_Process(id_, env, gpus[index], log_path))
         return ids
@@ -79,7 +81,7 @@ class LocalScheduler(Scheduler):
 
     def replace_worker(self, worker_id: str, timeout: float) -> Worker:
         old = self._processes.find(worker_id)
-        old.channel.close()
+        old.close_channel()
         old.child.terminate()
         new = _Process(old.child.name, old.env, old.gpus, old.log_path)
         self._processes.put(worker_id, new)
@@ -90,7 +92,7 @@ class LocalScheduler(Scheduler):
         """A colocated role is only removed; its processes end with their owner role."""
         ending = [process for own in self._processes.take(role).values() for process in own]
         for process in ending:
-            process.channel.close()
+            process.close_channel()
         deadline = time.monotonic() + _GRACE_S
         for process in ending:
             process.end(deadline)
@@ -133,6 +135,17 @@ class LocalScheduler(Scheduler):
         answer = self._processes.find(worker_id).exchange(worker_id, order, timeout_s)
         return answer.result_or_raise(worker_id)
 
+    async def acall_engine(
+        self, worker_id: str, method: str, engine_name: str, *args: Any, timeout_s: float | None
+    ) -> Any:
+        process = self._processes.find(worker_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await process.exchange_async(method, engine_name, args)
+        except TimeoutError:
+            raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
+        return answer.result_or_raise(worker_id)
+
     def _take_gpus(self, job: Job) -> list[list[str]]:
         """The GPUs of each worker; no others are visible to it."""
         indices = range(job.replicas)
@@ -152,21 +165,18 @@ class _Process:
 
     def __init__(self, id_: str, env: dict[str, str], gpus: list[str], log_path: Path) -> None:
         self.env, self.gpus, self.log_path = env, gpus, log_path
-        ours, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", "areal.infra.scheduler.local_worker"]
-        argv += ["--channel", str(theirs.fileno())]
+        self._end, theirs = socket.socketpair()
+        fd = theirs.fileno()
+        argv = module_argv("areal.infra.worker", str(fd), id_)
         with theirs:
-            self.child = ChildProcess(
-                argv, name=id_, env=env, log_path=log_path, pass_fds=[theirs.fileno()]
-            )
-        self.channel = Channel(ours)
+            self.child = ChildProcess(argv, name=id_, env=env, log_path=log_path, pass_fds=[fd])
+        self._channel = Channel(self._end)
         self._turn = threading.Lock()  # serializes calls of colocated roles
+        self._overlapping: asyncio.Task[_OverlappingCalls] | None = None
 
     def wait_ready(self, deadline: float) -> None:
         try:
-            with self._turn:
-                self.channel.send(("ping",))
-                self.channel.receive(max(0.1, deadline - time.monotonic()))
+            self._exchange(("ping",), max(0.1, deadline - time.monotonic()))
         except TimeoutError:
             raise WorkerTimeoutError(self.child.name, "was not ready in time") from None
         except (OSError, EOFError):
@@ -174,22 +184,84 @@ class _Process:
 
     def exchange(self, worker_id: str, order: tuple[Any, ...], timeout_s: float) -> Answer:
         try:
-            with self._turn:
-                self.channel.send(order)
-                return self.channel.receive(timeout_s)
+            return self._exchange(order, timeout_s)
         except TimeoutError:
-            self.channel.close()  # a late answer must not be taken for the next call's
+            self.close_channel()  # a late answer must not be taken for the next call's
             raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
         except (OSError, EOFError):
             raise self._ended(worker_id) from None
+
+    async def exchange_async(self, *order: Any) -> Answer:
+        """From the first one on, calls of this worker overlap."""
+        if self._overlapping is None:
+            self._overlapping = asyncio.create_task(self._overlap())
+        calls = await asyncio.shield(self._overlapping)
+        return await calls.exchange(order)
+
+    def close_channel(self) -> None:
+        """The worker then ends; calls in flight fail."""
+        self._channel.close()
 
     def end(self, deadline: float) -> None:
         while self.child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         self.child.terminate()
 
+    def _exchange(self, order: tuple[Any, ...], timeout_s: float) -> Answer:
+        with self._turn:
+            self._channel.send(*pack(order))
+            return unpack(self._channel.receive(timeout_s))
+
+    async def _overlap(self) -> _OverlappingCalls:
+        await asyncio.to_thread(self.exchange, self.child.name, ("overlap",), _OVERLAP_S)
+        # A copy of the socket: `close_channel` may be called by another thread.
+        channel = await AsyncChannel.open(self._end.dup())
+        return _OverlappingCalls(channel, lambda: self._ended(self.child.name))
+
     def _ended(self, worker_id: str) -> WorkerFailedError:
-        return WorkerFailedError(worker_id, self.child.wait_end())
+        end = self.child.wait_end()
+        return WorkerFailedError(worker_id, end, is_exit=not self.child.was_killed)
+
+
+class _OverlappingCalls:
+    """Calls in flight by number, on one event loop.
+
+    reader task   consumes: answers   waits for: the channel   unblocked by: an answer, its end
+    """
+
+    def __init__(self, channel: AsyncChannel, failure: Callable[[], WorkerFailedError]) -> None:
+        self._channel = channel
+        self._failure = failure
+        self._numbers = itertools.count()
+        self._in_flight: dict[int, asyncio.Future[Answer]] = {}
+        self._error: WorkerFailedError | None = None
+        self._reader = asyncio.create_task(self._read(), name="worker-answers")
+
+    async def exchange(self, order: Sequence[Any]) -> Answer:
+        if self._error is not None:
+            raise self._error
+        number = next(self._numbers)
+        answer = self._in_flight[number] = asyncio.get_running_loop().create_future()
+        self._channel.send(*pack((number, *order)))
+        try:
+            return await answer
+        finally:
+            self._in_flight.pop(number, None)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                number, answer = unpack(await self._channel.receive())
+                call = self._in_flight.get(number)
+                if call is not None and not call.done():  # else cancelled meanwhile
+                    call.set_result(answer)
+        except EOFError:
+            self._error = await asyncio.to_thread(self._failure)
+            for call in self._in_flight.values():
+                if not call.done():
+                    call.set_exception(self._error)
+        finally:
+            self._channel.close()
 
 
 def visible_gpus() -> list[str]:
@@ -200,18 +272,18 @@ def visible_gpus() -> list[str]:
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def _environment(
-    spec: SchedulingSpec, rank: int, world_size: int, gpus: list[str], rendezvous: str
-) -> dict[str, str]:
-    env = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",  # among the GPUs visible to it
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "WORLD_SIZE": str(world_size),
-        "AREAL_RENDEZVOUS": rendezvous,
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "OMP_NUM_THREADS": str(spec.cpu or max(1, torch.get_num_threads() // world_size)),
-    }
-    if sys.platform.startswith("linux"):
-        env["GLOO_SOCKET_IFNAME"] = "lo"
+def _environment(job: Job, index: int, gpus: list[str], rendezvous: str) -> dict[str, str]:
+    spec = job.spec_of(index)
+    env = {"OMP_NUM_THREADS": str(spec.cpu or max(1, torch.get_num_threads() // job.replicas))}
+    if not job.overlapping:
+        env |= {
+            "RANK": str(index),
+            "LOCAL_RANK": "0",  # among the GPUs visible to it
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            "WORLD_SIZE": str(job.replicas),
+            "AREAL_RENDEZVOUS": rendezvous,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+        if sys.platform.startswith("linux"):
+            env["GLOO_SOCKET_IFNAME"] = "lo"
     return {**env, **spec.env_vars}

@@ -10,6 +10,7 @@ the same files at the same paths. Arguments and results go through Ray's object 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -31,7 +32,7 @@ from areal.api.scheduler_api import (
     WorkerTimeoutError,
 )
 from areal.infra.scheduler.role_table import RoleTable
-from areal.infra.worker import EngineHost
+from areal.infra.worker import Answer, EngineHost
 from areal.sandbox.process import RUN_FOLDER
 from areal.utils import logging
 from areal.utils.device import num_cores
@@ -41,6 +42,7 @@ logger = logging.getLogger("RayScheduler")
 _GIGABYTE = 1 << 30
 _ROOM_S = 30.0  # for Ray to reschedule a worker of a lost machine
 _LOOK_S = 1.0  # between two attempts
+_MAX_OVERLAPPING = 100_000  # calls in flight per worker; Ray's default is 1,000
 
 
 class RayScheduler(Scheduler):
@@ -140,6 +142,19 @@ class RayScheduler(Scheduler):
         reply = self._actors.find(worker_id).call.remote(method, engine_name, args, kwargs)
         return _wait(reply, worker_id, timeout_s).result_or_raise(worker_id)
 
+    async def acall_engine(
+        self, worker_id: str, method: str, engine_name: str, *args: Any, timeout_s: float | None
+    ) -> Any:
+        reply = self._actors.find(worker_id).call_async.remote(method, engine_name, args)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await asyncio.wrap_future(reply.future())
+        except TimeoutError:
+            raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
+        except RayActorError as error:
+            raise WorkerFailedError(worker_id, str(error)) from error
+        return answer.result_or_raise(worker_id)
+
 
 def join_cluster(jobs: Sequence[Job]) -> None:
     """Make this process a driver of the cluster of RAY_ADDRESS, else of a new local one."""
@@ -160,12 +175,18 @@ def _num_cpus(job: Job) -> int:
     return sum(job.num_cpus_of(index) for index in range(job.replicas))
 
 
-class _RayWorker(EngineHost):
+class _RayWorker:
     """One worker. Ray runs its methods one at a time, in call order."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__()
+        self._host = EngineHost()
         os.chdir(folder)  # so that relative paths resolve as in the controller
+
+    def create(self, *order: Any) -> Answer:
+        return self._host.create(*order)
+
+    def call(self, *order: Any) -> Answer:
+        return self._host.call(*order)
 
     def address(self) -> tuple[str, int]:
         """(IP of this machine, a free port)."""
@@ -178,12 +199,23 @@ class _RayWorker(EngineHost):
         os.environ.setdefault("AREAL_RENDEZVOUS", rendezvous)  # colocated roles keep the first one
 
 
+class _OverlappingRayWorker(_RayWorker):
+    """One worker of an overlapping job: an actor with a coroutine has one event loop, on which Ray
+    runs all its methods."""
+
+    async def call_async(self, *order: Any) -> Answer:
+        return await self._host.call_async(*order)
+
+
 def _start(group: PlacementGroup, job: Job, index: int) -> Any:
     bundle = group.bundle_specs[index]
-    env = {
+    rank = {
         "RANK": str(index),
         "LOCAL_RANK": "0",  # among the GPUs visible to it
         "WORLD_SIZE": str(job.replicas),
+    }
+    env = {
+        **({} if job.overlapping else rank),
         "OMP_NUM_THREADS": str(int(bundle["CPU"])),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         RUN_FOLDER: os.environ.get(RUN_FOLDER, ""),
@@ -198,7 +230,10 @@ def _start(group: PlacementGroup, job: Job, index: int) -> Any:
         "runtime_env": {"env_vars": env},
         "max_restarts": 0,  # a restarted rank would have lost its weights
     }
-    return ray.remote(_RayWorker).options(**options).remote(os.getcwd())
+    worker = _RayWorker
+    if job.overlapping:
+        worker, options["max_concurrency"] = _OverlappingRayWorker, _MAX_OVERLAPPING
+    return ray.remote(worker).options(**options).remote(os.getcwd())
 
 
 def resources_of(job: Job, index: int) -> dict[str, float]:
