@@ -37,6 +37,7 @@ from triton.runtime.errors import OutOfResources
 
 from areal.engine.native.cuda import decode_attention as decode
 from areal.engine.native.cuda import prefill_attention as prefill
+from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.prefill_attention import FlashInferPrefill, flashinfer_prefill
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.shared_prompts import (
@@ -48,7 +49,7 @@ from areal.engine.native.cuda.shared_prompts import (
 
 PAGE_SIZE = 16
 COLD_BYTES = 512 * 2**20  # caches a graph goes through: several times the device's own cache
-DEVICE, DTYPE = "cuda", torch.bfloat16
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def decode_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Var
     q_RNH = torch.randn(num_rows, heads[0], heads[2], dtype=DTYPE, device=DEVICE)
     slot_R = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     most = max(splits for splits, _ in DECODE_SPLITS[num_rows])
-    usual = decode.splits_for(num_rows, case.num_kv_heads)
+    usual = decode.splits_for(num_rows, case.num_kv_heads, device_of(DEVICE))
     workspace = decode.Workspace.make(num_rows, *heads, DEVICE, max(most, usual))
 
     together = shared_prompts(case, layers)
@@ -188,7 +189,7 @@ def decode_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Var
 
         return Variant(f"decode_{case.name}{suffix}", label, run)
 
-    tiles = decode.tiles_for(usual)
+    tiles = decode.tiles_for(usual, case.head_dim, DTYPE, device_of(DEVICE))
     variants = [variant(f"default: splits {usual}, {describe(tiles)}", usual, tiles)]
     if together is not None:
         variants.append(variant("default", usual, tiles, None, "_alone"))
@@ -238,7 +239,8 @@ def prefill_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Va
 
         return Variant(f"prefill_{case.name}", label, run)
 
-    tiles = prefill.tiles_for(longest, case.num_heads // case.num_kv_heads, DTYPE)
+    group = case.num_heads // case.num_kv_heads
+    tiles = prefill.tiles_for(longest, group, case.head_dim, DTYPE, device_of(DEVICE))
     variants = [variant(f"default: {describe(tiles)}", tiles)]
     for shape in () if defaults else PREFILL_SHAPES:
         tiles = prefill.PrefillTiles(*shape)

@@ -33,9 +33,10 @@ def attend_tiles(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold the keys of positions begin..end-1 into (max, sum, acc); begin is a multiple of TILE.
+    """Fold the keys of positions begin..end-1 into (max, sum, acc).
 
-    A row sees positions up to its own. With MASKED=False every key must be visible to every row.
+    A row sees positions up to its own. With MASKED=False these are whole tiles, and every key must
+    be visible to every row.
     """
     dim_H = tl.arange(0, q_MH.shape[1])
     tile_T = tl.arange(0, TILE)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as device
+from triton.language.extra import cuda
 
-from areal.engine.native.cuda.launch import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP
 
 _HEADS_PER_PROGRAM = 8
 _SILU_BLOCK = 1024
@@ -61,8 +61,8 @@ def _rms_norm_kernel(
     inside = column < D
     weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64) * D + column
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
     if ADD:
@@ -89,8 +89,8 @@ def silu_mul(gate_up_T2F: torch.Tensor, out_TF: torch.Tensor) -> None:
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -143,8 +143,8 @@ def _rope_kernel(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)

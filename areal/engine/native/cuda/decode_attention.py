@@ -3,8 +3,10 @@
 Memory-bound: a row of L tokens moves 4 * L * K * H bytes in bf16 (512 rows of 768 tokens, K = 2,
 H = 128: 403 MB, 94 us at 4.3 TB/s). A program takes one (row, key/value head) and computes its G
 query heads together, padded to the 16 rows of a tensor-core product, so every key is read once. A
-tile of 64 tokens is 32 KiB of keys and values, a program buffers two, and three programs fit into a
-multiprocessor: at least 96 KiB in flight, several times the 25 KiB that hide memory latency.
+tile of 64 tokens (H = 128) is 32 KiB of keys and values, a program buffers two, and three programs
+fit into a multiprocessor of Hopper: at least 96 KiB in flight, several times the 25 KiB that hide
+memory latency. The longest row of a batch streams alone at the end, so narrow heads have longer
+tiles and wide ones, which then fit once, no shorter ones.
 
 Long rows are cut into splits, so that few rows fill the device and one long row does not delay the
 others: each split writes (max, sum, acc) to the workspace, and the last program of a (row, head)
@@ -26,14 +28,13 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as device
+from triton.language.extra import cuda
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles
-from areal.engine.native.cuda.launch import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 from areal.engine.native.cuda.prompt_attention import fold_prompt, prompt_span
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
-_NUM_PROCESSORS = 132  # of an H100 or H200; on other devices the splits are slightly suboptimal
 MAX_SPLITS = 64
 _MAX_GRID_ROWS = 65535  # of the second dimension of a CUDA grid
 
@@ -48,21 +49,33 @@ class DecodeTiles:
     num_stages: int
 
 
-def tiles_for(num_splits: int) -> DecodeTiles:
-    """Small tiles for many splits, that is few rows; one shape for every batch with one split."""
-    if num_splits <= 4:
-        return DecodeTiles(tile=64, min_split=128, num_warps=4, num_stages=3)
-    return DecodeTiles(tile=32, min_split=32, num_warps=4, num_stages=4)
+def tiles_for(num_splits: int, head_dim: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
+    """By the bytes of a token; one shape for every batch with one split.
 
-
-def splits_for(num_rows: int, num_kv_heads: int) -> int:
-    """Splits (a power of two) for a batch: about 2 programs per multiprocessor.
-
-    Measured on an H200: more splits cost more in workspace traffic than they gain in balance, and a
-    full batch has enough programs. When only long rows are left, the batch is small again.
+    Many splits mean one or two rows, often short: small tiles give them to more multiprocessors.
     """
-    wanted = 2 * _NUM_PROCESSORS / (num_rows * num_kv_heads)
-    return min(MAX_SPLITS, max(1, 2 ** round(math.log2(wanted))))
+    token_bytes = 2 * head_dim * dtype.itemsize
+    tile = 128 if token_bytes <= 256 else 64
+    while 2 * tile * token_bytes > 0.7 * device.program_bytes:
+        tile //= 2
+    if num_splits <= 4:
+        return DecodeTiles(tile, min_split=128, num_warps=4, num_stages=3)
+    if num_splits <= 16:
+        return DecodeTiles(tile, min_split=min(tile, 64), num_warps=4, num_stages=3)
+    return DecodeTiles(tile // 2, min_split=tile // 2, num_warps=4, num_stages=4)
+
+
+def splits_for(num_rows: int, num_kv_heads: int, device: Device) -> int:
+    """Splits (a power of two) for a batch: about one program per multiprocessor, or, in up to 4
+    splits, two.
+
+    Measured on an H200: more splits cost more in workspace traffic than they gain; but rows of
+    unequal length need a few, so that the longest does not run alone at the end. A full batch has
+    enough programs. When only long rows are left, the batch is small again.
+    """
+    per_pair = device.num_processors / (num_rows * num_kv_heads)
+    one, two = (2 ** round(math.log2(share * per_pair)) for share in (4 / 3, 2))
+    return min(MAX_SPLITS, max(1, one, min(two, 4)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +98,15 @@ class Workspace:
         num_splits: int | None = None,
     ) -> Workspace:
         """For up to `max_rows` rows in `num_splits` splits; None: as `splits_for` chooses."""
+        properties = device_of(device)
         pairs = max(
-            rows * (num_splits or splits_for(rows, num_kv_heads)) for rows in range(1, max_rows + 1)
+            rows * (num_splits or splits_for(rows, num_kv_heads, properties))
+            for rows in range(1, max_rows + 1)
         )
-        entries = pairs * num_heads
-        return cls(
-            acc=torch.empty(entries, head_dim, dtype=torch.float32, device=device),
-            score_max=torch.empty(entries, dtype=torch.float32, device=device),
-            weight_sum=torch.empty(entries, dtype=torch.float32, device=device),
-            arrived=torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
-        )
+        acc = torch.empty(pairs * num_heads, head_dim, dtype=torch.float32, device=device)
+        score_max, weight_sum = acc.new_empty(2, len(acc))
+        arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+        return cls(acc, score_max, weight_sum, arrived)
 
 
 def decode_attention(
@@ -115,7 +127,7 @@ def decode_attention(
     `shared`: `prompt_attention` has filled its space for these rows. `tiles` overrides `tiles_for`
     in benchmarks.
     """
-    tiles = tiles or tiles_for(num_splits)
+    tiles = tiles or tiles_for(num_splits, q_RNH.shape[2], q_RNH.dtype, device_of(q_RNH.device))
     _launch(
         q_RNH,
         keys,
@@ -146,11 +158,12 @@ def rows_attention(
     A row's bits are those of `decode_attention` with one split; the cost is that every row reads
     all its keys.
     """
+    tiles = tiles_for(1, q_TNH.shape[2], q_TNH.dtype, device_of(q_TNH.device))
     for start in range(0, len(q_TNH), _MAX_GRID_ROWS):
         rows = slice(start, start + _MAX_GRID_ROWS)
         _launch(
             q_TNH[rows], keys, values, pages_CP, chunk_T[rows], position_T[rows], 1, out_TNH[rows],
-            None, 1, None, tiles_for(1),
+            None, 1, None, tiles,
         )  # fmt: skip
 
 
@@ -251,8 +264,8 @@ def _decode_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)

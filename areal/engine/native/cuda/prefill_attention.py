@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles
+from areal.engine.native.cuda.device import Device, device_of
 from areal.utils import logging
 
 # Launch options (num_warps, num_stages) are none of a kernel's own parameters.
@@ -42,14 +43,23 @@ class PrefillTiles:
     num_stages: int
 
 
-def tiles_for(max_rows: int, group: int, dtype: torch.dtype) -> PrefillTiles:
-    """Small tiles for chunks of few rows, and for float32, which has no tensor-core product."""
+def tiles_for(
+    max_rows: int, group: int, head_dim: int, dtype: torch.dtype, device: Device
+) -> PrefillTiles:
+    """Small tiles for chunks of few rows, and for float32, which has no tensor-core product; fewer
+    keys and stages where heads are wide or shared memory is small."""
     if max_rows * group <= 16 or dtype == torch.float32:
-        pairs = max(16, int(triton.next_power_of_2(group)))
-        return PrefillTiles(pairs=pairs, keys=64, num_warps=4, num_stages=3)
-    if max_rows * group <= 64:
-        return PrefillTiles(pairs=64, keys=64, num_warps=4, num_stages=3)
-    return PrefillTiles(pairs=128, keys=64, num_warps=8, num_stages=3)
+        pairs, num_warps = max(16, int(triton.next_power_of_2(group))), 4
+    elif max_rows * group <= 64:
+        pairs, num_warps = 64, 4
+    else:
+        pairs, num_warps = 128, 8
+    row_bytes = head_dim * dtype.itemsize
+    keys = 64
+    while keys > 16 and device.stages(pairs * row_bytes, 2 * keys * row_bytes, 2) < 2:
+        keys //= 2
+    stages = device.stages(pairs * row_bytes, 2 * keys * row_bytes, 3)
+    return PrefillTiles(pairs, keys, num_warps, stages)
 
 
 def prefill_attention(
@@ -71,7 +81,7 @@ def prefill_attention(
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    tiles = tiles or tiles_for(max_rows, group, q_TNH.dtype)
+    tiles = tiles or tiles_for(max_rows, group, head_dim, q_TNH.dtype, device_of(q_TNH.device))
     num_chunks = first_position_C.shape[0]
     _prefill_kernel[(triton.cdiv(max_rows, tiles.pairs // group), num_kv_heads, num_chunks)](
         q_TNH,

@@ -28,6 +28,7 @@ from areal.engine.native.cuda.decoder import (
     PagedCache,
     Rows,
 )
+from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.prefill_attention import flashinfer_prefill, prefill_attention
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
@@ -84,7 +85,7 @@ class DeviceProgram:
         )
         heads = Heads(args.n_heads, args.n_kv_heads, args.head_dim, weight.dtype)
         self._prompt_space = None
-        if heads.can_share and not batch_invariant:
+        if heads.can_share(device_of(weight.device)) and not batch_invariant:
             self._prompt_space = PromptSpace.make(max_rows, heads, weight.device)
         keys, _ = self.cache.layer(0)
         self._flashinfer = None if batch_invariant else flashinfer_prefill(keys, args.n_heads)
@@ -133,7 +134,8 @@ class DeviceProgram:
             slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
             self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
         )  # fmt: skip
-        num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads)
+        device = device_of(self.device)
+        num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
 
         def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
             caches = (*self.cache.layer(layer), slots.page_table_SP, slot_R)

@@ -19,10 +19,10 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as device
+from triton.language.extra import cuda
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles
-from areal.engine.native.cuda.launch import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, device_of
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
 
@@ -37,7 +37,9 @@ def prompt_attention(
     """Fills `shared.space` for the rows that share; `decode_attention` reads it."""
     heads, page_size = shared.space.heads, keys.shape[2]
     is_half = q_RNH.element_size() == 2
-    num_items = max(heads.most_items, len(shared.bundle_B2))
+    row_bytes = heads.head_dim * q_RNH.element_size()
+    stages = device_of(q_RNH.device).stages(heads.pairs * row_bytes, 2 * PROMPT_TILE * row_bytes, 3)
+    num_items = max(shared.space.most_items, len(shared.bundle_B2))
     _prompt_kernel[(heads.num_kv_heads, num_items)](
         q_RNH,
         keys,
@@ -62,7 +64,7 @@ def prompt_attention(
         TILE=PROMPT_TILE,
         OVERLAP=OVERLAP,
         num_warps=8 if is_half else 4,
-        num_stages=3 if is_half else 1,
+        num_stages=stages if is_half else 1,
         launch_pdl=OVERLAP,
     )
 
@@ -96,8 +98,8 @@ def _prompt_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     num_bundles, parts = tl.load(counts), tl.load(counts + 1)
     # The parts of a prompt are adjacent programs, so they start together.

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from areal.engine.native.cuda.launch import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP
 from areal.engine.native.sampler import MAX_STOP_IDS
 
 # Loops and calls inside kernels are compiled; Triton types them as raising in plain Python.

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from areal.engine.native.cuda.device import Device, device_of
+
 PROMPT_TILE = 64  # keys; shared lengths are multiples of it
-_PROGRAMS = 132  # one per multiprocessor of an H100 or H200
 _MAX_PARTS = 16  # a row folds them sequentially
 _MIN_SHARERS = 4  # rows of a bundle
-# Per layer. On an H200 a launch costs 17 us more, and saves 1 us per 8.5 MB.
-MIN_SAVED_BYTES = 256 << 20
+# Per layer and multiprocessor. On an H200 a launch costs 17 us more, and saves 1 us per 8.5 MB.
+MIN_SAVED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +45,17 @@ class Heads:
     def rows_of_bundle(self) -> int:
         return self.pairs * self.num_kv_heads // self.num_heads
 
-    @property
-    def can_share(self) -> bool:
-        """Whether half a program's rows are at least _MIN_SHARERS."""
-        return self.rows_of_bundle >= 2 * _MIN_SHARERS
+    def can_share(self, device: Device) -> bool:
+        """Whether half a program's rows are at least _MIN_SHARERS, and its queries and a tile of
+        keys and values fit into shared memory."""
+        row_bytes = self.head_dim * self.dtype.itemsize
+        fits = (self.pairs + 2 * PROMPT_TILE) * row_bytes <= device.program_bytes
+        return fits and self.rows_of_bundle >= 2 * _MIN_SHARERS
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in a layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def most_items(self) -> int:
-        """(bundle, part) pairs that fill the device."""
-        return max(1, _PROGRAMS // self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +66,21 @@ class PromptSpace:
     score_max: torch.Tensor  # [X] float32
     weight_sum: torch.Tensor  # [X] float32
     heads: Heads
+    most_items: int  # (bundle, part) pairs that fill the device, a program per multiprocessor
+    min_saved_bytes: int  # per layer, below which prompts are not read together
     num_pairs: int  # capacity in (row, part) pairs
 
     @classmethod
     def make(cls, max_rows: int, heads: Heads, device: torch.device) -> PromptSpace:
-        num_pairs = max(max_rows, heads.rows_of_bundle * heads.most_items)
-        entries = num_pairs * heads.num_heads
-        return cls(
-            acc=torch.empty(entries, heads.head_dim, dtype=torch.float32, device=device),
-            score_max=torch.empty(entries, dtype=torch.float32, device=device),
-            weight_sum=torch.empty(entries, dtype=torch.float32, device=device),
-            heads=heads,
-            num_pairs=num_pairs,
+        num_processors = device_of(device).num_processors
+        most_items = max(1, num_processors // heads.num_kv_heads)
+        num_pairs = max(max_rows, heads.rows_of_bundle * most_items)
+        acc = torch.empty(
+            num_pairs * heads.num_heads, heads.head_dim, dtype=torch.float32, device=device
         )
+        score_max, weight_sum = acc.new_empty(2, len(acc))
+        min_saved_bytes = MIN_SAVED_BYTES * num_processors
+        return cls(acc, score_max, weight_sum, heads, most_items, min_saved_bytes, num_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def share_prompts(
     """
     heads, groups = space.heads, _groups(first_page, prompt)
     saved = sum((len(rows) - 1) * tokens for rows, tokens in groups)
-    if saved * heads.token_bytes < MIN_SAVED_BYTES:
+    if saved * heads.token_bytes < space.min_saved_bytes:
         return None
     flat = np.zeros(sum(_flat_sizes(num_rows)), np.int32)
     shared_R, member_R, bundle_2B, counts = np.split(flat, np.cumsum(_flat_sizes(num_rows))[:-1])
@@ -129,7 +129,7 @@ def share_prompts(
             member_R[end : end + len(bundle)] = bundle
             end += len(bundle)
     bundle_2B[: 2 * len(bundles)] = np.ravel(bundles)
-    parts = min(_MAX_PARTS, heads.most_items // len(bundles), space.num_pairs // num_rows)
+    parts = min(_MAX_PARTS, space.most_items // len(bundles), space.num_pairs // num_rows)
     counts[:] = len(bundles), max(1, parts)
     return flat
 

@@ -11,7 +11,7 @@ is the second limit, so a tile has more outputs than x has rows if possible.
 If the tiles of outputs are too few for the device, D is cut into parts: each writes float32 sums to
 the workspace, and the last program of a tile adds them in the order of the parts: one launch, and
 the same bits at every replay. If the device supports it, a kernel starts while the previous one
-ends (launch.py) and prefetches its first columns of the weight into the L2 cache. Sums are float32;
+ends (device.py) and prefetches its first columns of the weight into the L2 cache. Sums are float32;
 results are rounded where the separate layers round theirs. All tensors are contiguous.
 
 Shape legend: M rows of x, D and N features in and out, F features of the gate.
@@ -22,18 +22,18 @@ Shape legend: M rows of x, D and N features in and out, F features of the gate.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as device
+from triton.language.extra import cuda
 
-from areal.engine.native.cuda.launch import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 
 MAX_ROWS = 128
-_NUM_PROCESSORS = 132  # of an H100 or H200; on other devices the parts are slightly suboptimal
-_SHARED_BYTES = 224 * 2**10  # per multiprocessor, less the overhead of each program
+_MAX_RESIDENT = 3  # programs of a multiprocessor
 _MAX_SPLIT_TILES = 512
 _MAX_PARTIAL_SUMS = 8 * 2**20
 
@@ -64,44 +64,37 @@ class SkinnyWorkspace:
         )
 
 
-# (padded rows of x, rows of the weight, D) -> a plan that beats `_default_plan`: the linears of
-# Qwen2.5 7B on an H200, tuned one by one; together they shorten a step by 3 to 5 %.
-PLANS: dict[tuple[int, int, int], Plan] = {
-    (32, 4608, 3584): Plan(64, 64, 4, 8),
-    (32, 3584, 3584): Plan(64, 128, 4, 6),
-    (32, 37888, 3584): Plan(64, 128, 4, 3),
-    (32, 3584, 18944): Plan(64, 128, 4, 5, parts=2),
-    (64, 4608, 3584): Plan(64, 128, 4, 4),
-    (64, 3584, 3584): Plan(64, 128, 4, 4, parts=2),
-    (64, 37888, 3584): Plan(64, 64, 4, 4),
-    (64, 3584, 18944): Plan(64, 128, 4, 5, parts=2),
-}
-
-
 def padded_rows(num_rows: int) -> int:
     """Rows of x in the kernel, rounded up so that few plans and binaries exist."""
     return max(16, int(triton.next_power_of_2(num_rows)))
 
 
-def plan_for(num_rows: int, weight_rows: int, dim: int) -> Plan:
-    padded = padded_rows(num_rows)
-    return PLANS.get((padded, weight_rows, dim)) or _default_plan(padded, weight_rows, dim)
-
-
-def _default_plan(padded: int, weight_rows: int, dim: int) -> Plan:
+@functools.cache
+def plan_for(num_rows: int, weight_rows: int, dim: int, device: Device) -> Plan:
     """All programs resident at once, in a single wave, with as many stages as fit then.
 
     One program adds the sums of all parts, so there are only as many parts as fill the device.
     """
-    rows = 128 if weight_rows >= 3072 else 64
+    padded, processors = padded_rows(num_rows), device.num_processors
+    rows = 64 if weight_rows <= 64 * _MAX_RESIDENT * processors else 128
     tiles = -(-weight_rows // rows)
-    parts = max(1, min(_NUM_PROCESSORS // tiles, dim // 256))
-    resident = min(-(-tiles * parts // _NUM_PROCESSORS), 3)
-    block = 128 if resident == 1 else 64
-    stage_bytes = 2 * block * (rows + padded)
-    tiles_of_part = -(-dim // parts // block)
-    stages = min(max(_SHARED_BYTES // resident // stage_bytes, 3), 6, tiles_of_part + 1)
+    parts = _parts(processors // tiles, dim)
+    if 3 * tiles * parts < 2 * processors and (more := 2 * processors // tiles) * 4096 <= dim:
+        parts = more  # a third of the multiprocessors would be idle for long
+    resident = min(-(-tiles * parts // processors), _MAX_RESIDENT)
+    room = device.shared_bytes // resident - 1024
+    column_bytes = 2 * (rows + padded)
+    block = 128 if dim % 128 == 0 and 3 * 128 * column_bytes <= room else 64
+    # Alone on its multiprocessor a program leaves space for the next kernel to start early.
+    wanted = int(room * (0.58 if resident == 1 else 0.9)) // (block * column_bytes)
+    stages = min(max(wanted, 3), 8, -(-dim // parts // block) + 1)
     return Plan(rows, block, warps=8 if rows == padded == 128 else 4, stages=stages, parts=parts)
+
+
+def _parts(wanted: int, dim: int) -> int:
+    """Adding the sums of parts takes as long as reading 1024 columns."""
+    parts = max(1, min(wanted, dim // 256))
+    return parts if dim - dim // parts >= 1024 else 1
 
 
 def skinny_linear(
@@ -128,7 +121,7 @@ def skinny_gate_up_silu(
 def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, gated) -> None:
     (num_rows, dim), weight_rows, padded = x_MD.shape, len(weight), padded_rows(len(x_MD))
     assert num_rows <= MAX_ROWS, num_rows
-    plan = plan or plan_for(num_rows, weight_rows, dim)
+    plan = plan or plan_for(num_rows, weight_rows, dim, device_of(x_MD.device))
     tiles = triton.cdiv(weight_rows, plan.rows)
     # Whole tiles of D in every part; the last part may be shorter.
     span = triton.cdiv(triton.cdiv(dim, plan.parts), plan.block) * plan.block
@@ -210,8 +203,8 @@ def _skinny_kernel(
     if OVERLAP:
         if WHOLE and AHEAD > 0:
             _call_ahead(weight_ptr, N, D, begin, end, ROWS, GATED, AHEAD, LANES)
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     weight_tile_ptr = weight_ptr + weight_row[:, None] * D + column[None, :]
     x_tile_ptr = x_ptr + tl.minimum(row, M - 1)[:, None] * D + column[None, :]
     sums = tl.zeros([ROWS, BLOCK_M], tl.float32)

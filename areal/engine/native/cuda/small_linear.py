@@ -11,7 +11,7 @@ pipelined through shared memory. Sums are float32. The norm needs no pass of its
 square is one factor per row, accumulated in the same loop and applied to the sums. Results are
 rounded where the separate layers round theirs, except the norm's. All tensors are contiguous.
 
-If the device supports it, a kernel starts while the previous one ends (launch.py); for one row it
+If the device supports it, a kernel starts while the previous one ends (device.py); for one row it
 loads its first tile of the weight before it waits for the previous kernel's results.
 
 Shape legend: M rows of x, D and N features in and out, F features of the gate.
@@ -22,14 +22,16 @@ Shape legend: M rows of x, D and N features in and out, F features of the gate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as device
+from triton.language.extra import cuda
 
-from areal.engine.native.cuda.launch import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 
 MAX_ROWS = 8
 
@@ -40,7 +42,7 @@ class Plan:
     block: int  # elements of D in one tile; at least 64 per warp, or the norm's loads get slow
     warps: int
     stages: int = 1  # tiles in flight, tensor cores only
-    programs: int = 1056  # at most, where a block spans D: about as many as the device holds
+    programs: int | None = None  # at most, where a block spans D
     overlap: bool = OVERLAP
 
     @property
@@ -48,29 +50,56 @@ class Plan:
         return self.rows >= 16
 
 
-# [outputs, D] of a layer -> its plan; others take the default. A weight of a few MB is bound by
-# latency: many programs request all bytes at once.
-ONE_ROW_DEFAULT = Plan(rows=4, block=1024, warps=4)
-ONE_ROW_PLANS: dict[tuple[int, int], Plan] = {
-    (2048, 1536): Plan(rows=2, block=2048, warps=4),
-    (1536, 1536): Plan(rows=2, block=2048, warps=4),
-    (8960, 1536): Plan(rows=4, block=2048, warps=4, programs=660),
-    (1536, 8960): Plan(rows=2, block=2048, warps=4),
-    (151936, 1536): Plan(rows=4, block=2048, warps=4, programs=660),
-    (3584, 18944): Plan(rows=2, block=2048, warps=4),
-}
-FEW_ROWS_DEFAULT = Plan(rows=32, block=128, warps=2, stages=6)
-FEW_ROWS_PLANS: dict[tuple[int, int], Plan] = {
-    (2048, 1536): Plan(rows=16, block=256, warps=1, stages=6),
-    (1536, 1536): Plan(rows=16, block=256, warps=1, stages=6),
-    (1536, 8960): Plan(rows=16, block=256, warps=1, stages=6),
-}
+# If a tile spans D: 64 elements per thread (96 registers), or 32 (64) where D needs 8 warps.
+_WHOLE_ROWS = (Plan(rows=8, block=1024, warps=4), Plan(rows=4, block=2048, warps=4))
+_WHOLE_NORMED_ROWS = Plan(rows=2, block=4096, warps=8)
+# Loops over D, the preferred first, with the registers per thread the compiler takes on Hopper.
+_LOOPS = (
+    (Plan(rows=4, block=1024, warps=4), 64),
+    (Plan(rows=8, block=512, warps=4), 96),
+    (Plan(rows=2, block=1024, warps=4), 48),
+    (Plan(rows=4, block=1024, warps=8), 64),
+)
+_NORMED_LOOPS = (
+    (Plan(rows=4, block=512, warps=2), 80),
+    (Plan(rows=8, block=512, warps=4), 128),
+    (Plan(rows=4, block=512, warps=4), 72),
+)
 
 
-def plan_for(num_rows: int, num_outputs: int, dim: int) -> Plan:
+@functools.cache
+def plan_for(num_rows: int, weight_rows: int, dim: int, normed: bool, device: Device) -> Plan:
+    """By how many programs there are for the slots of the device.
+
+    A weight of a few MB is read in a few microseconds, in which programs run in one or two waves:
+    a last wave that is nearly empty costs as much as a full one.
+    """
     if num_rows == 1:
-        return ONE_ROW_PLANS.get((num_outputs, dim), ONE_ROW_DEFAULT)
-    return FEW_ROWS_PLANS.get((num_outputs, dim), FEW_ROWS_DEFAULT)
+        return _one_row_plan(weight_rows, dim, normed, device)
+    if normed:
+        # The norm of x is repeated in every program, so a program has more outputs.
+        return Plan(rows=32, block=128, warps=2, stages=4 if dim <= 2048 else 5)
+    if weight_rows >= 256 * device.num_processors:
+        return Plan(rows=64, block=128, warps=4, stages=4)
+    return Plan(rows=16, block=256, warps=1, stages=4)
+
+
+def _one_row_plan(weight_rows: int, dim: int, normed: bool, device: Device) -> Plan:
+    for plan in _WHOLE_ROWS:
+        if dim <= plan.block:
+            return replace(plan, programs=device.resident(plan.warps, registers=96))
+    if normed and 3072 <= dim <= 4096:
+        # Twice what the device holds: the next programs start while the first ones end.
+        programs = 2 * device.resident(_WHOLE_NORMED_ROWS.warps, registers=64)
+        return replace(_WHOLE_NORMED_ROWS, programs=programs)
+    loops = _NORMED_LOOPS if normed else _LOOPS
+    best, best_use = loops[0][0], 0.0
+    for plan, registers in loops:
+        waves = weight_rows / plan.rows / device.resident(plan.warps, registers)
+        use = waves / math.ceil(waves)  # of the program slots, until the last wave ends
+        if use > 1.05 * best_use:
+            best, best_use = plan, use
+    return best
 
 
 def small_linear(
@@ -109,13 +138,14 @@ def norm_gate_up_silu(
 
 def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=False) -> None:
     (num_rows, dim), num_outputs = x_MD.shape, out_MN.shape[1]
-    plan = plan or plan_for(num_rows, num_outputs, dim)
+    weight_rows, normed = len(weight), norm_D is not None
+    plan = plan or plan_for(num_rows, weight_rows, dim, normed, device_of(x_MD.device))
     assert num_rows <= (MAX_ROWS if plan.uses_tensor_cores else 1), (num_rows, plan)
-    programs = triton.cdiv(2 * num_outputs if gated else num_outputs, plan.rows)
+    programs = triton.cdiv(weight_rows, plan.rows)
     if plan.uses_tensor_cores:
         kernel = _few_rows_kernel
     elif plan.block >= dim:
-        kernel, programs = _whole_row_kernel, min(programs, plan.programs)
+        kernel, programs = _whole_row_kernel, min(programs, plan.programs or programs)
     else:
         kernel = _one_row_kernel
     kernel[(programs,)](
@@ -123,7 +153,7 @@ def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=
         num_rows, num_outputs, dim, eps,
         ROWS=plan.rows,
         BLOCK=plan.block,
-        NORM=norm_D is not None,
+        NORM=normed,
         BIAS=bias_N is not None,
         RESIDUAL=residual_MN is not None,
         GATED=gated,
@@ -161,8 +191,8 @@ def _one_row_kernel(
     )
     tile = tl.load(tile_ptr, column[None, :] < D, 0.0, eviction_policy="evict_first")
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, D, BLOCK):
@@ -199,8 +229,8 @@ def _whole_row_kernel(
     if NORM:
         norm = tl.load(norm_ptr + column, inside, 0.0).to(tl.float32)
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + column, inside, 0.0).to(tl.float32)
     if NORM:
         x *= norm * tl.rsqrt(tl.sum(x * x) / D + eps)
@@ -251,8 +281,8 @@ def _few_rows_kernel(
     )
     x_ptr += row[:, None] * D + column[None, :]
     if OVERLAP:
-        device.gdc_wait()
-        device.gdc_launch_dependents()
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     squares = tl.zeros([PADDED, BLOCK], tl.float32)
     for start in range(0, D, BLOCK):

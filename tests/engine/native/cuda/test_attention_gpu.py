@@ -14,6 +14,7 @@ from areal.engine.native.cuda.decode_attention import (
     rows_attention,
     splits_for,
 )
+from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.prefill_attention import prefill_attention
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.shared_prompts import (
@@ -25,7 +26,8 @@ from areal.engine.native.cuda.shared_prompts import (
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(12, 2, 128, 16), (28, 4, 128, 16), (14, 2, 64, 64)]  # N, K, H, page size
+# N, K, H, page size
+SHAPES = [(12, 2, 128, 16), (28, 4, 128, 16), (14, 2, 64, 64), (8, 4, 256, 16)]
 TOLERANCE = 1e-2  # weights are rounded to bfloat16 before they meet the values
 
 
@@ -54,7 +56,7 @@ def test_decode(shape, num_rows, longest, one_split, device):
     slot_R = torch.arange(num_rows, dtype=torch.int32, device=device)
     num_tokens_S = torch.tensor([*lengths, 1], dtype=torch.int32, device=device)
     q_RNH = torch.randn(num_rows, num_heads, head_dim, dtype=torch.bfloat16, device=device)
-    num_splits = 1 if one_split else splits_for(num_rows, num_kv_heads)
+    num_splits = 1 if one_split else splits_for(num_rows, num_kv_heads, device_of(device))
     workspace = Workspace.make(num_rows, num_heads, num_kv_heads, head_dim, device)
 
     def run():
@@ -119,7 +121,15 @@ def test_a_captured_launch_follows_lengths_and_slots(device):
 
     def run():
         caches = (world.keys, world.values, world.table_SP)
-        decode_attention(q_RNH, *caches, slot_R, num_tokens_S, out_RNH, workspace, splits_for(8, 2))
+        decode_attention(
+            q_RNH,
+            *caches,
+            slot_R,
+            num_tokens_S,
+            out_RNH,
+            workspace,
+            splits_for(8, 2, device_of(device)),
+        )
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -158,7 +168,7 @@ def test_a_captured_launch_follows_who_shares_a_prompt(
     def run():
         caches = (world.keys, world.values, table_SP, slot_R)
         prompt_attention(q_RNH, *caches, shared)
-        num_splits = splits_for(num_rows, num_kv_heads)
+        num_splits = splits_for(num_rows, num_kv_heads, device_of(device))
         decode_attention(q_RNH, *caches, num_tokens_S, out_RNH, workspace, num_splits, shared)
 
     run()

@@ -13,7 +13,9 @@ from areal.engine.native.cuda.decode_attention import (
     decode_attention,
     rows_attention,
     splits_for,
+    tiles_for,
 )
+from areal.engine.native.cuda.device import HOPPER, Device, device_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SMALL = DecodeTiles(tile=32, min_split=32, num_warps=4, num_stages=3)
@@ -171,9 +173,35 @@ def test_rows_may_be_part_of_a_wider_tensor(dtype, device):
 
 
 def test_few_rows_take_many_splits_and_the_workspace_holds_every_batch(device):
-    assert splits_for(1, 2) == MAX_SPLITS
-    assert [splits_for(rows, 2) for rows in (8, 64, 128, 512, 1024)] == [16, 2, 1, 1, 1]
-    workspace = Workspace.make(300, 12, 2, 64, device)
+    assert splits_for(1, 2, HOPPER) == MAX_SPLITS
+    assert [splits_for(rows, 2, HOPPER) for rows in (8, 16, 64, 512, 1024)] == [8, 4, 2, 1, 1]
+    workspace, of_device = Workspace.make(300, 12, 2, 64, device), device_of(device)
     for rows in (1, 7, 8, 100, 299, 300):
-        assert rows * splits_for(rows, 2) * 12 <= len(workspace.acc) == len(workspace.score_max)
+        num_splits = splits_for(rows, 2, of_device)
+        assert rows * num_splits * 12 <= len(workspace.acc) == len(workspace.score_max)
     assert len(workspace.arrived) == 300 * 2
+
+
+@pytest.mark.parametrize("num_processors", [20, 108, 132, 148])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
+def test_splits_give_every_processor_a_program_but_few_splits_two(num_kv_heads, num_processors):
+    device = Device(num_processors, shared_bytes=164 * 1024, max_warps=64)
+    for rows in (1, 2, 8, 24, 64, 512):
+        num_splits = splits_for(rows, num_kv_heads, device)
+        programs = rows * num_kv_heads * num_splits
+        assert programs > 0.9 * num_processors or num_splits == MAX_SPLITS
+        most = 2.9 if num_splits <= 4 else 1.9
+        assert programs < most * num_processors or num_splits == 1
+
+
+@pytest.mark.parametrize("kilobytes", [100, 164, 228])  # an RTX 4090, an A100, an H100
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_programs_tiles_fit_into_shared_memory(head_dim, dtype, kilobytes):
+    device = Device(num_processors=100, shared_bytes=kilobytes * 1024, max_warps=48)
+    for num_splits in (1, 4, 16, 64):
+        tiles = tiles_for(num_splits, head_dim, dtype, device)
+        buffered = (tiles.num_stages - 1) * 2 * tiles.tile * head_dim * dtype.itemsize
+        assert buffered + 16 * head_dim * dtype.itemsize + 8192 <= device.program_bytes
+        assert 8 <= tiles.tile <= 128
+    assert len({tiles_for(splits, head_dim, dtype, device).tile for splits in (1, 2, 4)}) == 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from paged_world import make_paged_world, relative_error
 
+from areal.engine.native.cuda.device import HOPPER, Device
 from areal.engine.native.cuda.prefill_attention import prefill_attention, tiles_for
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -24,7 +27,7 @@ def check(chunks, *, group, dtype, device, tiles=None, shared_pages=0, **shape):
     max_rows = max(rows for _, rows in chunks)
     if tiles is None and device.type == "cpu":
         # The interpreter computes in float32; the tiles it is to prove are those of bfloat16.
-        tiles = tiles_for(max_rows, group, torch.bfloat16)
+        tiles = tiles_for(max_rows, group, q_TNH.shape[2], torch.bfloat16, HOPPER)
     prefill_attention(
         q_TNH,
         world.keys,
@@ -86,12 +89,26 @@ def test_prompts_that_share_their_first_pages(dtype, device):
 def test_the_tiles_of_float32(device):
     group = 20  # a tile holds at least one row
     shape = {"num_kv_heads": 1, "head_dim": 64, "page_size": 16}
-    tiles = tiles_for(5, group, torch.float32)
+    tiles = tiles_for(5, group, 64, torch.float32, HOPPER)
     assert tiles.pairs == 32
     chunks = [(0, 5), (64, 2)]
     check(chunks, group=group, dtype=torch.float32, device=device, tiles=tiles, **shape)
 
 
 def test_short_chunks_take_small_tiles():
-    pairs = [tiles_for(rows, 6, torch.bfloat16).pairs for rows in (1, 2, 3, 10, 11, 4096)]
+    sizes = (1, 2, 3, 10, 11, 4096)
+    pairs = [tiles_for(rows, 6, 128, torch.bfloat16, HOPPER).pairs for rows in sizes]
     assert pairs == [16, 16, 64, 64, 128, 128]
+
+
+@pytest.mark.parametrize("kilobytes", [100, 164, 228])  # an RTX 4090, an A100, an H100
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_tiles_fit_into_shared_memory(group, head_dim, kilobytes):
+    device = Device(num_processors=100, shared_bytes=kilobytes * 1024, max_warps=48)
+    for max_rows, dtype in itertools.product((1, 8, 2048), (torch.bfloat16, torch.float32)):
+        tiles = tiles_for(max_rows, group, head_dim, dtype, device)
+        row_bytes = head_dim * dtype.itemsize
+        used = (tiles.pairs + 2 * tiles.keys * tiles.num_stages) * row_bytes
+        assert used <= device.program_bytes
+        assert tiles.keys >= 16 and tiles.pairs >= group

@@ -7,6 +7,7 @@ prefill, drawing and running ahead are checked against a plain forward of the sa
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native import engine as engine_module
 from areal.engine.native.cuda import program as program_module
 from areal.engine.native.cuda import shared_prompts
+from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.program import DeviceProgram
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
@@ -88,7 +90,7 @@ def make_engine(monkeypatch, device):
     monkeypatch.setattr(engine_module, "make_runner", EagerRunner)
     if device.type == "cpu":
         # Few rows take 64 splits, which the interpreter would visit one by one.
-        monkeypatch.setattr(program_module, "splits_for", lambda num_rows, num_kv_heads: 2)
+        monkeypatch.setattr(program_module, "splits_for", lambda *_: 2)
 
     def make(family="qwen3", seed=0, **options) -> NativeEngine:
         model = small_model(family, seed).to(device)
@@ -151,7 +153,8 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
 
 def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_BYTES", 1)
-    monkeypatch.setattr(shared_prompts, "_PROGRAMS", 8)
+    small = replace(HOPPER, num_processors=8)
+    monkeypatch.setattr(shared_prompts, "device_of", lambda device: small)
     engine, rng = make_engine(), random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (70, 5)]
     requests = [

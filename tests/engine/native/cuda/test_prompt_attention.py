@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from paged_world import make_paged_world, relative_error
 
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.decode_attention import Workspace, decode_attention
+from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.shared_prompts import (
     Heads,
@@ -29,7 +32,8 @@ def test_equals_dense_attention(
 ):
     """Two prompts, of 128 and 192 shared tokens; rows that share nothing; padding."""
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_BYTES", 1)
-    monkeypatch.setattr(shared_prompts, "_PROGRAMS", 4 * num_kv_heads)
+    small = replace(HOPPER, num_processors=4 * num_kv_heads)
+    monkeypatch.setattr(shared_prompts, "device_of", lambda device: small)
     lengths = [129, 200, 193, 260, 140, 210, 128 + 128, 193, 195, 300, 7, 70]
     leaders = [0, 1, 0, 1, 0, 1, 0, 1, 1, 9, 10, 11]
     num_shared = [128 if leader == 0 else 192 if leader == 1 else 0 for leader in leaders]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.engine.native.cuda import shared_prompts
+from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.shared_prompts import (
     Heads,
     PromptSpace,
@@ -92,7 +93,7 @@ def test_few_prompts_are_cut_into_parts_and_many_are_not():
     ],
 )
 def test_which_heads_can_share(heads, can_share):
-    assert heads.can_share is can_share
+    assert heads.can_share(HOPPER) is can_share
 
 
 @settings(max_examples=200, deadline=None)
@@ -128,5 +129,5 @@ def test_every_plan_is_sound(groups, padding, heads, seed):
         assert all(tokens[row] == prompt[row] // 64 * 64 for row in rows)
     assert len(members) == sum(large)
     count, parts = shared.counts.tolist()
-    assert count * parts <= max(heads.most_items, num_rows // 4)
+    assert count * parts <= max(shared.space.most_items, num_rows // 4)
     assert num_rows * parts <= shared.space.num_pairs

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from areal.engine.native.cuda.block_kernels import rms_norm
+from areal.engine.native.cuda.device import Device
 from areal.engine.native.cuda.skinny_linear import (
     Plan,
     SkinnyWorkspace,
@@ -23,6 +24,7 @@ WEIGHTS = {  # qkv, o, gate and up, down
     "7b": [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)],
 }
 REAL_SHAPES = [shape for shapes in WEIGHTS.values() for shape in shapes]
+OTHER_SHAPES = [(151936, 1536), (100, 64), (960, 576), (4096, 1024), (5120, 17408), (57344, 8192)]
 # Small enough for float32 and for the interpreter.
 SMALL = Plan(rows=64, block=32, warps=4, stages=2)
 PARTS = Plan(rows=64, block=32, warps=4, stages=2, parts=3)
@@ -99,13 +101,16 @@ def test_a_row_of_nan_stays_alone(dtype, device, workspace):
     assert out[-1].isnan().all() and out[:-1].isfinite().all()
 
 
+@pytest.mark.parametrize("num_processors", [58, 108, 132, 148])
+@pytest.mark.parametrize("kilobytes", [100, 164, 228])  # an RTX 4090, an A100, an H100
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_plans_fit_the_device_and_the_workspace(num_rows):
+def test_plans_fit_the_device_and_the_workspace(num_rows, kilobytes, num_processors):
     padded = padded_rows(num_rows)
+    device = Device(num_processors, shared_bytes=kilobytes * 1024, max_warps=48)
     workspace = SkinnyWorkspace.make(torch.device("cpu"))
-    for weight_rows, dim in [*REAL_SHAPES, (151936, 1536), (100, 64)]:
-        plan = plan_for(num_rows, weight_rows, dim)
-        assert 2 * plan.stages * plan.block * (plan.rows + padded) <= 227 * 1024
+    for weight_rows, dim in [*REAL_SHAPES, *OTHER_SHAPES]:
+        plan = plan_for(num_rows, weight_rows, dim, device)
+        assert 2 * plan.stages * plan.block * (plan.rows + padded) <= device.program_bytes
         tiles = -(-weight_rows // plan.rows)
         if plan.parts > 1:
             assert tiles <= workspace.arrived.numel()
@@ -114,7 +119,7 @@ def test_plans_fit_the_device_and_the_workspace(num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("shape", [*REAL_SHAPES, (151936, 1536)], ids=str)
+@pytest.mark.parametrize("shape", [*REAL_SHAPES, *OTHER_SHAPES[:-1]], ids=str)
 def test_real_shapes(shape, num_rows, device, workspace):
     num_outputs, dim = shape
     x = draw(num_rows, dim, dtype=torch.bfloat16, device=device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from areal.engine.native.cuda.device import HOPPER, Device
 from areal.engine.native.cuda.small_linear import (
     Plan,
     norm_gate_up_silu,
@@ -136,16 +139,41 @@ def test_a_row_of_nan_stays_alone(dtype, device):
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_plans_fit_their_kernel(num_rows):
-    for shape in [(2048, 1536), (1536, 1536), (8960, 1536), (1536, 8960), (151936, 1536), (9, 9)]:
-        assert plan_for(num_rows, *shape).uses_tensor_cores == (num_rows > 1)
+DEVICES = {  # multiprocessors, shared memory in KB, warps of a multiprocessor
+    "a100": Device(108, 164 * 1024, 64),
+    "rtx4090": Device(128, 100 * 1024, 48),
+    "h200": HOPPER,
+    "b200": Device(148, 228 * 1024, 64),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("dim", [9, 576, 1024, 1152, 2048, 2560, 3584, 4096, 5120, 18944])
+def test_plans_fit_their_kernel_and_the_device(dim, device):
+    for num_rows, weight_rows, normed in itertools.product(
+        (1, 2, 8), (9, 960, 4608, 17920, 151936), (False, True)
+    ):
+        plan = plan_for(num_rows, weight_rows, dim, normed, device)
+        assert plan.uses_tensor_cores == (num_rows > 1)
+        if plan.uses_tensor_cores:
+            assert 2 * plan.stages * plan.block * (plan.rows + 8) < device.program_bytes
+        elif plan.block >= dim:
+            assert plan.programs and plan.programs % device.num_processors == 0
+
+
+def test_one_row_takes_the_plan_that_fills_the_last_wave():
+    """4096 outputs make 1024 programs of 4, nearly one wave of the 1056 that 132 processors hold;
+    5120 make 1280, nearly two waves of 660 only in programs of 8."""
+    plans = [plan_for(1, outputs, 14336, False, HOPPER) for outputs in (4096, 5120)]
+    assert [plan.rows for plan in plans] == [4, 8]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 @pytest.mark.parametrize(
-    "shape", [(2048, 1536), (1536, 8960), (151936, 1536), (4608, 3584), (3584, 18944)], ids=str
+    "shape",
+    [(2048, 1536), (1536, 8960), (151936, 1536), (4608, 3584), (5120, 17408), (6144, 2560)],
+    ids=str,
 )
 def test_real_shapes(shape, num_rows, device):
     num_outputs, dim = shape
