@@ -10,6 +10,18 @@
 Pure translation: no HTTP, no torch, and not the `openai` package.
 """
 
+from areal.openai.parsing.formats import TOOL_FORMATS, format_of_template
+from areal.openai.parsing.parser import (
+    REASONING_PARSERS,
+    Content,
+    Event,
+    OutputParser,
+    ParsedOutput,
+    Reasoning,
+    ToolCall,
+    begins_in_reasoning,
+    parse_output,
+)
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
 from areal.openai.replies import (
     Output,
@@ -32,20 +44,20 @@ from areal.openai.requests import (
     parse_completion,
 )
 from areal.openai.text_stream import TextStream, token_text, visible_text
-from areal.openai.tool_calls import (
-    TOOL_PARSERS,
-    begins_in_reasoning,
-    parse_tool_calls,
-    parser_of_template,
-    tool_calls_may_begin,
-)
 
 __all__ = [
-    "TOOL_PARSERS",
+    "REASONING_PARSERS",
+    "TOOL_FORMATS",
     "ChatCall",
     "CompletionCall",
+    "Content",
+    "Event",
     "Output",
+    "OutputParser",
+    "ParsedOutput",
+    "Reasoning",
     "TextStream",
+    "ToolCall",
     "WireError",
     "begins_in_reasoning",
     "chat_chunk",
@@ -58,12 +70,11 @@ __all__ = [
     "completion_reply",
     "error_body",
     "finish_reason",
+    "format_of_template",
     "parse_chat",
     "parse_completion",
-    "parse_tool_calls",
-    "parser_of_template",
+    "parse_output",
     "token_text",
-    "tool_calls_may_begin",
     "usage_chunk",
     "usage_of",
     "visible_text",
