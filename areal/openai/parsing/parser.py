@@ -176,11 +176,13 @@ class _Sink:
     def take(self) -> list[Event]:
         """The events since the last time; neighbours of one kind are joined."""
         joined: list[Event] = []
-        for kind, group in itertools.groupby(self._events, key=type):
-            if kind is ToolCall:
-                joined += group
+        for _, group in itertools.groupby(self._events, key=type):
+            first, *rest = group
+            if isinstance(first, ToolCall):
+                joined += [first, *rest]
             else:
-                joined.append(kind("".join(event.text for event in group)))
+                texts = [event.text for event in rest if not isinstance(event, ToolCall)]
+                joined.append(type(first)("".join([first.text, *texts])))
         self._events.clear()
         return joined
 
