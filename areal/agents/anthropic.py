@@ -1,8 +1,9 @@
 """Anthropic's messages API, translated to OpenAI's chat API and back.
 
 In: the body of POST /v1/messages. Out: the body of the equivalent chat completion, and its reply as
-a message, an event stream or an error in Anthropic's format. Blocks other than text and tool use
-are rejected, except thinking blocks of earlier turns, which are dropped.
+a message, an event stream or an error in Anthropic's format. Reasoning becomes a thinking block
+without a signature. Blocks other than text and tool use are rejected, except thinking blocks of
+earlier turns, which are dropped: the session has recorded them.
 """
 
 from __future__ import annotations
@@ -190,6 +191,8 @@ def _head(done: Completion) -> dict[str, Any]:
 def _blocks_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     calls = message.get("tool_calls", ())
     blocks = []
+    if reasoning := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if message["content"] or not calls:
         blocks.append({"type": "text", "text": message["content"] or ""})
     for call in calls:
@@ -220,6 +223,9 @@ def _events(done: Completion) -> Iterator[dict[str, Any]]:
         if block["type"] == "text":
             empty = {**block, "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            empty = {**block, "thinking": ""}
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
         else:
             empty = {**block, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": dumps(block["input"])}

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.json_text import dumps
+from areal.openai.parsing.formats import TOOL_FORMATS
+from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
 from areal.openai.replies import Output, chat_chunk, chat_reply, usage_chunk
 from areal.openai.requests import ChatCall, WireError, error_body, parse_chat
 from areal.openai.text_stream import visible_text
-from areal.openai.tool_calls import begins_in_reasoning
 from areal.utils import logging
 from areal.utils.http_body import Body
 
@@ -91,6 +92,9 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
     created = next_created()
     call = parse_call(session.options, route.chat_body(body, session.cache))
     parent = session.cache.find_parent(call.messages, call.tools)
+    if parent is not None:
+        messages = _with_reasoning(call.messages, parent.whole_chat())
+        call = dataclasses.replace(call, messages=messages)
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
@@ -100,10 +104,11 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
         call,
         f"{route.id_prefix}{uuid.uuid4().hex}",
         int(time.time()),
-        [_output(session.options.tokenizer, call.gconfig, response)],
+        [_output(session.options, call, response)],
         prompt_tokens=len(input_ids),
         tokenizer=session.options.tokenizer,
-        tool_parser=session.options.config.tool_call_parser,
+        tool_format=session.options.tool_format,
+        reasoning=session.options.config.reasoning_parser,
         in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
     )
     interaction = InteractionWithTokenLogpReward(
@@ -142,6 +147,18 @@ def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
         call = dataclasses.replace(call, gconfig=gconfig)
     _check_temperature(options.gconfig, call.gconfig)
     return call
+
+
+def _with_reasoning(
+    messages: list[dict[str, Any]], recorded: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`messages` that begin with a recorded chat, with the reasoning that clients leave out.
+
+    Some templates show the model its own reasoning of earlier turns.
+    """
+    thoughts = [{k: v for k, v in one.items() if k == "reasoning_content"} for one in recorded]
+    known = [{**own, **one} for own, one in zip(thoughts, messages, strict=False)]
+    return [*known, *messages[len(known) :]]
 
 
 def prompt_ids(
@@ -193,15 +210,16 @@ async def _generate(
     return response
 
 
-def _output(tokenizer: Any, gconfig: GenerationHyperparameters, response: ModelResponse) -> Output:
+def _output(options: SessionOptions, call: ChatCall, response: ModelResponse) -> Output:
     shown = response.output_tokens
-    if shown and shown[-1] in gconfig.stop_token_ids:
+    if shown and shown[-1] in call.gconfig.stop_token_ids:
         shown = shown[:-1]
+    marks = TOOL_FORMATS[options.tool_format].marks(has_tools=bool(call.tools))
     return Output(
         response.output_tokens,
         response.output_logprobs,
         response.stop_reason,
-        visible_text(tokenizer, shown, gconfig),
+        visible_text(options.tokenizer, shown, call.gconfig, keep=marks),
     )
 
 
@@ -237,6 +255,8 @@ def _chunks(done: Completion) -> Iterator[dict[str, Any]]:
     reply, choice = done.reply, done.reply["choices"][0]
     place = (done.call, reply["id"], reply["created"])
     yield chat_chunk(*place, 0, {"role": "assistant", "content": ""})
+    if reasoning := done.message.get("reasoning_content"):
+        yield chat_chunk(*place, 0, {"reasoning_content": reasoning})
     if done.message["content"]:
         delta = {"content": done.message["content"]}
         yield chat_chunk(*place, 0, delta, logprobs=choice["logprobs"])

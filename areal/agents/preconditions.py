@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from areal.openai.tool_calls import TOOL_PARSERS
+from areal.openai.parsing.formats import TOOL_FORMATS
+from areal.openai.parsing.parser import REASONING_PARSERS
 
 if TYPE_CHECKING:
     from areal.api.config.inference import AgentConfig
@@ -16,14 +17,17 @@ _MIN_ADMIN_KEY = 16
 
 def check_agent_options(config: AgentConfig) -> None:
     """ValueError for an unknown name or, with `mode: online`, a missing admin key."""
-    if config.tool_call_parser not in TOOL_PARSERS:
-        known = ", ".join(sorted(TOOL_PARSERS))
-        raise ValueError(
-            f"rollout.agent.tool_call_parser: unknown name {config.tool_call_parser!r}; expected "
-            f"one of {known}"
-        )
+    _check_name("tool_call_parser", config.tool_call_parser, ["auto", *TOOL_FORMATS])
+    _check_name("reasoning_parser", config.reasoning_parser, [*REASONING_PARSERS])
     if config.mode == "online":
         admin_key()
+
+
+def _check_name(key: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        raise ValueError(
+            f"rollout.agent.{key}: unknown name {name!r}; expected one of {', '.join(known)}"
+        )
 
 
 def admin_key() -> str:

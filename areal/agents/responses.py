@@ -193,6 +193,15 @@ def _head(done: Completion) -> dict[str, Any]:
 
 def _items(done: Completion) -> Iterator[dict[str, Any]]:
     name, calls = done.reply["id"], done.message.get("tool_calls", ())
+    if reasoning := done.message.get("reasoning_content"):
+        part = {"type": "reasoning_text", "text": reasoning}
+        yield {
+            "id": f"{name}_reasoning",
+            "type": "reasoning",
+            "summary": [],
+            "content": [part],
+            "status": "completed",
+        }
     if done.message["content"] or not calls:
         part = {"type": "output_text", "text": done.message["content"] or "", "annotations": []}
         yield {
@@ -218,7 +227,7 @@ def _events(done: Completion) -> Iterator[dict[str, Any]]:
     for index, item in enumerate(response["output"]):
         place = {"output_index": index}
         begun = {**item, "status": "in_progress"}
-        begun |= {"content": []} if item["type"] == "message" else {"arguments": ""}
+        begun |= {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield {"type": "response.output_item.added", **place, "item": begun}
         yield from _item_events(item, {**place, "item_id": item["id"]})
         yield {"type": "response.output_item.done", **place, "item": item}
@@ -233,6 +242,11 @@ def _item_events(item: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[s
         return
     (part,) = item["content"]
     place = {**place, "content_index": 0}
+    if item["type"] == "reasoning":
+        kind, text = "response.reasoning_text", part["text"]
+        yield {"type": f"{kind}.delta", **place, "delta": text}
+        yield {"type": f"{kind}.done", **place, "text": text}
+        return
     text = {"delta": part["text"], "logprobs": []}
     yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
     yield {"type": "response.output_text.delta", **place, **text}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.interaction import InteractionCache, PrefixMatcher, checked_reward
 from areal.api.workflow_context import workflow_context
+from areal.openai.parsing.formats import format_of_template
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -50,6 +51,11 @@ class SessionOptions:
     tokenizer: Any
     gconfig: GenerationHyperparameters  # for what a call leaves out
     matcher: PrefixMatcher | None = None
+
+    @property
+    def tool_format(self) -> str:
+        name = self.config.tool_call_parser
+        return format_of_template(self.tokenizer.chat_template) if name == "auto" else name
 
 
 class Session:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.io_struct import StopReason
+from areal.openai.parsing.parser import parse_output
 from areal.openai.requests import ChatCall, CompletionCall
 from areal.openai.text_stream import token_bytes, token_text
-from areal.openai.tool_calls import parse_tool_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +34,30 @@ def chat_reply(
     prompt_tokens: int,
     tokenizer: Any,
     *,
-    tool_parser: str = "hermes",
+    tool_format: str = "hermes",
+    reasoning: str = "auto",
     in_reasoning: bool = False,
 ) -> dict[str, Any]:
     """`created` in Unix seconds. Tool calls are parsed only if the request has tools.
 
-    in_reasoning: the outputs begin inside reasoning that the prompt opened.
+    `tool_format` and the options after it are those of OutputParser.
     """
     choices = []
     for index, output in enumerate(outputs):
-        content, calls = output.text, []
-        if call.tools:
-            content, calls = parse_tool_calls(output.text, tool_parser, in_reasoning=in_reasoning)
+        options = {"tools": call.tools, "reasoning": reasoning, "in_reasoning": in_reasoning}
+        parsed = parse_output(output.text, tool_format, **options)
+        content = None if parsed.calls and not parsed.content.strip() else parsed.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [tool_call.as_dict() for tool_call in parsed.calls]
         choices.append(
             {
                 "index": index,
                 "message": message,
                 "logprobs": _chat_logprobs_of(call, output, tokenizer),
-                "finish_reason": finish_reason(output.stop_reason, has_calls=bool(calls)),
+                "finish_reason": finish_reason(output.stop_reason, has_calls=bool(parsed.calls)),
             }
         )
     return {

@@ -21,15 +21,29 @@ from areal.api.config.inference import GenerationHyperparameters
 _UNFINISHED = "\ufffd"  # what decoders write for an incomplete or invalid character
 
 
-def visible_text(tokenizer: Any, tokens: list[int], gconfig: GenerationHyperparameters) -> str:
+def visible_text(
+    tokenizer: Any,
+    tokens: list[int],
+    gconfig: GenerationHyperparameters,
+    *,
+    keep: frozenset[str] = frozenset(),
+) -> str:
     """The whole output as text. `tokens` must not include a trailing stop token."""
-    stream = TextStream(tokenizer, gconfig)
+    stream = TextStream(tokenizer, gconfig, keep=keep)
     return stream.push(tokens) + stream.finish()
 
 
 class TextStream:
-    def __init__(self, tokenizer: Any, gconfig: GenerationHyperparameters) -> None:
-        self._decoder = _Decoder(tokenizer, skip_special_tokens=gconfig.skip_special_tokens)
+    """`keep`: special tokens shown even where `skip_special_tokens` hides the others."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        gconfig: GenerationHyperparameters,
+        *,
+        keep: frozenset[str] = frozenset(),
+    ) -> None:
+        self._decoder = _Decoder(tokenizer, gconfig.skip_special_tokens, keep)
         self._stops = gconfig.stop or []
         # A stop string counts only if all of it comes after the first `min_new_tokens` tokens.
         self._num_unwatched = gconfig.min_new_tokens if self._stops else 0
@@ -89,16 +103,20 @@ class _Decoder:
     decoded with it and their part is cut off.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool, keep: frozenset[str]) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._hidden: frozenset[int] = frozenset()  # ids left out before decoding
+        if skip_special_tokens and keep:
+            self._hidden = _special_ids_without(tokenizer, keep)
+            self._skip_special_tokens = False
         self._context: list[int] = []  # already returned
         self._fresh: list[int] = []  # tokens after `_context`, not fully returned
         # Characters of decode(context + fresh) already returned; None: exactly those of context.
         self._num_shown: int | None = 0
 
     def push(self, tokens: list[int]) -> str:
-        self._fresh += tokens
+        self._fresh += [t for t in tokens if t not in self._hidden] if self._hidden else tokens
         if self._num_shown is None:
             self._num_shown = len(self._text(self._context))
         text = self._text(self._context + self._fresh)
@@ -121,6 +139,11 @@ class _Decoder:
             skip_special_tokens=self._skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+
+
+def _special_ids_without(tokenizer: Any, keep: frozenset[str]) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(i for i, token in added if token.special and token.content not in keep)
 
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -251,6 +251,7 @@ def test_a_key_ends_with_its_episode(world):
     "changes, message",
     [
         ({"tool_call_parser": "xml"}, "tool_call_parser: unknown name 'xml'"),
+        ({"reasoning_parser": "xml"}, "reasoning_parser: unknown name 'xml'; expected one of auto"),
         ({"prefix_matcher": "math.nothing"}, "rollout.agent.prefix_matcher: module 'math'"),
     ],
 )

@@ -17,9 +17,9 @@ from areal.agents.routes import ROUTES
 from areal.agents.session import AgentError
 from areal.api.interaction import InteractionCache
 from areal.api.json_text import dumps, loads
+from areal.openai.parsing.formats import TOOL_FORMATS
 from areal.openai.replies import Output, chat_reply
 from areal.openai.requests import parse_chat
-from areal.openai.tool_calls import TOOL_PARSERS
 
 HALF_CALL = r'<tool_call>{"name": "f\ud83d", "arguments": {"x\udc00": "\ud83d!"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -162,18 +162,6 @@ def test_a_request_that_ends_with_the_reply_is_one_sample(world):
     assert len(leaf.path()) == 2
 
 
-@pytest.fixture
-def template(world):
-    """Sets the chat template of the world's tokenizer for one test."""
-    before = world.tokenizer.chat_template
-
-    def change(text):
-        world.tokenizer.chat_template = text
-
-    yield change
-    world.tokenizer.chat_template = before
-
-
 def test_an_episode_whose_template_breaks_its_limits_is_not_data(world, template):
     template("{{ 'x' * (10 ** 10 if messages | length > 1 else 1) }}")
     engine = ScriptedEngine(world.tokenizer, "fine", "unheard")
@@ -204,7 +192,7 @@ def test_a_tool_call_in_reasoning_is_not_made(world, template, opened_by, path, 
     assert agent.answer.status_code == 200
     message = item.output_message_list[0]
     assert len(message["tool_calls"]) == 1
-    assert message["content"] == text.removesuffix(THOUGHT).rstrip()
+    assert message["content"] == "Done." and message["reasoning_content"] == f"I could {THOUGHT}"
 
 
 # What a model writes.
@@ -226,13 +214,13 @@ written = st.lists(pieces | st.text(max_size=5), max_size=12).map("".join)
 
 
 @given(
-    written, st.sampled_from(sorted(TOOL_PARSERS)), st.sampled_from(sorted(ROUTES)), st.booleans()
+    written, st.sampled_from(sorted(TOOL_FORMATS)), st.sampled_from(sorted(ROUTES)), st.booleans()
 )
 def test_any_output_can_be_answered(text, parser, path, stream):
     route, body = ROUTES[path], {**BODIES[path], "stream": stream}
     call = parse_chat(route.chat_body(body, InteractionCache()))
     outputs = [Output([1], [0.0], "stop", text)]
-    reply = chat_reply(call, "id", 1, outputs, 1, None, tool_parser=parser)
+    reply = chat_reply(call, "id", 1, outputs, 1, None, tool_format=parser)
     done = Completion(body, call, reply, None)
     loads(dumps(route.reply(done)))
     for event in b"".join(route.events(done)).split(b"\n\n"):

@@ -68,6 +68,18 @@ def test_tool_calls_of_a_chat(tokenizer):
     assert choice["finish_reason"] == "length"
 
 
+def test_reasoning_of_a_chat(tokenizer):
+    output = Output([10], [-0.5], "stop", f"Hm.\n</think>\n\n{CALL_TEXT}")
+    call = chat_call(tools=[TOOL])
+    reply = chat_reply(call, "c", 1, [output], 5, tokenizer, in_reasoning=True)
+    message = reply["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Well.")
+    assert len(message["tool_calls"]) == 1
+    reply = chat_reply(chat_call(), "c", 1, [output], 5, tokenizer, in_reasoning=True)
+    message = reply["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", CALL_TEXT)
+
+
 def test_log_probabilities_name_their_tokens(tokenizer):
     ids = [*tokenizer.encode("aü"), *tokenizer.encode("😀"), EOS]
     assert len(ids) == 1 + 1 + 4 + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizer import EOS, IM_END, byte_tokenizer
+from tiny_tokenizer import EOS, IM_END, SPECIAL, byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -34,6 +34,17 @@ def pieces_of(stream, ids, sizes):
 def test_pieces_join_to_the_decoded_text(ids, sizes, skip):
     pieces = pieces_of(TextStream(TOKENIZER, gconfig(skip_special_tokens=skip)), ids, sizes)
     assert "".join(pieces) == TOKENIZER.decode(ids, skip_special_tokens=skip)
+
+
+@given(tokens, st.lists(st.integers(1, 4)))
+def test_special_tokens_that_are_kept(ids, sizes):
+    keep = frozenset(["<|im_end|>", "<not a token>"])
+    stream = TextStream(TOKENIZER, gconfig(), keep=keep)
+    shown = [token for token in ids if token >= len(SPECIAL) or token == IM_END]
+    assert "".join(pieces_of(stream, ids, sizes)) == TOKENIZER.decode(shown)
+    assert visible_text(TOKENIZER, ids, gconfig(skip_special_tokens=False), keep=keep) == (
+        TOKENIZER.decode(ids)
+    )
 
 
 @given(texts, st.lists(st.integers(1, 4)))

@@ -83,8 +83,13 @@ class AgentConfig:
     sampled, `hf` by the chat template alone."""
     turn_discount: float = 1.0
     """Share of a completion's reward that the completion before it gets as well."""
-    tool_call_parser: str = "qwen"
-    """How tool calls are read from a reply."""
+    tool_call_parser: str = "auto"
+    """How tool calls are read from a reply: the name of a format (`hermes`, `qwen`, `qwen3_coder`,
+    `llama3_json`, `pythonic`, `mistral`, `deepseek_v3`, `glm45`, `kimi_k2`, `gpt-oss`), or `auto`:
+    that of the model's chat template."""
+    reasoning_parser: str = "auto"
+    """How reasoning is told apart from a reply's content: by the marks of the tool call format
+    (`auto`), by others (`qwen3`, `deepseek-r1`, `mistral`), or not at all (`none`)."""
     drop_retry_orphans: bool = False
     """Leave out completions that were requested again with the same messages."""
     prefix_matcher: str | None = None

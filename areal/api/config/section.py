@@ -72,7 +72,6 @@ _ABSENT = {
     "check_trajectory_format": "every trajectory is checked; remove it",
     "queue_size": "the queue follows max_head_offpolicyness; remove it",
     "pin_memory": "it has no effect; remove it",
-    "reasoning_parser": "the reasoning of a reply stays in its text; remove it",
     "engine_max_tokens": "use gconfig.max_tokens",
     "message_preprocessors": "use prefix_matcher, or change the messages in the agent",
     "admin_api_key": "it comes from the environment variable AREAL_ADMIN_API_KEY; remove it",

@@ -33,6 +33,14 @@ from areal.engine.native.loop import EngineLoop, Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
+from areal.openai.parsing.formats import TOOL_FORMATS, format_of_template
+from areal.openai.parsing.parser import (
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+    begins_in_reasoning,
+)
 from areal.openai.prompts import chat_prompt_ids
 from areal.openai.replies import (
     Output,
@@ -58,12 +66,6 @@ from areal.openai.requests import (
     parse_completion,
 )
 from areal.openai.text_stream import TextStream, visible_text
-from areal.openai.tool_calls import (
-    begins_in_reasoning,
-    parse_tool_calls,
-    parser_of_template,
-    tool_calls_may_begin,
-)
 from areal.utils.chat_template import warm_up
 from areal.utils.http_body import json_body
 from areal.utils.http_server import JsonReply, read_body
@@ -134,7 +136,7 @@ def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], l
         completion_id=completion_id,
         created=int(time.time()),
         tokenizer=tokenizer,
-        tool_parser=parser_of_template(tokenizer.chat_template),
+        tool_format=format_of_template(tokenizer.chat_template),
         stop_ids=frozenset([*call.gconfig.stop_token_ids, *eos_ids]),
         in_reasoning=is_chat and begins_in_reasoning(tokenizer, prompts[0]),
     )
@@ -202,13 +204,13 @@ class _WholeReply(Response):
             return completion_reply(call, *shared, head.tokenizer)
         return chat_reply(
             call, *shared, head.tokenizer,
-            tool_parser=head.tool_parser, in_reasoning=head.in_reasoning,
+            tool_format=head.tool_format, in_reasoning=head.in_reasoning,
         )  # fmt: skip
 
     def _text(self, finished: Finished) -> str:
         head = self._head
         tokens = head.text_tokens(finished.output_tokens)
-        return visible_text(head.tokenizer, tokens, head.call.gconfig)
+        return visible_text(head.tokenizer, tokens, head.call.gconfig, keep=head.marks)
 
 
 class _StreamedReply(Response):
@@ -314,9 +316,16 @@ class ReplyHead:
     completion_id: str
     created: int  # Unix seconds
     tokenizer: Any
-    tool_parser: str
+    tool_format: str
     stop_ids: frozenset[int]  # tokens that end an output and are not part of its text
     in_reasoning: bool = False  # outputs of a chat begin inside reasoning
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Special tokens that the outputs' parser must see."""
+        if not isinstance(self.call, ChatCall):
+            return frozenset()
+        return TOOL_FORMATS[self.tool_format].marks(has_tools=bool(self.call.tools))
 
     def text_tokens(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
@@ -358,55 +367,50 @@ class CompletionChoice:
 
 
 class ChatChoice:
-    """With tools, text that may be a tool call waits until the output is complete."""
-
     def __init__(self, head: ReplyHead, index: int) -> None:
         assert isinstance(head.call, ChatCall)
         self._head = head
         self._call = head.call
         self._index = index
-        self._stream = TextStream(head.tokenizer, head.call.gconfig)
-        self._text = ""  # with tools: all of it
-        self._num_shown = 0
+        self._stream = TextStream(head.tokenizer, head.call.gconfig, keep=head.marks)
+        self._parser = OutputParser(
+            head.tool_format, tools=head.call.tools, in_reasoning=head.in_reasoning
+        )
+        self._has_calls = False
 
     def begin(self) -> list[Chunk]:
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
-        return self._content(self._showable(self._stream.push(tokens)), tokens, logprobs)
+        return self._chunks(self._parser.push(self._stream.push(tokens)), tokens, logprobs)
 
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
         text = self._stream.push(self._head.text_tokens(tokens)) + self._stream.finish()
-        calls: list[dict[str, Any]] = []
-        if self._call.tools:
-            content, calls = parse_tool_calls(
-                self._text + text, self._head.tool_parser, in_reasoning=self._head.in_reasoning
-            )
-            text = (content or "")[self._num_shown :]
-        chunks = self._content(text, tokens, logprobs)
-        if calls:
-            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
-            chunks.append(self._chunk({"tool_calls": numbered}))
-        word = finish_reason(reason, has_calls=bool(calls))
+        events = [*self._parser.push(text), *self._parser.finish()]
+        chunks = self._chunks(events, tokens, logprobs)
+        word = finish_reason(reason, has_calls=self._has_calls)
         return [*chunks, self._chunk({}, reason=word)]
 
-    def _showable(self, text: str) -> str:
-        if not self._call.tools:
-            return text
-        self._text += text
-        end = tool_calls_may_begin(
-            self._text, self._head.tool_parser, in_reasoning=self._head.in_reasoning
-        )
-        shown, self._num_shown = self._num_shown, max(self._num_shown, end)
-        return self._text[shown : self._num_shown]
-
-    def _content(self, text: str, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
+    def _chunks(self, events: list[Event], tokens: list[int], logprobs: list[float]) -> list[Chunk]:
+        """One chunk per event; the first carries the log-probabilities of all tokens."""
         details = None
         if self._call.logprobs and tokens:
             details = chat_logprobs(self._head.tokenizer, tokens, logprobs)
-        if not text and details is None:
-            return []
-        return [self._chunk({"content": text}, logprobs=details)]
+        deltas = [self._delta(event) for event in events]
+        if details is not None and not deltas:
+            deltas = [{"content": ""}]
+        return [
+            self._chunk(delta, logprobs=None if number else details)
+            for number, delta in enumerate(deltas)
+        ]
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text}
+        if isinstance(event, Content):
+            return {"content": event.text}
+        self._has_calls = True
+        return {"tool_calls": [{"index": event.index, **event.as_dict()}]}
 
     def _chunk(
         self, delta: dict[str, Any], *, logprobs: Any = None, reason: str | None = None

@@ -32,7 +32,7 @@ def head_of(call, parser="hermes", in_reasoning=False):
         completion_id="c",
         created=1,
         tokenizer=TOKENIZER,
-        tool_parser=parser,
+        tool_format=parser,
         stop_ids=frozenset([EOS]),
         in_reasoning=in_reasoning,
     )
@@ -77,12 +77,14 @@ def test_chat_chunks_join_to_the_reply(
     call = parse_chat({**body, "tools": [TOOL] if has_tools else None})
     values = [-0.5 * i for i in range(len(ids))]
     output = Output(ids, values, reason, visible_text(TOKENIZER, ids, call.gconfig))
-    options = {"tool_parser": parser, "in_reasoning": in_reasoning}
+    options = {"tool_format": parser, "in_reasoning": in_reasoning}
     (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER, **options)["choices"]
     head = head_of(call, parser, in_reasoning)
     chunks = streamed(ChatChoice(head, 0), ids, values, sizes, reason)
     deltas = [chunk["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant" and deltas[-1] == {}
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert reasoning == whole["message"].get("reasoning_content", "")
     content = "".join(delta.get("content", "") for delta in deltas)
     assert content == (whole["message"]["content"] or "")
     calls = sum((delta.get("tool_calls", []) for delta in deltas), [])
@@ -99,4 +101,6 @@ def test_text_before_a_tool_call_is_not_held_back():
     choice = ChatChoice(head_of(call), 0)
     ids = TOKENIZER.encode("Well, " + CALL)
     shown = [choice.advance([token], [0.0]) for token in ids]
-    assert "".join(c[0]["choices"][0]["delta"]["content"] for c in shown if c) == "Well,"
+    *deltas, call = [chunk["choices"][0]["delta"] for chunks in shown for chunk in chunks]
+    assert "".join(delta["content"] for delta in deltas) == "Well,"
+    assert call["tool_calls"][0]["function"]["name"] == "add"  # before the output is complete

@@ -18,9 +18,9 @@ from areal.engine.native.loop import EngineLoop
 from areal.engine.native.server import create_app
 from areal.engine.remote.native import launch_native_server
 from areal.engine.remote.server_control import ControlClient
+from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids
 from areal.openai.requests import parse_chat
-from areal.openai.tool_calls import begins_in_reasoning
 from areal.weight_sync.publication import publish
 
 TOKEN = "token-of-this-run"
