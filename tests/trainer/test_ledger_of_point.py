@@ -200,7 +200,7 @@ def test_a_ledger_without_its_log_of_writes(root, tmp_path):
     # By then some of its pages may be newer than others.
     with pytest.raises((RecoverError, RunDatabaseError), match=r"run\.db") as error:
         go_on(root, cut)
-    assert "put" in str(error.value).lower() and "trial_name" in str(error.value)
+    assert "restore" in str(error.value).lower() and "trial_name" in str(error.value)
 
 
 def test_points_that_are_gone(root, paths):
