@@ -60,6 +60,7 @@ _RANK = "areal.infra.train_controller.Rank"
 _POLL_S = 0.05  # interval of `has_ended` for a held function
 _LAST_WORDS_S = 3.0  # for ranks in a collective with a failed one
 
+Rows = list[int]
 Args = tuple[Any, ...]
 KwArgs = dict[str, Any]
 
@@ -275,9 +276,6 @@ class TrainController:
 def _failure_time(error: BaseException) -> float:
     """A dead process or unresponsive rank sorts before the errors it caused."""
     return error.failed_at if isinstance(error, EngineCallError) else 0.0
-
-
-Rows = list[int]
 
 
 def divide_rows(

@@ -34,7 +34,7 @@ from areal.rollout.staleness import StalenessManager
 from areal.rollout.tasks import TaskFailedError
 from areal.run.database import RunDatabase
 from areal.utils import import_path, stats_tracker
-from areal.workflow.resolve import build_workflow
+from areal.workflow.resolve import build_workflow, find_workflow
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,8 @@ class RolloutController(InferenceEngine):
         group_size: int = 1,
     ) -> list[Trajectory]:
         """A failed row raises TaskFailedError once all rows have ended."""
-        built, close = build_workflow(workflow, workflow_kwargs)
+        found = find_workflow(workflow)
+        built = build_workflow(found, workflow_kwargs)
         failures: list[TaskFailedError] = []
         trajectories: list[Trajectory] = []
         try:
@@ -166,8 +167,8 @@ class RolloutController(InferenceEngine):
                 else:
                     trajectories += [] if trajectory is None else [trajectory]
         finally:
-            if close is not None:
-                close()
+            if built is not found:
+                built.close()
         if failures:
             raise failures[0]
         return trajectories
@@ -285,9 +286,10 @@ class RolloutController(InferenceEngine):
         self, workflow: WorkflowLike, kwargs: dict[str, Any] | None, executor: WorkflowExecutor
     ) -> RolloutWorkflow:
         """A workflow of the stream: closed at the end, after the episodes that use it."""
-        built, close = build_workflow(workflow, kwargs)
-        if close is not None:
-            self._closing.callback(close)
+        found = find_workflow(workflow)
+        built = build_workflow(found, kwargs)
+        if built is not found:
+            self._closing.callback(built.close)
             self._closing.callback(executor.close)
         return built
 

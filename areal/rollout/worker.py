@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 from areal.rollout.event_loop import tune_gc
 from areal.rollout.failures import kind_of
 from areal.rollout.group import GroupRunner
+from areal.rollout.trajectory import encode
 from areal.sandbox.worker import adopt_main
 from areal.utils import import_path, stats_tracker
 
 if TYPE_CHECKING:
-    import torch
-
     from areal.api.engine_api import InferenceEngine
 
 
@@ -54,7 +53,7 @@ class Failure:
 class GroupReply:
     """A group's end, and what was recorded in the worker since the last one."""
 
-    trajectory: dict[str, torch.Tensor] | None = None  # None: rejected or failed
+    trajectory: bytes | None = None  # see `trajectory.encode`; None: rejected or failed
     failure: Failure | None = None
     attempts: list[Failure] = field(default_factory=list[Failure])  # failed ones of its episodes
     stats: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -102,7 +101,8 @@ class RolloutWorker:
             groups = self._streams[stream]
             if isinstance(groups, Exception):
                 raise groups
-            reply.trajectory = await groups.run(task_id, row)
+            trajectory = await groups.run(task_id, row)
+            reply.trajectory = None if trajectory is None else encode(trajectory)
         except Exception as error:
             reply.failure = Failure(kind_of(error), str(error), is_retried=False)
         finally:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.engine_api import EngineLostError
 from areal.api.scheduler_api import Job, Scheduler, WorkerFailedError, WorkerTimeoutError
 from areal.rollout.failures import WorkerError
+from areal.rollout.trajectory import decode
 from areal.rollout.worker import Failure, GroupReply, WorkflowRecipe
 from areal.sandbox.process import main_module
 from areal.utils import logging, stats_tracker
@@ -201,7 +202,7 @@ class RolloutWorkers:
         self._engine.add_counts(reply.counts)
         if reply.failure is not None:
             raise _as_error(reply.failure)
-        return reply.trajectory
+        return None if reply.trajectory is None else decode(reply.trajectory)
 
     def _hosted(self, worker: Any) -> HostedObject:
         return HostedObject(

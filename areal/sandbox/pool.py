@@ -37,7 +37,7 @@ from areal.sandbox.output import OutputRelay
 from areal.sandbox.process import BadReplyError, RewardProcess, describe_function, frame
 from areal.sandbox.restarts import KILLS_PER_RETRY, Restarts, is_from_outside, is_passing
 from areal.sandbox.watch import Usage, beyond, measure
-from areal.utils.child_process import describe_exit
+from areal.utils.child_process import RestartBudget, describe_exit
 
 logger = logging.getLogger("areal.RewardApi")
 
@@ -102,7 +102,7 @@ class AsyncRewardWrapper:
         self.counts: Counter[str] = Counter()  # failed attempts: timeout, crash, killed, error
         self.name, self._setup = describe_function(reward_fn)
         self._output = OutputRelay(self.name)
-        self._restarts = Restarts(max_failed_starts=max_retries)
+        self._restarts = Restarts(RestartBudget(max_retries))
         self._folder: ScratchFolder | None = None  # parent of the workers' folders
         self._helper: ThreadPoolExecutor | None = None  # for blocking disk work
         self._loop: asyncio.AbstractEventLoop | None = None

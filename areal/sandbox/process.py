@@ -39,6 +39,21 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_TEXT_CHARS = 10_000
 _KILL_ROUNDS = 100
 _ENDING_S = 0.2  # how long a process may take to exit after it closed its files
+RUN_FOLDER = "AREAL_RUN_FOLDER"  # holds the database and the recover points of this run
+_NAMES = (
+    {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "HOSTNAME", "TERM", "TZ", "LANG"}
+    | {"LANGUAGE", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "JAVA_HOME"}
+    | {"LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "NLTK_DATA", "TORCH_HOME"}
+    | {"HF_HOME"}
+    | {"HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"}
+    | {"HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE", "TOKENIZERS_PARALLELISM"}
+    | {"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "MPLBACKEND", "MPLCONFIGDIR"}
+    | {"CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"}
+    | {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
+    | {"NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"}
+    | {"AREAL_STACKS", "AREAL_DEBUG", "AREAL_LOG_LEVEL"}
+)
+_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_")
 
 
 class BadReplyError(Exception):
@@ -196,24 +211,6 @@ def main_module(name: str) -> tuple[str, str]:
     if (file := getattr(main, "__file__", None)) is None:
         raise ValueError(f"reward_fn: {name} was typed into a session; move it to a file")
     return "path", str(Path(file).absolute())
-
-
-RUN_FOLDER = "AREAL_RUN_FOLDER"  # holds the database and the recover points of this run
-
-_NAMES = (
-    {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "HOSTNAME", "TERM", "TZ", "LANG"}
-    | {"LANGUAGE", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "JAVA_HOME"}
-    | {"LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "NLTK_DATA", "TORCH_HOME"}
-    | {"HF_HOME"}
-    | {"HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"}
-    | {"HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE", "TOKENIZERS_PARALLELISM"}
-    | {"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "MPLBACKEND", "MPLCONFIGDIR"}
-    | {"CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"}
-    | {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
-    | {"NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"}
-    | {"AREAL_STACKS", "AREAL_DEBUG", "AREAL_LOG_LEVEL"}
-)
-_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_")
 
 
 def reward_environment(limits: ProcessLimits | None, folder: str) -> dict[str, str]:

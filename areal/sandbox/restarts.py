@@ -11,6 +11,8 @@ import errno
 import signal
 from dataclasses import dataclass
 
+from areal.utils.child_process import RestartBudget
+
 FIRST_DELAY_S = 0.1  # before the second start in a row; doubles
 MAX_DELAY_S = 5.0
 GIVE_UP_S = 120.0  # of starts that were killed from outside
@@ -34,10 +36,9 @@ def is_passing(error: OSError) -> bool:
 class Restarts:
     """Times are event-loop times."""
 
-    max_failed_starts: int
+    failed_starts: RestartBudget  # in a row, without a worker that was ready
     _deaths: int = 0  # in a row, without a call that returned
     _not_before: float = 0.0
-    _failed_starts: int = 0  # in a row, without a worker that was ready
     _failing_since: float | None = None
 
     def delay_s(self, now: float) -> float:
@@ -53,7 +54,8 @@ class Restarts:
             self._not_before = now + delay_s
 
     def on_ready(self) -> None:
-        self._failed_starts, self._failing_since = 0, None
+        self.failed_starts.renew()
+        self._failing_since = None
 
     def on_returned(self) -> None:
         self._deaths = 0
@@ -62,11 +64,8 @@ class Restarts:
         """Whether to give up starting workers."""
         if self._failing_since is None:
             self._failing_since = now
-        if not from_outside:
-            self._failed_starts += 1
-        is_hopeless = (
-            self._failed_starts > self.max_failed_starts or now - self._failing_since > GIVE_UP_S
-        )
+        is_spent = not from_outside and not self.failed_starts.spend()
+        is_hopeless = is_spent or now - self._failing_since > GIVE_UP_S
         if is_hopeless:
             self.on_ready()  # later calls start with a fresh budget
         return is_hopeless

@@ -45,6 +45,10 @@ _MAX_PATH = 4000  # the kernel's own limit is slightly higher
 _MAX_OPEN_FILES = 10_000
 _SLACK = 1.05  # for pages the kernel does not count as data: stacks, rounding
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PREFIX = "areal-reward-"  # of the names of groups
+_KILL_ROUNDS = 100
+_ENDING_S = 2.0
+_NEW_S = 60.0  # a younger empty group may be waiting for its worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +184,6 @@ def _unlinked_maps(pid: int, folder: str) -> int:
                 begin, end = line.split(" ", 1)[0].split("-")
                 size += int(end, 16) - int(begin, 16)
     return size
-
-
-_PREFIX = "areal-reward-"
-_KILL_ROUNDS = 100
-_ENDING_S = 2.0
-_NEW_S = 60.0  # a younger empty group may be waiting for its worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ import signal
 import pytest
 
 from areal.sandbox.restarts import GIVE_UP_S, Restarts, is_from_outside, is_passing
+from areal.utils.child_process import RestartBudget
 
 
 def test_the_first_death_costs_nothing_and_the_next_ones_more_each():
-    restarts, now, delays = Restarts(max_failed_starts=3), 100.0, []
+    restarts, now, delays = Restarts(RestartBudget(3)), 100.0, []
     for _ in range(10):
         restarts.on_death(now)
         delays.append(restarts.delay_s(now))
@@ -23,21 +24,21 @@ def test_the_first_death_costs_nothing_and_the_next_ones_more_each():
 
 
 def test_one_blow_that_ends_all_workers_is_one_death_too_many_at_most():
-    restarts = Restarts(max_failed_starts=3)
+    restarts = Restarts(RestartBudget(3))
     for _ in range(64):
         restarts.on_death(100.0)
     assert restarts.delay_s(100.0) == pytest.approx(0.1)
 
 
 def test_starts_that_fail_by_themselves_are_counted():
-    restarts = Restarts(max_failed_starts=3)
+    restarts = Restarts(RestartBudget(3))
     found = [restarts.on_failed_start(float(i), from_outside=False) for i in range(4)]
     assert found == [False, False, False, True]
     assert not restarts.on_failed_start(5.0, from_outside=False), "a new call has its own chance"
 
 
 def test_starts_that_something_outside_ends_have_time_and_not_for_ever():
-    restarts = Restarts(max_failed_starts=0)
+    restarts = Restarts(RestartBudget(0))
     assert not any(restarts.on_failed_start(float(t), from_outside=True) for t in range(100))
     restarts.on_ready()
     assert not restarts.on_failed_start(200.0, from_outside=True)

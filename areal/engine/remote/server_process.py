@@ -36,10 +36,13 @@ from areal.utils.hosted_object import HostedObject, clear_rank_env
 
 if TYPE_CHECKING:
     from areal.api.scheduler_api import Scheduler, Worker
-    from areal.utils.child_process import ChildProcess
 
 _DYING_S = 2.0  # a killed process closes its connections shortly before it ends
 _LOOK_S = 0.5  # poll interval
+_PROBE_S = 5.0  # timeout of one readiness probe
+_STOP_S = 15.0
+
+StartServer = Callable[..., tuple[ChildProcess, str]]
 
 
 class Child(Protocol):
@@ -93,9 +96,6 @@ class ServerProcess:
         self._child.terminate()
 
 
-_PROBE_S = 5.0  # timeout of one readiness probe
-
-
 def launch_server(
     kind: str,
     command: Sequence[str],
@@ -138,11 +138,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-StartServer = Callable[..., "tuple[ChildProcess, str]"]
-
-_STOP_S = 15.0
 
 
 class ServerHost:
