@@ -47,9 +47,9 @@ if TYPE_CHECKING:
         ParamSpec,
         SaveLoadMeta,
     )
-    from areal.api.workflow_api import WorkflowLike
 
     Trajectory = dict[str, torch.Tensor]
+    WorkflowLike = Any  # that of workflow_api, which imports this module
     AcceptFn = Callable[[Trajectory], bool] | str  # a function of a whole group, or its import path
 
 
