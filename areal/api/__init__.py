@@ -21,6 +21,7 @@ _HOMES = {
     "FinetuneSpec": "io_struct",
     "HttpGenerationResult": "io_struct",
     "HttpRequest": "io_struct",
+    "LocalInfServerInfo": "io_struct",
     "ModelRequest": "io_struct",
     "ModelResponse": "io_struct",
     "ParamSpec": "io_struct",

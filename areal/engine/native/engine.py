@@ -34,23 +34,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from areal.api.io_struct import StopReason
-from areal.engine.native.device_parts import device_parts, parts_that_leave
 from areal.engine.native.kv_cache import PagePool, Prefix
 from areal.engine.native.runner import Chunk, Drawn, Runner
-from areal.engine.native.runners import cache_bytes, make_runner
 from areal.engine.native.sampler import MAX_STOP_IDS
-from areal.engine.native.scheduler import Scheduler
+from areal.engine.native.scheduler import Scheduler, SlotTable
 from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
-from areal.models.common.decoder import Decoder
+from areal.engine.native.torch_runner import TorchRunner
+from areal.models.common.decoder import Decoder, DecoderBlock
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
 from areal.utils.hub import model_folder
+
+DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # can be offloaded
+_CPU_CACHE_BYTES = 1 << 30
+_CPU_PREFILL_TOKENS = 4096
+_CUDA_PREFILL_TOKENS = 16384
+# Half of the free memory, to leave room for a colocated trainer.
+_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 
 
 @dataclass(slots=True)
@@ -466,3 +473,72 @@ def read_eos_ids(path: str | Path) -> list[int]:
     generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     eos = generation.get("eos_token_id", read_hf_config(path).get("eos_token_id"))
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def cache_bytes(model: Decoder) -> int:
+    """Default size of the key-value cache: the minimum over ranks."""
+    device = model.embedding_weight.device
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    num_bytes = int(free * _SHARE_OF_FREE_DEVICE_MEMORY)
+    return num_bytes if model.share is None else model.share.ranks.least(num_bytes, device)
+
+
+def make_runner(
+    model: Decoder,
+    table: SlotTable,
+    *,
+    max_prefill_tokens: int | None,
+    batch_invariant: bool,
+    **cache: Any,
+) -> Runner:
+    """Kernels and graphs on CUDA, plain torch elsewhere and for models the kernels do not support.
+
+    Plain torch on the CPU is batch-invariant anyway.
+    """
+    on_cuda = model.embedding_weight.device.type == "cuda"
+    if not on_cuda or not kernels_take(model):
+        if on_cuda and batch_invariant:
+            raise ValueError(
+                f"batch_invariant: its kernels do not compute this {model.args.model_type} "
+                f"(head_dim {model.args.head_dim}); turn it off"
+            )
+        tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
+        return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
+    from areal.engine.native.cuda.runner import CudaRunner  # needs Triton
+
+    tokens = max_prefill_tokens or _CUDA_PREFILL_TOKENS
+    return CudaRunner(
+        model, table, max_prefill_tokens=tokens, batch_invariant=batch_invariant, **cache
+    )
+
+
+def kernels_take(model: Decoder) -> bool:
+    """Whether the kernels support it: plain norms, full attention, SwiGLU. A tensor-core product
+    needs a head dim of at least 16, a tile a power of two."""
+    args = model.args
+    is_plain = (
+        type(model).block_class is DecoderBlock
+        and args.moe is None
+        and args.activation == "silu"
+        and args.embedding_scale == 1.0
+        and args.score_scale is None
+        and not args.windows
+        and args.logit_softcap is None
+    )
+    return is_plain and args.head_dim >= 16 and args.head_dim & (args.head_dim - 1) == 0
+
+
+def device_parts(tags: Iterable[str] | None) -> frozenset[str]:
+    """The parts named by `tags`; None is all."""
+    wanted = frozenset(DEVICE_PARTS if tags is None else tags)
+    if unknown := wanted - DEVICE_PARTS:
+        known = ", ".join(sorted(DEVICE_PARTS))
+        raise ValueError(f"tags: expected some of {known}, got {min(unknown)!r}")
+    return wanted
+
+
+def parts_that_leave(tags: Iterable[str] | None) -> frozenset[str]:
+    """Offloading weights implies the cache: CUDA graphs hold both."""
+    return device_parts(tags) | {"kv_cache"}

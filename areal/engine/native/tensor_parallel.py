@@ -37,8 +37,7 @@ import torch.distributed as dist
 from pydantic_core import from_json, to_json
 
 from areal.api.scratch import ScratchFolder
-from areal.engine.native.device_parts import device_parts
-from areal.engine.native.engine import NativeEngine
+from areal.engine.native.engine import NativeEngine, device_parts
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, decode_requests, encode_requests

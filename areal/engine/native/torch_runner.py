@@ -63,22 +63,14 @@ class TorchRunner:
         page_size: int,
         max_prefill_tokens: int,
     ) -> None:
-        args, weight = model.args, model.embedding_weight
+        weight = model.embedding_weight
         if weight.device.type == "cpu":
             use_plain_blas()
         self.max_prefill_tokens = max_prefill_tokens
         self._model = model
         self._device = weight.device
         self._table = table
-        self._cache = KVCache(
-            num_layers=args.n_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self._cache = KVCache(model, num_pages=num_pages, page_size=page_size)
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         rows = Rows()
@@ -132,21 +124,11 @@ _MAX_GATHERED_ELEMENTS = 2**23
 class KVCache:
     """Keys and values of all pages in all layers: `[L, num_pages, page_size, K, H]` each."""
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+    def __init__(self, model: Decoder, *, num_pages: int, page_size: int) -> None:
+        args = model.args
+        shape = (args.n_layers, num_pages, page_size, args.n_kv_heads, args.head_dim)
         # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (model.embedding_weight.new_zeros(shape) for _ in range(2))
         self.page_size = page_size
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:

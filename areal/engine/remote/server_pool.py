@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api.engine_api import EngineLostError
-from areal.engine.native.device_parts import device_parts, parts_that_leave
+from areal.engine.native.engine import device_parts, parts_that_leave
 from areal.engine.remote.protocol import ServerProtocol, WeightOrder
 from areal.engine.remote.server_control import (
     ControlClient,

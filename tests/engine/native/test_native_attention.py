@@ -6,20 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import tiny_model
 
 from areal.engine.native.torch_runner import KVCache, PagedAttention, bucket_of
 
 
 def make_cache(num_pages: int, page_size: int) -> KVCache:
-    return KVCache(
-        num_layers=2,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=2,
-        head_dim=8,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    return KVCache(tiny_model(), num_pages=num_pages, page_size=page_size)
 
 
 def test_buckets_round_up_by_at_most_a_quarter():

@@ -43,20 +43,11 @@ from areal.models.common.moe import FeedForward
 
 
 class PagedCache:
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
+    def __init__(self, model: Decoder, *, num_pages: int, page_size: int) -> None:
+        args = model.args
+        shape = (args.n_layers, 2, num_pages, args.n_kv_heads, page_size, args.head_dim)
         # Zeros: a masked position is multiplied by 0, and 0 * NaN is NaN.
-        self._cache = torch.zeros(shape, dtype=dtype, device=device)
+        self._cache = model.embedding_weight.new_zeros(shape)
         self.page_size = page_size
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +79,7 @@ class Rows:
 class _Block:
     def __init__(self, block: DecoderBlock) -> None:
         attention, mlp = block.attention, block.feed_forward
-        assert isinstance(mlp, FeedForward), "runners.py keeps experts from here"
+        assert isinstance(mlp, FeedForward), "kernels_take keeps experts from here"
         self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
         self.gate_up, self.gate_up_bias = fuse_linears([mlp.w1, mlp.w3])
         self.wo, self.w2 = attention.wo, mlp.w2
@@ -259,7 +250,7 @@ class ModuleDecoder:
         offset_T = (rows.write_T % self._cache.page_size).long()
 
         def cache_and_attend(layer, q_TNH, k_TKH, v_TKH, *, window=None, scale=None):
-            assert window is None and scale is None, "runners.py keeps such models from here"
+            assert window is None and scale is None, "kernels_take keeps such models from here"
             keys, values = self._cache.layer(layer)
             keys[page_T, :, offset_T] = k_TKH
             values[page_T, :, offset_T] = v_TKH

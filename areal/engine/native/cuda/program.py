@@ -66,15 +66,7 @@ class DeviceProgram:
         """
         args, weight = model.args, model.embedding_weight
         self.device = weight.device
-        self.cache = PagedCache(
-            num_layers=args.n_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self.cache = PagedCache(model, num_pages=num_pages, page_size=page_size)
         context = min(args.max_position_embeddings, table.pages.shape[1] * page_size)
         self.slots = DeviceSlots(table, context=context, device=weight.device)
         self._args = args

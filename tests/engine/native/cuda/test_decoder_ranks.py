@@ -63,17 +63,7 @@ def forward(model):
     """Hidden states and logits of a few tokens; attention is left out, each head is by itself."""
     from areal.engine.native.cuda.decoder import FusedDecoder, PagedCache, Rows
 
-    args = model.args
-    cache = PagedCache(
-        num_layers=args.n_layers,
-        num_pages=4,
-        page_size=4,
-        num_kv_heads=args.n_kv_heads,
-        head_dim=args.head_dim,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    decoder = FusedDecoder(model, cache)
+    decoder = FusedDecoder(model, PagedCache(model, num_pages=4, page_size=4))
     assert decoder.can_run_few() == (model.share is None)
     positions = torch.arange(10, dtype=torch.int32)
     rows = Rows(positions + 3, positions, positions)
