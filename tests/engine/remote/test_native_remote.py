@@ -348,14 +348,14 @@ def changed_reply(**changes):
     ("changes", "message"),
     [
         ({"output_tokens": [64]}, "must lie in 0 .. 63"),
-        ({"output_tokens": [True]}, "expected a list of token ids"),
-        ({"output_logprobs": [-9999.0]}, "of at least -1000"),
-        ({"output_logprobs": [0.5]}, "at or below 0"),
-        ({"output_logprobs": [True]}, "expected a list of numbers"),
-        ({"output_logprobs": [None]}, "expected a list of numbers"),
+        ({"output_tokens": [True]}, r"output_tokens\[0\]: expected a token id"),
+        ({"output_logprobs": [-9999.0]}, "a log-probability, -1000 to 0 "),
+        ({"output_logprobs": [0.5]}, r"output_logprobs\[0\]: expected a log-probability"),
+        ({"output_logprobs": [True]}, r"output_logprobs\[0\]: expected a log-probability"),
+        ({"output_logprobs": [None]}, r"output_logprobs\[0\]: expected a log-probability"),
         ({"output_versions": [-1]}, "versions 0 .. 4 exist, got -1"),
         ({"output_versions": [5]}, "versions 0 .. 4 exist, got 5"),
-        ({"output_versions": [True]}, "expected a list of integers"),
+        ({"output_versions": [True]}, r"output_versions\[0\]: expected an integer"),
         (
             {name: [1] * 5 for name in ("output_tokens", "output_versions")}
             | {"output_logprobs": [-1.0] * 5},
