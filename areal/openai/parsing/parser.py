@@ -205,17 +205,18 @@ class _Channel:
         self._held: list[str] = []  # white space that a cut would drop
         self._is_at_cut = False
         self._was_cut = False
-        self.has_text = False
+        self._has_text = False
+        self.is_fresh = True  # nothing was written, or nothing but reasoning
 
     def write(self, text: str) -> None:
         if self._is_at_cut:
             text = text.lstrip()
         body = text.rstrip()
         if body:
-            self._held.append("\n" if self._is_at_cut and self.has_text else "")
+            self._held.append("\n" if self._is_at_cut and self._has_text else "")
             self._events.append(self._kind("".join(self._held) + body))
             self._held.clear()
-            self._is_at_cut, self.has_text = False, True
+            self._is_at_cut, self._has_text, self.is_fresh = False, True, False
         if len(body) < len(text):
             self._held.append(text[len(body) :])
 
@@ -277,34 +278,33 @@ def _read_tagged(
     opens, sections = (form.opens, form.sections) if tools else ({}, ())
     marks = _marks(*reasoning, *opens, *sections)
     if in_reasoning:
-        yield from _read_reasoning(cursor, sink, _marks(*reasoning.values()))
+        yield from _read_reasoning(cursor, sink, "", _marks(*reasoning.values()))
     while True:
-        if form.start and tools and not (sink.content.has_text or sink.num_calls):
+        if form.start and tools and sink.content.is_fresh and not sink.num_calls:
             yield from _read_start(cursor, sink, tools, *form.start)
         mark = yield from _write_until(cursor, sink.content, marks)
         if mark is None:
             return
         if mark in reasoning:
-            if sink.separate:
-                sink.content.cut()
-            else:
-                sink.content.write(mark)
-            yield from _read_reasoning(cursor, sink, _marks(reasoning[mark]))
+            yield from _read_reasoning(cursor, sink, mark, _marks(reasoning[mark]))
         elif mark in opens:
             yield from _read_call(cursor, sink, tools, opens[mark], mark)
         else:
             sink.content.cut()
 
 
-def _read_reasoning(cursor: Cursor, sink: _Sink, closes: _Marks) -> Reading[None]:
-    mark = yield from _write_until(cursor, sink.reasoning, closes)
-    if mark is None:
-        return
+def _read_reasoning(cursor: Cursor, sink: _Sink, opened: str, closes: _Marks) -> Reading[None]:
+    was_fresh = sink.content.is_fresh
     if sink.separate:
-        sink.reasoning.cut()
         sink.content.cut()
     else:
-        sink.content.write(mark)
+        sink.content.write(opened)
+    mark = yield from _write_until(cursor, sink.reasoning, closes)
+    if sink.separate:
+        sink.reasoning.cut()
+    else:
+        sink.content.write(mark or "")
+        sink.content.is_fresh = was_fresh
 
 
 def _read_start(

@@ -195,6 +195,8 @@ def test_llama_after_reasoning():
     text = llama(*SUB)
     assert parse(f"<think>{text}</think>\n{text}", "llama") == ("", text, [SUB])
     assert parse(f"{text}</think> {text}", "llama", in_reasoning=True) == ("", text, [SUB])
+    inlined = f"<think>{text}</think>"
+    assert parse(f"{inlined}\n{text}", "llama", reasoning="none") == (inlined, "", [SUB])
 
 
 @pytest.mark.parametrize(
