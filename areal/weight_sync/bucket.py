@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from areal.weight_sync.seal import write_hashed
+from areal.utils.manifest import write_hashed
 
 # dtype names of safetensors.
 DTYPE_NAMES = {

@@ -2,7 +2,7 @@
 
     weight_update_v7/handles.json      version; for each weight dtype, shape, the CUDA IPC handle of
                                        its storage and a checksum computed on the device; a MAC
-                                       over all of it (seal.py)
+                                       over all of it (utils/manifest.py)
 
 The receiver maps the sender's memory and verifies every weight before it copies one. The sender
 keeps and does not change its weights until the receiver has replied (`offer_weights`).
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from areal.utils.fs import atomic_folder
+from areal.utils.manifest import read_sealed, seal, unseal, write_hashed
 from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, device_checksum
 from areal.weight_sync.publication import PublicationError
-from areal.weight_sync.seal import read_plain, seal, unseal, write_hashed
 
 HANDLES = "handles.json"
 FORMAT = "areal-handles-2"
@@ -54,7 +54,7 @@ def open_handles(
     """The sender's own tensors, verified. PublicationError names the file and the fault."""
     file = Path(folder) / HANDLES
     try:
-        body = unseal(read_plain(file), key)
+        body = unseal(read_sealed(file), key)
         if (body["format"], body["version"]) != (FORMAT, version):
             raise PublicationError(
                 f"{file} holds {body['format']} version {body['version']}, "

@@ -13,7 +13,7 @@ for servers that cannot update a head tied to the embedding.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from areal.utils.fs import atomic_folder
 from areal.utils.model_files import weight_files
 from areal.weight_sync.publication import Publication
+from areal.weight_sync.tied_head import LM_HEAD, embedding_for_head
 
-LM_HEAD = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
 _FOLDER = "hf"
 _INDEX = "model.safetensors.index.json"
 _LM_HEAD_FILE = "lm_head.safetensors"
@@ -53,16 +52,6 @@ def folder_with_lm_head(model_folder: str | Path, target: Path) -> Path:
         return model_folder
     _write(target, files, model_folder, with_lm_head=True)
     return target
-
-
-def embedding_for_head(names: Iterable[str], *, where: str) -> str:
-    """The weight to make a tied LM head of. ValueError if there is none, or several."""
-    found = [name for name in names if name.endswith(_EMBEDDING)]
-    if len(found) != 1:
-        raise ValueError(
-            f"{where}: expected one weight named *{_EMBEDDING} to make {LM_HEAD} of, got {found}"
-        )
-    return found[0]
 
 
 def _write(target: Path, files: Sequence[Path], model_folder: Path, with_lm_head: bool) -> None:

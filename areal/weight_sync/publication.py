@@ -4,7 +4,7 @@
       bucket_00000.safetensors ...   a few weights each, about `bucket_bytes` large
       manifest.json                  version; size and hash of each bucket; dtype and shape of
                                      each weight; the base version of a delta (delta.py); a
-                                     MAC over all of it (seal.py)
+                                     MAC over all of it (utils/manifest.py)
 
 `publish` builds the folder beside its final name and renames it, so readers see all of it or
 nothing. `open_publication` verifies every byte before it returns the first tensor: a file that is
@@ -24,6 +24,16 @@ from typing import Any
 import torch
 
 from areal.utils.fs import atomic_folder
+from areal.utils.manifest import (
+    MANIFEST,
+    check_content,
+    chunked_sha256,
+    open_plain,
+    read_sealed,
+    seal,
+    unseal,
+    write_hashed,
+)
 from areal.weight_sync.bucket import (
     DTYPE_NAMES,
     DTYPES,
@@ -32,10 +42,8 @@ from areal.weight_sync.bucket import (
     read_header,
     write_bucket,
 )
-from areal.weight_sync.seal import hash_file, read_plain, seal, unseal, write_hashed
 
 FORMAT = "areal-weights-2"
-MANIFEST = "manifest.json"
 _BUCKET_NAME = re.compile(r"bucket_\d{5}\.safetensors")
 
 
@@ -150,7 +158,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
 
 def _decode(path: Path, key: str) -> Manifest:
     try:
-        body = unseal(read_plain(path), key)
+        body = unseal(read_sealed(path), key)
     except FileNotFoundError:
         raise PublicationError(f"{path} is missing: the publication is not complete") from None
     except (OSError, ValueError) as error:
@@ -190,15 +198,12 @@ def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
 
 def _verify_bytes(path: Path, bucket: Bucket) -> None:
     try:
-        found = hash_file(path, bucket.nbytes)
+        with open_plain(path) as file:
+            check_content(file, bucket.nbytes, bucket.sha256, chunked_sha256)
     except FileNotFoundError:
         raise PublicationError(f"{path} is missing, the manifest lists it") from None
     except (OSError, ValueError) as error:
-        raise PublicationError(f"{path} {error}") from None
-    if found != bucket.sha256:
-        raise PublicationError(
-            f"{path} is damaged: SHA-256 {found}, the manifest says {bucket.sha256}"
-        )
+        raise PublicationError(f"{path} is damaged: {error}") from None
 
 
 def _verify_tensors(folder: Path, manifest: Manifest) -> None:

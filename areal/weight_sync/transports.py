@@ -17,7 +17,7 @@
 A `PublicationRoot` is owned by one process, which removes it at the end, and is private to its
 user. In memory it has a random name; if the owner was killed, the next run that opens a root finds
 the free lock and removes the folder. Its key, sent with every load request, authenticates what this
-run has written (seal.py).
+run has written (utils/manifest.py).
 """
 
 from __future__ import annotations

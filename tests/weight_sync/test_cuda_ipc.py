@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from areal.utils.manifest import seal
 from areal.weight_sync.cuda_ipc import FORMAT, HANDLES, open_handles, publish_handles
 from areal.weight_sync.publication import PublicationError
-from areal.weight_sync.seal import seal
 
 SENDER = """
 import sys, torch

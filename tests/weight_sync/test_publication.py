@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal.utils.manifest import CHUNK_BYTES, seal
 from areal.weight_sync.publication import PublicationError, open_publication, publish
-from areal.weight_sync.seal import CHUNK_BYTES, seal
 
 WEIGHTS = {
     "model.embed_tokens.weight": torch.arange(24, dtype=torch.float32).view(6, 4),

@@ -40,7 +40,7 @@ class WeightUpdate:
     version: int
     recompute_kv: bool
     path: str = ""
-    key: str = dataclasses.field(default="", repr=False)  # the sender's key (weight_sync/seal.py)
+    key: str = dataclasses.field(default="", repr=False)  # of the sender (utils/manifest.py)
     group: str = ""
 
 

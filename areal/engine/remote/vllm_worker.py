@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.utils.device import device_identity
 from areal.weight_sync.collective import GroupError, GroupPlace, WeightGroup
-from areal.weight_sync.hf_folder import LM_HEAD, embedding_for_head
+from areal.weight_sync.tied_head import LM_HEAD, embedding_for_head
 
 if TYPE_CHECKING:
     import torch

@@ -30,9 +30,9 @@ from areal.engine.train.export import send_weights
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import save_hf
 from areal.utils.child_process import ChildProcess
+from areal.utils.manifest import seal
 from areal.weight_sync import cuda_ipc
 from areal.weight_sync.publication import open_publication, publish
-from areal.weight_sync.seal import seal
 from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"

@@ -84,6 +84,19 @@ def check(folder: str, scratch: Path, num_ranks: int, backends: list[str]) -> No
     assert not list(scratch.glob(".*"))
 
 
+def test_weights_loaded_without_the_optimizer_train_on(folder, tmp_path):
+    weights = SaveLoadMeta(path=str(tmp_path / "weights"), weight_format="dcp")
+    trained, other = (
+        open_engine(folder, "archon:d1", optimizer=ADAM, dtype="bfloat16") for _ in range(2)
+    )
+    go_on(trained, range(2))
+    trained.save(weights)
+    other.load(weights)
+    other.optimizer.write_back()  # as every step: the masters must not bring old weights back
+    expected = weights_of(trained)
+    assert all(torch.equal(expected[name], weight) for name, weight in other.hf_weights())
+
+
 def test_one_rank_to_two_and_back(folder, tmp_path):
     check(folder, tmp_path, 2, ["archon:d2", "archon:t2", "archon:c2"])
 
