@@ -15,6 +15,7 @@ from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
 from areal.rollout.worker import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
+from areal.utils import stats_tracker
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +62,4 @@ def test_groups_run_in_actors_and_survive_a_killed_one(tmp_path):
             ex.close(2.0)
             workers.close()
             ray.shutdown()
+            stats_tracker.export_all()  # else the next test's process has them

@@ -38,6 +38,7 @@ def workers_of(
         yield workers
     finally:
         workers.close()
+        stats_tracker.export_all()  # else the next test's process has them
 
 
 @contextmanager
