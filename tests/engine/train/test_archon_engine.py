@@ -15,7 +15,7 @@ from areal.algorithm.loss import sft_loss
 from areal.api.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.engine.train.archon import ArchonEngine
-from areal.engine.train.base import split_micro_batches
+from areal.engine.train.micro_batches import split_micro_batches
 from areal.engine.train.optimizer import lr_factor
 from areal.utils import stats_tracker
 from areal.weight_sync.publication import open_publication
