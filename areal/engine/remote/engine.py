@@ -285,7 +285,7 @@ class RemoteEngine(InferenceEngine):
     ) -> tuple[Callable[[], object], WeightOrder | None]:
         """A function that loads the weights on all servers, and the order for later servers."""
         types = self._protocol.weight_types
-        if meta.type in types and not meta.use_lora:
+        if meta.type in types:
             if meta.type == "xccl" and named_tensors is not None:
                 return partial(self._broadcast, meta, named_tensors), None
             if meta.type == "delta" and named_tensors is not None:
@@ -294,10 +294,9 @@ class RemoteEngine(InferenceEngine):
                 order = self._protocol.weight_order(meta)
                 load = partial(self._pool.on_all, lambda c: self._protocol.load_weights(c, order))
                 return load, order if meta.type in _LASTING else None
-        how = " with use_lora" if meta.use_lora else ""
         raise ValueError(
             f"a {self._protocol.kind} takes whole models by {', '.join(types)}, got type "
-            f"{meta.type!r}{how}; set actor.weight_update_mode to one of these"
+            f"{meta.type!r}; set actor.weight_update_mode to one of these"
         )
 
     def _broadcast(
