@@ -36,7 +36,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -135,8 +135,9 @@ class UpdateBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _has_place(cls, content: Any) -> Any:
-        place = "group" if content.get("kind") == "xccl" else "path"
-        if place not in content:
+        kind = content.get("kind", "folder")
+        place = "group" if kind == "xccl" else "path"
+        if place not in content and kind in get_args(Kind):
             raise wrong(place, _PLACE)
         return content
 

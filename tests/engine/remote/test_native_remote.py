@@ -363,7 +363,7 @@ def changed_reply(**changes):
         ),
         (
             {"output_tokens": [1, 1], "output_logprobs": [-1, -1], "output_versions": [3, 2]},
-            "only move forward",
+            "versions must not decrease",
         ),
         (
             {"output_tokens": [], "output_logprobs": [], "output_versions": []},
