@@ -31,9 +31,13 @@ def slow(seconds, value=1.0):
     return value
 
 
-def pid_after(seconds):
-    time.sleep(seconds)
-    return float(os.getpid())
+def meet(folder, count):
+    """Returns once `count` calls run at the same time."""
+    with open(os.path.join(folder, str(os.getpid())), "w"):
+        pass
+    while len(os.listdir(folder)) < count:
+        time.sleep(0.01)
+    return 1.0
 
 
 def loop_forever(*args, **data):

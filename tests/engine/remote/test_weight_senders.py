@@ -126,7 +126,9 @@ def test_a_damaged_delta_is_refused_and_the_old_weights_serve(servers, tmp_path)
     with pytest.raises(ServerRefusedError, match="400: .*bucket_00000.safetensors is damaged"):
         control.post("/update_weights", **order)
     assert control.get("/health")["version"] == 1
-    with pytest.raises(ServerRefusedError, match="kind: expected 'folder', 'delta' or 'xccl', got 'carrier'"):
+    with pytest.raises(
+        ServerRefusedError, match="kind: expected 'folder', 'delta' or 'xccl', got 'carrier'"
+    ):
         control.post("/update_weights", kind="carrier", version=1)
     with pytest.raises(ServerRefusedError, match="rank: expected an integer from 1 to 1, got 0"):
         place = {"name": "g", "host": "127.0.0.1", "port": 1, "backend": "gloo"}
