@@ -69,6 +69,7 @@ ALLOWED = {
     ("areal/sandbox/worker.py", "pickle.loads"): "from the run, over a socket pair it inherited",
     ("areal/sandbox/worker.py", "runpy.run_path"): "a file of ours, or the user's own script",
     ("areal/sandbox/worker.py", "runpy.run_module"): "likewise, started as a module",
+    ("areal/cli/train.py", "runpy.run_path"): "the user's own script, by its path",
     ("areal/rollout/worker.py", "pickle.loads"): "from the run, which calls it",
     ("areal/rollout/workers.py", "pickle.loads"): "what it has pickled itself",
     ("areal/infra/worker.py", "pickle.loads"): "between a run and its workers, over a socket pair",
@@ -84,7 +85,7 @@ ALLOWED = {
 NETWORK = [
     file
     for package in ("engine/native", "engine/remote", "agents", "openai")
-    for file in (ROOT / "areal" / package).glob("*.py")
+    for file in (ROOT / "areal" / package).rglob("*.py")
     if file.name != "workflow.py"
 ]
 
