@@ -84,8 +84,8 @@ ALLOWED = {
 # What speaks HTTP, on either side. `workflow.py` loads what the config names.
 NETWORK = [
     file
-    for package in ("engine/native", "engine/remote", "agents", "openai")
-    for file in (ROOT / "areal" / package).rglob("*.py")
+    for package in ("engine/native", "engine/remote", "agents", "openai", "openai/parsing")
+    for file in (ROOT / "areal" / package).glob("*.py")
     if file.name != "workflow.py"
 ]
 

@@ -82,8 +82,10 @@ async def test_large_arguments_pass():
 
 
 async def test_slow_calls_spread_over_the_workers(tmp_path):
-    limits = {"writable": [str(tmp_path)]}
-    with closing(AsyncRewardWrapper(sample_rewards.meet, 120, max_workers=4, limits=limits)) as reward:
+    wrapper = AsyncRewardWrapper(
+        sample_rewards.meet, 120, max_workers=4, limits={"writable": [str(tmp_path)]}
+    )
+    with closing(wrapper) as reward:
         met = await asyncio.gather(*(reward(str(tmp_path), 4) for _ in range(4)))
     assert met == [1.0] * 4
 
