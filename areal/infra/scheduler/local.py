@@ -52,7 +52,7 @@ class LocalScheduler(Scheduler):
         self._free_gpus = list(visible_gpus() if gpus is None else gpus)
         self._has_gpus = bool(self._free_gpus)
         self._processes: RoleTable[_Process] = RoleTable()
-        self._scratch = ScratchFolder("ranks")  # removed with this object
+        self._scratch: ScratchFolder | None = None  # of the rendezvous files
         self._num_jobs = 0
 
     def create_workers(self, job: Job) -> list[str]:
@@ -64,8 +64,7 @@ class LocalScheduler(Scheduler):
         gpus = self._take_gpus(job)
         processes: list[_Process] = []
         self._processes.own(job, processes)  # before the start, so that all can be ended
-        self._num_jobs += 1
-        rendezvous = f"file://{self._scratch.path}/job{self._num_jobs}"
+        rendezvous = "" if job.overlapping else self._new_rendezvous()
         for index, id_ in enumerate(ids):
             env = _environment(job, index, gpus[index], rendezvous)
             log_path = self._logs / f"{job.role}{index}.log"
@@ -97,6 +96,9 @@ class LocalScheduler(Scheduler):
         for process in ending:
             process.end(deadline)
             self._free_gpus += process.gpus
+        if role is None and self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
 
     def take_free_gpus(self, count: int) -> list[str] | None:
         """Reserve GPUs permanently for a process that is not a worker (an inference server);
@@ -145,6 +147,12 @@ class LocalScheduler(Scheduler):
         except TimeoutError:
             raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
         return answer.result_or_raise(worker_id)
+
+    def _new_rendezvous(self) -> str:
+        if self._scratch is None:
+            self._scratch = ScratchFolder("ranks")
+        self._num_jobs += 1
+        return f"file://{self._scratch.path}/job{self._num_jobs}"
 
     def _take_gpus(self, job: Job) -> list[list[str]]:
         """The GPUs of each worker; no others are visible to it."""
