@@ -166,7 +166,7 @@ class DrawnEngine(ArchonEngine):
     """Its weights are drawn on the device: on the CPU each row would wait for them."""
 
     @torch.no_grad()
-    def _fill_model(self, model: Decoder) -> None:
+    def _fill(self, model: Decoder) -> None:
         generator = torch.Generator(self.device).manual_seed(0)
         for name, parameter in model.named_parameters():
             if "norm" in name:
