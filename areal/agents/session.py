@@ -127,7 +127,7 @@ class Session:
             task.cancel()
 
     def set_reward(self, reward: Any) -> None:
-        """A number for the newest completion, or a dict of numbers by completion id."""
+        """A number for the newest completion, or a dict of numbers by completion id or turn."""
         if not isinstance(reward, dict):
             self.cache.set_last_reward(checked_reward(reward))
             return

@@ -179,8 +179,9 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
 
     def set_reward(self, interaction_id: str | int, reward: float) -> None:
         """`interaction_id`: a completion's id, or a turn's number, in the order of requests."""
-        if str(interaction_id).isdecimal() and int(interaction_id) < len(self._items):
-            interaction_id = list(self._items)[int(interaction_id)]
+        number = str(interaction_id)
+        if interaction_id not in self._items and number.isdecimal() and len(number) < 10:
+            interaction_id = dict(enumerate(self._items)).get(int(number), interaction_id)
         if interaction_id not in self._items:
             known = ", ".join(self._items) or "none"
             raise ValueError(

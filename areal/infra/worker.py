@@ -64,7 +64,12 @@ async def _serve_overlapping(end: socket.socket, host: EngineHost) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def answer(number: int, method: str, name: str, args: Sequence[Any]) -> None:
-        channel.send(*pack((number, await host.call_async(method, name, args))))
+        result = await host.call_async(method, name, args)
+        try:
+            parts = pack((number, result))
+        except Exception as error:  # a result that cannot be pickled: without a reply it would hang
+            parts = pack((number, Answer.of_error(error)))
+        channel.send(*parts)
 
     while True:
         number, method, name, args = unpack(await channel.receive())

@@ -90,7 +90,8 @@ class AsyncChannel:
         self._writer.write(b"".join(_framed(parts)))
 
     async def receive(self) -> list[bytearray]:
-        """As `Channel.receive`."""
+        """The parts of the next frame, of any size and whenever it comes: its sender is trusted.
+        EOFError as in `Channel.receive`."""
         try:
             (count,) = _NUMBER.unpack(await self._reader.readexactly(_NUMBER.size))
             _check(count, _MAX_PARTS)

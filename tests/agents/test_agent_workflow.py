@@ -17,6 +17,7 @@ from tiny import tiny_model
 from areal.agents.session import AgentError, AgentTimeoutError
 from areal.api.config.inference import ProcessLimits
 from areal.models.common.attention import PackedAttention
+from areal.utils import stats_tracker
 
 LIMITS = {"session_timeout_seconds": 2.0, "subproc_max_workers": 1}
 
@@ -258,3 +259,14 @@ def test_a_key_ends_with_its_episode(world):
 def test_bad_options_are_named(world, changes, message):
     with pytest.raises(ValueError, match=message):
         world.run(Turns, **changes)
+
+
+def test_a_template_that_drops_earlier_turns_begins_a_branch(world, template):
+    """Its tokens cannot be continued, so the second call is a dialogue of its own."""
+    template("{{ messages[-1].content }}")
+    stats_tracker.get("rollout").export()
+    first, second = world.run(Turns, export_style="concat").values()
+    assert first.parent is None and second.parent is None
+    assert world.tokenizer.decode(second.model_response.input_tokens) == "again 0"
+    stats = stats_tracker.get("rollout").export()
+    assert stats["rollout/num_branches"] == 1.0 and stats["rollout/num_turns"] == 2.0

@@ -126,8 +126,12 @@ def test_a_reward_by_turn():
     cache.set_reward(0, 0.5)
     cache.set_reward("1", 2.0)
     assert [item.reward for item in cache.values()] == [0.5, 2.0]
-    with pytest.raises(ValueError, match="no completion 2 in this session; it has x, y"):
-        cache.set_reward(2, 1.0)
+    record(cache, "0", [says("user", "an id of digits")])
+    cache.set_reward("0", 3.0)  # an id comes before a number
+    assert [item.reward for item in cache.values()] == [0.5, 2.0, 3.0]
+    for unknown in (3, -1, "9" * 5000):
+        with pytest.raises(ValueError, match=r"no completion .* in this session; it has x, y, 0"):
+            cache.set_reward(unknown, 1.0)
 
 
 def test_tokens_that_do_not_continue_are_refused():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from areal.algorithm.loss import sft_loss
+from areal.api.scheduler_api import EngineCallError, Job
+from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.worker import pack, unpack
 from areal.utils.channel import Channel
 
@@ -52,3 +56,25 @@ def test_tensors_keep_dtype_shape_and_bits(ends, tensor):
 def test_losses_travel_as_what_they_are(ends):
     loss = over(ends, partial(sft_loss, loss_mask=torch.ones(2, dtype=torch.bool)))
     assert loss.func is sft_loss and loss.keywords["loss_mask"].all()
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_its_call(tmp_path):
+    """Other calls of the worker go on, and nobody waits for ever."""
+    scheduler = LocalScheduler(tmp_path, gpus=[])
+    try:
+        scheduler.create_workers(Job("toy", 1, overlapping=True))
+        (worker,) = scheduler.get_workers("toy", 60)
+        scheduler.create_engine(worker.id, "infra.toy_engine.AsyncToy", "toy", timeout_s=60)
+
+        async def calls() -> list[Any]:
+            asked = [
+                scheduler.acall_engine(worker.id, "give", "toy", what, timeout_s=60)
+                for what in ("a function", "text")
+            ]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        failed, answered = asyncio.run(calls())
+        assert isinstance(failed, EngineCallError) and "pickle" in str(failed).lower()
+        assert answered == "text"
+    finally:
+        scheduler.delete_workers()

@@ -86,3 +86,10 @@ class ToyEngine(ToyContract):
 
     def destroy(self) -> None:
         pass
+
+
+class AsyncToy:
+    """An engine of an overlapping job."""
+
+    async def give(self, what: str) -> Any:
+        return (lambda: what) if what == "a function" else what

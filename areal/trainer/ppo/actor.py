@@ -195,7 +195,7 @@ class PPOActor:
         if self._objective.is_zero_without_advantage:
             rows = _rows_that_teach(minibatch)
         kept = select_rows(minibatch, rows)
-        share = (loss_weight(kept) / loss_weight(minibatch).clamp(min=1e-9)).item()
+        share = loss_weight(kept).item() / (loss_weight(minibatch).item() or 1)
         version = self.engine.get_version()
         loss_fn = partial(self._objective.loss, version=version, share=share)
         stats = self.engine.train_batch(kept, loss_fn, loss_weight)
