@@ -6,6 +6,7 @@ tools); everything else is the real thing.
 
 from __future__ import annotations
 
+import asyncio
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,12 @@ class ScriptedEngine:
         self.version = version
         self.requests: list[ModelRequest] = []
 
+    async def tell(self, request: ModelRequest, tokens: list[int]) -> None:
+        """One by one, as a model samples them."""
+        for token in tokens if request.on_tokens else ():
+            request.on_tokens([token], [-0.125])
+            await asyncio.sleep(0)
+
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self.requests.append(request)
         text = self.texts.pop(0)
@@ -79,6 +86,7 @@ class ScriptedEngine:
             raise text
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens.append(self.tokenizer.eos_token_id)
+        await self.tell(request, tokens)
         return ModelResponse(
             input_tokens=request.input_ids,
             output_tokens=tokens,
@@ -103,6 +111,7 @@ class Does:
 class AgentWorld:
     """Runs single episodes on a loop like the trainer's."""
 
+    folder: Path  # of the model
     engine: NativeLocalEngine
     tokenizer: Any
     runner: TaskRunner
@@ -115,10 +124,12 @@ class AgentWorld:
         engine: Any = None,
         kwargs: dict[str, Any] | None = None,
         max_new_tokens: int = 6,
+        ignore_eos: bool = False,
         **config: Any,
     ) -> Any:
         """The interactions of one episode, or its exception."""
-        with self.open(agent, kwargs, max_new_tokens=max_new_tokens, **config) as workflow:
+        lengths = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+        with self.open(agent, kwargs, **lengths, **config) as workflow:
             return self.episode(workflow, data, engine=engine)
 
     def episode(self, workflow: Any, data: dict[str, Any] | None = None, engine: Any = None) -> Any:
@@ -138,6 +149,7 @@ class AgentWorld:
         kwargs: dict[str, Any] | None = None,
         *,
         max_new_tokens: int = 6,
+        ignore_eos: bool = False,
         **config: Any,
     ) -> Iterator[Any]:
         workflow = agent_workflow(
@@ -145,7 +157,7 @@ class AgentWorld:
             kwargs or {},
             config=AgentConfig(**config),
             tokenizer=self.tokenizer,
-            gconfig=GenerationHyperparameters(max_new_tokens=max_new_tokens),
+            gconfig=GenerationHyperparameters(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
         )
         try:
             yield workflow
@@ -168,7 +180,7 @@ def open_agent_world(folder: Path) -> Iterator[AgentWorld]:
     engine = NativeLocalEngine(folder, seed=5)
     engine.initialize()
     try:
-        yield AgentWorld(engine, tokenizer, runner)
+        yield AgentWorld(folder, engine, tokenizer, runner)
     finally:
         engine.destroy()
         runner.close(2.0)

@@ -129,6 +129,51 @@ async def check_refusals(world: ServerWorld) -> None:
             raise AssertionError(f"{wrong} was not refused")
 
 
+class Told:
+    """What `on_tokens` of a request gets."""
+
+    def __init__(self, request: ModelRequest) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.num_calls = 0
+        self.begun = asyncio.Event()
+        request.on_tokens = self._take
+
+    def _take(self, tokens: list[int], logprobs: list[float]) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.num_calls += 1
+        self.begun.set()
+
+    def check(self, reply: ModelResponse) -> None:
+        """Nothing was told twice or in another order; the reply may have a few tokens more."""
+        count = len(self.tokens)
+        assert self.tokens == reply.output_tokens[:count]
+        assert self.logprobs == reply.output_logprobs[:count]
+
+
+async def check_streams(world: ServerWorld) -> None:
+    """Tokens are told as they are sampled; a call that is cancelled frees its generation."""
+    asked = request(max_new_tokens=60)
+    told = Told(asked)
+    reply = await world.engine.agenerate(asked)
+    told.check(reply)
+    assert reply.output_len == 60 == len(told.tokens) and told.num_calls > 10
+    world.check_logprobs([reply])
+    plain = await world.engine.agenerate(request(max_new_tokens=60))
+    assert plain.output_tokens == reply.output_tokens
+    for seed in range(3):
+        asked = request(max_new_tokens=240, seed=seed)
+        told = Told(asked)
+        task = asyncio.create_task(world.engine.agenerate(asked))
+        await told.begun.wait()
+        task.cancel()
+    deadline = asyncio.get_running_loop().time() + 20
+    while (await asyncio.to_thread(world.engine.stats))["running"]:
+        assert asyncio.get_running_loop().time() < deadline, "cancelled requests run on"
+        await asyncio.sleep(0.01)
+
+
 async def check_pause(world: ServerWorld) -> None:
     """What runs is held where it is, with its version, and goes on."""
     engine = world.engine

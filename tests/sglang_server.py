@@ -13,18 +13,20 @@ import argparse
 import asyncio
 import hmac
 import itertools
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from safetensors import safe_open
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop, Receiver
-from areal.engine.native.sequence import GenRequest
+from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.server import bind, serve
 from areal.engine.native.wire import Refusal
 from areal.models.hf_io import weight_files
@@ -75,8 +77,10 @@ def create_app(loop: EngineLoop, token: str, model_path: str) -> FastAPI:
     @app.post("/generate")
     async def generate(request: Request):
         body = await request.json()
-        assert body["return_logprob"] is True and body["stream"] is False
+        assert body["return_logprob"] is True
         work = GenRequest(str(next(numbers)), body["input_ids"], gconfig(body["sampling_params"]))
+        if body["stream"]:
+            return _Events(loop, replace(work, progress_tokens=1))
         async with Receiver(loop, request._receive) as receiver:
             receiver.submit([work])
             results = await receiver.next()
@@ -131,6 +135,38 @@ def create_app(loop: EngineLoop, token: str, model_path: str) -> FastAPI:
     return app
 
 
+class _Events(Response):
+    """An event per step, each with all tokens so far."""
+
+    def __init__(self, loop: EngineLoop, work: GenRequest) -> None:
+        super().__init__()
+        self._loop = loop
+        self._work = work
+
+    async def __call__(self, scope, receive, send) -> None:
+        tokens, logprobs, begun = [], [], False
+        async with Receiver(self._loop, receive) as receiver:
+            receiver.submit([self._work])
+            while receiver.unfinished and (results := await receiver.next()) is not None:
+                content = None
+                for one in results:
+                    if isinstance(one, Refusal):
+                        error = {"error": {"message": one.message}}
+                        return await JSONResponse(error, status_code=400)(scope, receive, send)
+                    if isinstance(one, Progress):
+                        tokens, logprobs = tokens + one.tokens, logprobs + one.logprobs
+                        content = answer(Finished(one.rid, tokens, logprobs, [], None))
+                    else:
+                        content = answer(one.finished)
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": []})
+                    begun = True
+                body = f"data: {json.dumps(content)}\n\n".encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        if begun:
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
 def gconfig(sampling: dict) -> GenerationHyperparameters:
     options = {name: sampling[name] for name in SAMPLING}
     if sampling["temperature"] == 0:
@@ -148,7 +184,8 @@ def answer(finished) -> dict:
         "text": "",
         "output_ids": finished.output_tokens,
         "meta_info": {
-            "finish_reason": {"type": finished.stop_reason},
+            "finish_reason": finished.stop_reason and {"type": finished.stop_reason},
+            "completion_tokens": len(finished.output_tokens),
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
         },
     }

@@ -1,7 +1,7 @@
 """Anthropic's messages API, translated to OpenAI's chat API and back.
 
 In: the body of POST /v1/messages. Out: the body of the equivalent chat completion, and its reply as
-a message, an event stream or an error in Anthropic's format. Reasoning becomes a thinking block
+a message, a stream of events or an error in Anthropic's format. Reasoning becomes a thinking block
 without a signature. Blocks other than text and tool use are rejected, except thinking blocks of
 earlier turns, which are dropped: the session has recorded them.
 """
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal.agents.completions import Completion, named_event
+from areal.agents.streams import Completion, PartEncoder, ReplyHead, WireEvent
 from areal.api.json_text import dumps, loads_written
+from areal.openai.parsing.parser import Content, Event, Reasoning, ToolCall
 from areal.openai.requests import (
     Count,
     Temperature,
@@ -110,20 +111,12 @@ def chat_body(content: dict[str, Any], cache: InteractionCache) -> dict[str, Any
 
 
 def message_of(done: Completion) -> dict[str, Any]:
-    usage = done.reply["usage"]
     return {
-        **_head(done),
-        "content": _blocks_of(done.message),
-        "stop_reason": _STOP_REASONS.get(done.finish_reason, done.finish_reason),
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "output_tokens": usage["completion_tokens"],
-        },
+        **_head(done.head),
+        **_stop(done),
+        "content": [_block(part) for part in done.parts],
+        "usage": _usage(done.head, done.reply["usage"]["completion_tokens"]),
     }
-
-
-def message_events(done: Completion) -> Iterator[bytes]:
-    return map(named_event, _events(done))
 
 
 def error_of(error: WireError) -> dict[str, Any]:
@@ -176,32 +169,40 @@ def _text(content: str | Sequence[WithText] | None) -> str:
     return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-def _head(done: Completion) -> dict[str, Any]:
+def _head(head: ReplyHead) -> dict[str, Any]:
     return {
-        "id": done.reply["id"],
+        "id": head.id,
         "type": "message",
         "role": "assistant",
-        "model": done.call.model,
+        "model": head.call.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
     }
 
 
-def _blocks_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    calls = message.get("tool_calls", ())
-    blocks = []
-    if reasoning := message.get("reasoning_content"):
-        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-    if message["content"] or not calls:
-        blocks.append({"type": "text", "text": message["content"] or ""})
-    for call in calls:
-        function = call["function"]
-        arguments = _arguments(function["arguments"])
-        blocks.append(
-            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
-        )
-    return blocks
+def _usage(head: ReplyHead, output_tokens: int) -> dict[str, int]:
+    return {"input_tokens": head.prompt_tokens, "output_tokens": output_tokens}
+
+
+def _stop(done: Completion) -> dict[str, str | None]:
+    if done.finish_reason == "stop" and done.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": done.stop_string}
+    reason = _STOP_REASONS.get(done.finish_reason, done.finish_reason)
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _block(part: Event) -> dict[str, Any]:
+    match part:
+        case Reasoning():
+            return {"type": "thinking", "thinking": part.text, "signature": ""}
+        case Content():
+            return {"type": "text", "text": part.text}
+    return {**_tool_use(part), "input": _arguments(part.arguments)}
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -212,29 +213,42 @@ def _arguments(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
-def _events(done: Completion) -> Iterator[dict[str, Any]]:
-    message = message_of(done)
-    usage = message["usage"]
-    yield {
-        "type": "message_start",
-        "message": {**_head(done), "usage": {**usage, "output_tokens": 0}},
-    }
-    for index, block in enumerate(message["content"]):
-        if block["type"] == "text":
-            empty = {**block, "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        elif block["type"] == "thinking":
-            empty = {**block, "thinking": ""}
-            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        else:
-            empty = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": dumps(block["input"])}
-        yield {"type": "content_block_start", "index": index, "content_block": empty}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    yield {
-        "type": "message_delta",
-        "delta": {"stop_reason": message["stop_reason"], "stop_sequence": None},
-        "usage": {"output_tokens": usage["output_tokens"]},
-    }
-    yield {"type": "message_stop"}
+class MessageEncoder(PartEncoder):
+    """A message: a part is a content block."""
+
+    def begin(self) -> list[WireEvent]:
+        message = {**_head(self.head), "usage": _usage(self.head, 0)}
+        return [{"type": "message_start", "message": message}]
+
+    def opened(self, event: Event) -> Iterator[WireEvent]:
+        is_call = isinstance(event, ToolCall)
+        block = _tool_use(event) if is_call else _block(type(event)(""))
+        yield {"type": "content_block_start", "index": self.index, "content_block": block}
+
+    def delta(self, event: Event) -> Iterator[WireEvent]:
+        match event:
+            case Reasoning():
+                yield self._delta("thinking_delta", thinking=event.text)
+            case Content():
+                yield self._delta("text_delta", text=event.text)
+            case ToolCall():
+                yield self._delta(
+                    "input_json_delta", partial_json=dumps(_arguments(event.arguments))
+                )
+
+    def closed(self, part: Event, *, is_cut: bool) -> Iterator[WireEvent]:
+        if isinstance(part, Reasoning):
+            yield self._delta("signature_delta", signature="")
+        yield {"type": "content_block_stop", "index": self.index}
+
+    def finish(self, done: Completion) -> list[WireEvent]:
+        usage = _usage(self.head, done.reply["usage"]["completion_tokens"])
+        last = {"type": "message_delta", "delta": _stop(done), "usage": usage}
+        return [*self.close_part(), last, {"type": "message_stop"}]
+
+    def fail(self, error: WireError) -> list[WireEvent]:
+        return [error_of(error)]
+
+    def _delta(self, kind: str, **content: str) -> WireEvent:
+        delta = {"type": kind, **content}
+        return {"type": "content_block_delta", "index": self.index, "delta": delta}

@@ -1,12 +1,15 @@
 """One model call of an agent: messages to tokens, tokens to a reply, both recorded.
 
-    parse_call -> prompt_ids -> engine.agenerate -> visible text, tool calls -> answer -> recorded
+    parse_call -> prompt_ids -> engine.agenerate -> parts of the output -> reply -> recorded
+                                       | tokens as they are sampled
+                                       +--> parser events -> events of the API, if it is streamed
 
 Token in, token out: sampled tokens are kept as sampled. With `chat_template_type: concat` a later
 turn appends the tokens of the new messages and never re-tokenises the past.
 
-Streams (`chat_events`) are server-sent events of a reply that is already complete: the interaction
-is recorded before the first event, and a client that disconnects midway changes nothing.
+A call is recorded when its output is complete, before the last event of a stream is sent. One that
+is cancelled before (the client has left, the session has ended) frees its generation and leaves no
+record.
 """
 
 from __future__ import annotations
@@ -17,21 +20,17 @@ import functools
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward, next_created
+from areal.agents.streams import Completion, ReplyHead, ReplyStream, Route
+from areal.api.interaction import InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.json_text import dumps
-from areal.openai.parsing.formats import TOOL_FORMATS
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
-from areal.openai.replies import Output, chat_chunk, chat_reply, usage_chunk
-from areal.openai.requests import ChatCall, WireError, error_body, parse_chat
-from areal.openai.text_stream import visible_text
+from areal.openai.replies import ChatOutput, ChatReader, chat_reply
+from areal.openai.requests import ChatCall, WireError, parse_chat
 from areal.utils import logging
-from areal.utils.http_body import Body
 
 if TYPE_CHECKING:
     from areal.agents.session import Session, SessionOptions
@@ -44,53 +43,16 @@ logger = logging.getLogger("AgentProxy")
 _REPLY_PLACE = f"@reply-{secrets.token_hex(8)}@"
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Result of one call: the reply for the client and the interaction for the session."""
+async def complete(
+    session: Session, route: Route, body: dict[str, Any], stream: ReplyStream
+) -> bytes:
+    """Answer one request and record it: the reply as JSON, or nothing if it went to `stream`.
 
-    asked: dict[str, Any]  # the request body, in its route's format
-    call: ChatCall
-    reply: dict[str, Any]  # a chat completion in OpenAI's format, whatever the route
-    interaction: InteractionWithTokenLogpReward
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return self.reply["choices"][0]["message"]
-
-    @property
-    def finish_reason(self) -> str:
-        return self.reply["choices"][0]["finish_reason"]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One API. `chat_body(body, cache)` may read the session's earlier interactions."""
-
-    id_prefix: str  # of the ids by which clients assign rewards
-    body: type[Body]
-    chat_body: Callable[[dict[str, Any], InteractionCache], dict[str, Any]]
-    reply: Callable[[Completion], dict[str, Any]]
-    events: Callable[[Completion], Iterator[bytes]]  # the reply as a stream
-    note: Callable[[Completion], None]  # stores in the interaction what the client received
-    error: Callable[[WireError], dict[str, Any]] = error_body
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The HTTP response, ready to be sent."""
-
-    content: bytes
-    media_type: str
-
-
-async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answer:
-    """Answer one request and record it.
-
-    A WireError is the caller's fault, anything else is ours. Recording comes last, with the whole
-    answer at hand: a reply that the agent never gets is not part of its episode.
+    A WireError is the caller's fault, anything else is ours. Recording comes last, with all that is
+    left to send at hand: a reply that the agent never gets is not part of its episode.
     """
-    created = next_created()
-    call = parse_call(session.options, route.chat_body(body, session.cache))
+    created, options = next_created(), session.options
+    call = parse_call(options, route.chat_body(body, session.cache))
     parent = session.cache.find_parent(call.messages, call.tools)
     if parent is not None:
         messages = _with_reasoning(call.messages, parent.whole_chat())
@@ -98,36 +60,66 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
-    input_ids, parent = await asyncio.to_thread(prompt_ids, session.options, call, parent)
-    response = await _generate(session, call.gconfig.new(seed=seed), input_ids)
-    reply = chat_reply(
+    input_ids, parent = await asyncio.to_thread(prompt_ids, options, call, parent)
+    name = f"{route.id_prefix}{uuid.uuid4().hex}"
+    head = ReplyHead(body, call, name, int(time.time()), len(input_ids), options.tokenizer)
+    reader = _reader(options, call, input_ids)
+    request = ModelRequest(input_ids, call.gconfig.new(seed=seed), tokenizer=options.tokenizer)
+    if call.stream:
+        stream.open(head)
+        response = await _generate_into(stream, reader, session, request)
+    else:
+        response = await _generate(session, request)
+        reader.push(response.output_tokens)
+    last = reader.finish()
+    done = _completion(session, head, reader, response, parent=parent, created=created)
+    route.note(done)
+    if call.stream:
+        rest = stream.last(last, done)
+        session.cache.add(name, done.interaction)
+        stream.put(rest)
+        return b""
+    content = dumps(route.reply(done)).encode()
+    session.cache.add(name, done.interaction)
+    return content
+
+
+def _reader(options: SessionOptions, call: ChatCall, input_ids: list[int]) -> ChatReader:
+    return ChatReader(
         call,
-        f"{route.id_prefix}{uuid.uuid4().hex}",
-        int(time.time()),
-        [_output(session.options, call, response)],
-        prompt_tokens=len(input_ids),
-        tokenizer=session.options.tokenizer,
-        tool_format=session.options.tool_format,
-        reasoning=session.options.config.reasoning_parser,
-        in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
+        options.tokenizer,
+        tool_format=options.tool_format,
+        stop_ids=call.gconfig.stop_token_ids,
+        reasoning=options.config.reasoning_parser,
+        in_reasoning=begins_in_reasoning(options.tokenizer, input_ids),
+    )
+
+
+def _completion(
+    session: Session,
+    head: ReplyHead,
+    reader: ChatReader,
+    response: ModelResponse,
+    *,
+    parent: InteractionWithTokenLogpReward | None,
+    created: int,
+) -> Completion:
+    output = ChatOutput(
+        response.output_tokens, response.output_logprobs, response.stop_reason, reader.parts
+    )
+    reply = chat_reply(
+        head.call, head.id, head.created, [output], head.prompt_tokens, head.tokenizer
     )
     interaction = InteractionWithTokenLogpReward(
         response,
-        messages=call.messages,
+        messages=head.call.messages,
         output_message_list=[reply["choices"][0]["message"]],
         parent=parent,
         chat_template_type=session.options.config.chat_template_type,
-        tools=call.tools,
+        tools=head.call.tools,
         created=created,
     )
-    done = Completion(body, call, reply, interaction)
-    route.note(done)
-    if call.stream:
-        answer = Answer(b"".join(route.events(done)), "text/event-stream")
-    else:
-        answer = Answer(dumps(route.reply(done)).encode(), "application/json")
-    session.cache.add(reply["id"], interaction)
-    return answer
+    return Completion(head, output.parts, reader.stop_string, reply, interaction)
 
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
@@ -195,12 +187,7 @@ def _ids_after_reply(
     return tokenizer(after, add_special_tokens=False)["input_ids"] if found else None
 
 
-async def _generate(
-    session: Session, gconfig: GenerationHyperparameters, input_ids: list[int]
-) -> ModelResponse:
-    request = ModelRequest(
-        input_ids=input_ids, gconfig=gconfig, tokenizer=session.options.tokenizer
-    )
+async def _generate(session: Session, request: ModelRequest) -> ModelResponse:
     try:
         response = await session.engine.agenerate(request)
     except ValueError as error:  # the engine rejects the request: too long, an unsupported option
@@ -210,17 +197,25 @@ async def _generate(
     return response
 
 
-def _output(options: SessionOptions, call: ChatCall, response: ModelResponse) -> Output:
-    shown = response.output_tokens
-    if shown and shown[-1] in call.gconfig.stop_token_ids:
-        shown = shown[:-1]
-    marks = TOOL_FORMATS[options.tool_format].marks(has_tools=bool(call.tools))
-    return Output(
-        response.output_tokens,
-        response.output_logprobs,
-        response.stop_reason,
-        visible_text(options.tokenizer, shown, call.gconfig, keep=marks),
-    )
+async def _generate_into(
+    stream: ReplyStream, reader: ChatReader, session: Session, request: ModelRequest
+) -> ModelResponse:
+    """`_generate`, with its tokens in `reader` and `stream` as they are sampled."""
+    arrived: asyncio.Queue[tuple[list[int], list[float]] | None] = asyncio.Queue()
+    request.on_tokens = lambda tokens, logprobs: arrived.put_nowait((tokens, logprobs))
+    generation = asyncio.create_task(_generate(session, request), name="agent-generation")
+    generation.add_done_callback(lambda _: arrived.put_nowait(None))
+    num_told = 0
+    try:
+        while (told := await arrived.get()) is not None:
+            stream.push(reader.push(told[0]), *told)
+            num_told += len(told[0])
+    finally:
+        generation.cancel()
+    response = generation.result()
+    rest = response.output_tokens[num_told:], response.output_logprobs[num_told:]
+    stream.push(reader.push(rest[0]), *rest)
+    return response
 
 
 def _check_temperature(wanted: GenerationHyperparameters, asked: GenerationHyperparameters) -> None:
@@ -238,30 +233,3 @@ def _warn_of_temperature(given: float, wanted: float) -> None:
         given,
         wanted,
     )
-
-
-def chat_events(done: Completion) -> Iterator[bytes]:
-    for chunk in _chunks(done):
-        yield f"data: {dumps(chunk)}\n\n".encode()
-    yield b"data: [DONE]\n\n"
-
-
-def named_event(event: dict[str, Any]) -> bytes:
-    """An event that carries its type twice, as Anthropic and /v1/responses clients expect."""
-    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
-
-
-def _chunks(done: Completion) -> Iterator[dict[str, Any]]:
-    reply, choice = done.reply, done.reply["choices"][0]
-    place = (done.call, reply["id"], reply["created"])
-    yield chat_chunk(*place, 0, {"role": "assistant", "content": ""})
-    if reasoning := done.message.get("reasoning_content"):
-        yield chat_chunk(*place, 0, {"reasoning_content": reasoning})
-    if done.message["content"]:
-        delta = {"content": done.message["content"]}
-        yield chat_chunk(*place, 0, delta, logprobs=choice["logprobs"])
-    for index, call in enumerate(done.message.get("tool_calls", ())):
-        yield chat_chunk(*place, 0, {"tool_calls": [{"index": index, **call}]})
-    yield chat_chunk(*place, 0, {}, finish_reason=done.finish_reason)
-    if done.call.include_usage:
-        yield usage_chunk(*place, reply["usage"])

@@ -13,6 +13,8 @@
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses: 400 invalid request,
 401 missing or wrong key, 409 session ended, 429 no session to start now, 500 internal error.
 Listens on localhost only. If a client disconnects, its generation is cancelled and not recorded.
+A stream begins with the first token, with status 200; a later failure is an error event of its API.
+While nothing happens there are keep-alives: comments, or pings in Anthropic's API.
 """
 
 from __future__ import annotations
@@ -30,17 +32,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
-from areal.agents.completions import Answer, Route, complete
+from areal.agents.completions import complete
 from areal.agents.routes import ROUTES
 from areal.agents.session import Session, SessionEndedError
+from areal.agents.streams import ReplyStream, Route
 from areal.api.json_text import dumps
 from areal.openai.requests import WireError, error_body, loads_body, parse_body
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_body import Body, Expect, Text, json_body
 from areal.utils.http_server import (
-    CLIENT_LEFT,
     JsonReply,
     new_app,
     read_body,
@@ -51,8 +54,12 @@ from areal.utils.http_server import (
 logger = logging.getLogger("AgentProxy")
 
 _HOST = "127.0.0.1"
-_KEEP_ALIVE_S = 5
-
+_KEEP_ALIVE_S = 5  # of idle connections
+_SILENCE_S = 10.0  # until a stream shows that it is alive
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 
 _Score = float | bool
 Reward = Annotated[
@@ -83,8 +90,14 @@ class AgentProxy:
 
     _server: _Server  # while it runs
 
-    def __init__(self, *, port: int = 0, admin_key: str | None = None) -> None:
-        """With an `admin_key` clients may start the sessions that are passed to `offer`."""
+    def __init__(
+        self, *, port: int = 0, admin_key: str | None = None, silence_s: float = _SILENCE_S
+    ) -> None:
+        """With an `admin_key` clients may start the sessions that are passed to `offer`.
+
+        A stream without news gets a keep-alive every `silence_s`.
+        """
+        self.silence_s = silence_s
         self._port = port
         self._admin_key = admin_key
         self._sessions: dict[str, Session] = {}
@@ -184,9 +197,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     app.add_exception_handler(
         HTTPException, _answer(lambda error: WireError(error.status_code, error.detail))
     )
-    app.add_exception_handler(
-        SessionEndedError, _answer(lambda error: WireError(409, "the session has ended"))
-    )
+    app.add_exception_handler(SessionEndedError, _answer(lambda error: _ended()))
 
     async def answer_fault(request: Request, error: Exception) -> Response:
         with contextlib.suppress(WireError):  # the request has no session
@@ -255,47 +266,85 @@ def _bind(port: int) -> socket.socket:
 def _endpoint(proxy: AgentProxy, route: Route):
     async def answer(request: Request) -> Response:
         session, body = proxy.session_of(request), await _body(request)
-        answer = await _while_connected(request, _ask(session, route, body))
-        if answer is None:
-            return Response(status_code=CLIENT_LEFT)
-        return Response(answer.content, media_type=answer.media_type)
+        return _ModelReply(session, route, body, proxy.silence_s)
 
     return answer
 
 
-async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
-    try:
-        answer = await session.call(complete(session, route, body))
-    except (WireError, SessionEndedError):
-        raise
-    except Exception as error:  # internal: reported to the agent and recorded by the session
-        logger.warning("a call of an agent failed", exc_info=error)
-        session.fail(_request_text(route, body), error)
-        raise _fault(error) from error
-    if session.has_failures:
-        session.succeed(_request_text(route, body))
-    return answer
+class _ModelReply(Response):
+    """Runs a model call and sends its reply, whole or as a stream."""
+
+    def __init__(
+        self, session: Session, route: Route, body: dict[str, Any], silence_s: float
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._route = route
+        self._body = body
+        self._silence_s = silence_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _while_connected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = ReplyStream(self._route)
+        call = asyncio.create_task(self._ask(stream), name="agent-call")
+        call.add_done_callback(lambda _: stream.close())
+        head = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+        try:
+            async for data in stream.read(self._silence_s):
+                if head:
+                    await send(head)
+                    head = None
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            whole = await call
+            if head:
+                await Response(whole, media_type="application/json")(scope, receive, send)
+            else:
+                await send({"type": "http.response.body", "body": b""})
+        finally:
+            call.cancel()
+
+    async def _ask(self, stream: ReplyStream) -> bytes:
+        session = self._session
+        try:
+            whole = await session.call(complete(session, self._route, self._body, stream))
+            if session.has_failures:
+                session.succeed(self._request_text())
+            return whole
+        except WireError as refused:
+            error = refused
+        except SessionEndedError:
+            error = _ended()
+        except Exception as fault:  # internal: reported to the agent and recorded by the session
+            logger.warning("a call of an agent failed", exc_info=fault)
+            session.fail(self._request_text(), fault)
+            error = _fault(fault)
+        if not stream.has_begun:
+            raise error
+        stream.fail(error)
+        return b""
+
+    def _request_text(self) -> str:
+        """Equal for a retry of the same request by an SDK."""
+        return f"{self._route.id_prefix}{dumps(self._body)}"
 
 
-def _request_text(route: Route, body: dict[str, Any]) -> str:
-    """Equal for a retry of the same request by an SDK."""
-    return f"{route.id_prefix}{dumps(body)}"
-
-
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """The result of `work`; None if the client disconnects first, which cancels `work`."""
-    task = asyncio.create_task(work, name="agent-call")
-    watcher = asyncio.create_task(_left(request), name="client-watch")
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work`; cancels it if the client disconnects first."""
+    task = asyncio.create_task(work, name="agent-reply")
+    watcher = asyncio.create_task(_left(receive), name="client-watch")
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if task.done():
+            task.result()
     finally:
         task.cancel()
         watcher.cancel()
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -328,6 +377,10 @@ def _error(request: Request, error: WireError) -> Response:
     route = ROUTES.get(request.scope["path"])
     body = error_body(error) if route is None else route.error(error)
     return JsonReply(body, status_code=error.status)
+
+
+def _ended() -> WireError:
+    return WireError(409, "the session has ended")
 
 
 def _fault(error: Exception) -> WireError:

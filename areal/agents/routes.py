@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal.agents import anthropic, responses
-from areal.agents.completions import Completion, Route, chat_events
+from areal.agents.streams import ChatEncoder, Completion, Route, data_event, named_event
 from areal.openai.requests import ChatBody
 
 
@@ -13,12 +13,12 @@ def _note_completion(done: Completion) -> None:
 
 def _note_message(done: Completion) -> None:
     done.interaction.completion = anthropic.message_of(done)
-    done.interaction.input_data = done.asked["messages"]
+    done.interaction.input_data = done.head.asked["messages"]
 
 
 def _note_response(done: Completion) -> None:
     done.interaction.response = responses.response_of(done)
-    done.interaction.input_data = done.asked["input"]
+    done.interaction.input_data = done.head.asked["input"]
 
 
 ROUTES = {
@@ -27,24 +27,27 @@ ROUTES = {
         ChatBody,
         lambda body, cache: body,
         lambda done: done.reply,
-        chat_events,
+        ChatEncoder,
         _note_completion,
+        frame=data_event,
+        end=b"data: [DONE]\n\n",
     ),
     "/v1/messages": Route(
         "msg_",
         anthropic.MessagesBody,
         anthropic.chat_body,
         anthropic.message_of,
-        anthropic.message_events,
+        anthropic.MessageEncoder,
         _note_message,
         anthropic.error_of,
+        keep_alive=named_event({"type": "ping"}),
     ),
     "/v1/responses": Route(
         "resp_",
         responses.ResponsesBody,
         responses.chat_body,
         responses.response_of,
-        responses.response_events,
+        responses.ResponseEncoder,
         _note_response,
     ),
 }

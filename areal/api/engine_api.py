@@ -119,7 +119,8 @@ class InferenceEngine(ABC):
         """Undo `initialize`. Idempotent, also without a prior `initialize`."""
 
     @abstractmethod
-    async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """ValueError: the request is invalid. A call that is cancelled frees its generation."""
 
     @abstractmethod
     def pause_generation(self) -> None:

@@ -44,8 +44,8 @@ from __future__ import annotations
 import copy
 import math
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 EPISODE_KEY = "episode_ids"
 StopReason = Literal["length", "stop", "tool_calls", "abort"]
+OnTokens = Callable[[list[int], list[float]], None]
 WeightTransport = Literal["direct", "shm", "ipc", "disk", "delta", "xccl"]
 
 
@@ -66,6 +67,11 @@ class ModelRequest:
     """One generation request. `rid` identifies it in every log line and retry.
 
     An engine that cannot honour a field rejects the request with a ValueError; it never ignores it.
+
+    `on_tokens(tokens, logprobs)` is told new output as it is sampled, on the event loop that awaits
+    `agenerate`: in order, and no token twice, whatever is sent again. It must not raise. The tokens
+    it was not told by the end, of some engines all, are in the response. It belongs to one call in
+    this process: copies and pickles of the request are without it.
     """
 
     input_ids: list[int]
@@ -76,6 +82,7 @@ class ModelRequest:
     image_data: list[str] = field(default_factory=list)  # base64, in prompt order
     processor: Any = None  # the processor that made the prompt's image tokens
     vision_msg_vllm: list[dict[str, Any]] | None = None  # the chat, for servers that take images so
+    on_tokens: OnTokens | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.input_ids and isinstance(self.input_ids[0], str):
@@ -93,7 +100,12 @@ class ModelRequest:
             metadata=dict(self.metadata),
             image_data=list(self.image_data),
             vision_msg_vllm=copy.deepcopy(self.vision_msg_vllm),
+            on_tokens=None,
         )
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        slots = {slot.name: getattr(self, slot.name) for slot in fields(self)}
+        return None, {**slots, "on_tokens": None}
 
 
 @dataclass(slots=True)
@@ -316,7 +328,7 @@ class HttpGenerationResult:
 
     output_tokens: list[int]
     output_logprobs: list[float]
-    stop_reason: StopReason
+    stop_reason: StopReason | None  # None: more follows
 
     def __post_init__(self) -> None:
         check_tokens(self.output_tokens)

@@ -7,8 +7,10 @@
     busy_frames(logs / "stacks.txt", pid)    # the innermost calls of its busiest thread
 
 `kill -USR1 PID` does it for one process by hand; without a shared file it writes to its standard
-error. A process that does not listen is listed without stacks and not signalled: the signal would
-end it. Children are found through /proc, so on other systems than Linux only the parent is covered.
+error. A listening process that crashes (a segmentation fault, an abort) writes its stacks to its
+standard error too. A process that does not listen is listed without stacks and not signalled: the
+signal would end it. Children are found through /proc, so on other systems than Linux only the
+parent is covered.
 Works while the interpreter is stuck in a C call or a thread holds the GIL.
 """
 
@@ -60,12 +62,14 @@ def shared(path: Path) -> Iterator[None]:
 
 
 def listen() -> None:
-    """Write the stacks of all threads of this process when SIGUSR1 comes."""
+    """Write the stacks of all threads of this process when SIGUSR1 comes, and when it crashes."""
     global _listening
     path = os.environ.get(VARIABLE)
-    # The real standard error: a replacement may have no descriptor.
-    file = open(path, "a") if path else sys.__stderr__ or sys.stderr  # noqa: SIM115 (see above)
+    errors = sys.__stderr__ or sys.stderr  # the real one: a replacement may have no descriptor
+    file = open(path, "a") if path else errors  # noqa: SIM115 (see above)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=errors)
     _listening = file
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from itertools import groupby
 
 import pytest
 from agent_world import ADD_CALL as CALL
 from agent_world import ScriptedEngine
+from folded_streams import events_of, folded_message
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "2+2="}
@@ -69,18 +70,32 @@ def test_a_stream_of_events(world):
     agent = Speaks({"messages": [USER], "tools": [TOOL], "stream": True})
     engine = ScriptedEngine(world.tokenizer, f"So: {CALL}")
     world.run(agent, engine=engine)
-    lines = [line for line in agent.answers[0].text.splitlines() if line.startswith("data: ")]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    kinds = [event["type"] for event in events]
+    events = events_of(agent.answers[0].text)
+    kinds = [kind for kind, _ in groupby(event["type"] for event in events)]
     assert kinds == [
         "message_start",
         *["content_block_start", "content_block_delta", "content_block_stop"] * 2,
         "message_delta",
         "message_stop",
     ]
-    assert events[2]["delta"] == {"type": "text_delta", "text": "So:"}
-    assert json.loads(events[5]["delta"]["partial_json"]) == {"a": 2, "b": 2}
-    assert events[7]["delta"]["stop_reason"] == "tool_use"
+    assert events[2]["delta"] == {"type": "text_delta", "text": "S"}
+    text, use = folded_message(events)["content"]
+    assert text == {"type": "text", "text": "So:"} and use["input"] == {"a": 2, "b": 2}
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "said, reason, sequence",
+    [("So END", "stop_sequence", "END"), ("So.", "end_turn", None), (CALL, "tool_use", None)],
+)
+def test_why_a_message_ends(world, stream, said, reason, sequence):
+    body = {"messages": [USER], "tools": [TOOL], "stop_sequences": ["x", "END"], "stream": stream}
+    agent = Speaks(body)
+    world.run(agent, engine=ScriptedEngine(world.tokenizer, said))
+    answer = agent.answers[0]
+    message = folded_message(events_of(answer.text)) if stream else answer.json()
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from agent_world import ADD_CALL, Does, ScriptedEngine
+from folded_streams import events_of, folded_message
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 QUESTION = {"role": "user", "content": "2+2="}
@@ -38,9 +37,9 @@ async def responses(client, stream):
     first = await client.responses.create(input=[QUESTION], stream=stream, **options)
     if stream:
         events = [event async for event in first]
-        (thought,) = [e for e in events if e.type == "response.reasoning_text.delta"]
+        thoughts = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
         first = events[-1].response
-        assert thought.delta == first.output[0].content[0].text
+        assert len(thoughts) > 9 and "".join(thoughts) == first.output[0].content[0].text
     reasoning, message, call = first.output
     echo = [item.model_dump(exclude_none=True) for item in first.output]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
@@ -59,30 +58,14 @@ async def messages(client, stream):
         return await client._client.post(url, headers=headers, json={**body, "messages": turns})
 
     answer = await post([QUESTION])
-    blocks = blocks_of(answer.text) if stream else answer.json()["content"]
+    message = folded_message(events_of(answer.text)) if stream else answer.json()
+    blocks = message["content"]
     thinking, text, use = blocks
     assert thinking["signature"] == ""
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "4"}
     echo = {"role": "assistant", "content": blocks}
     await post([QUESTION, echo, {"role": "user", "content": [result]}])
     return thinking["thinking"], text["text"], 1
-
-
-def blocks_of(stream):
-    """The content blocks of Anthropic's events."""
-    lines = [line for line in stream.splitlines() if line.startswith("data: ")]
-    blocks = []
-    for event in (json.loads(line.removeprefix("data: ")) for line in lines):
-        if event["type"] == "content_block_start":
-            blocks.append(dict(event["content_block"]))
-        elif event["type"] == "content_block_delta":
-            delta = dict(event["delta"])
-            kind = delta.pop("type").removesuffix("_delta")
-            (value,) = delta.values()
-            blocks[-1]["input" if kind == "input_json" else kind] = (
-                json.loads(value) if kind == "input_json" else value
-            )
-    return blocks
 
 
 @pytest.mark.parametrize("speak", [chat, responses, messages])

@@ -65,8 +65,8 @@ def test_a_stream_of_events(world):
     world.run(Does(act), engine=ScriptedEngine(world.tokenizer, f"So: {ADD_CALL}"))
     kinds = [event.type for event in events]
     assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-    (text,) = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert text == "So:"
+    text = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert text == ["S", "o", ":"]
     done = [e for e in events if e.type == "response.function_call_arguments.done"]
     assert json.loads(done[0].arguments) == {"a": 2, "b": 2}
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,13 @@ def test_request_copy_shares_nothing_that_changes() -> None:
     assert request.gconfig.stop_token_ids == []
     assert copy.rid == request.rid
     assert ModelRequest(input_ids=[1]).rid != request.rid
+
+
+def test_a_listener_belongs_to_one_call_in_this_process():
+    request = ModelRequest([1, 2], on_tokens=lambda tokens, logprobs: None)
+    for other in (request.copy(), pickle.loads(pickle.dumps(request))):
+        assert other.on_tokens is None and other == request
+    assert request.on_tokens is not None
 
 
 def test_response_strips_the_stop_tokens_at_its_end_only() -> None:

@@ -9,7 +9,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tiny_tokenizer import EOS, byte_tokenizer
 
+from areal.openai.parsing.parser import Content
 from areal.openai.replies import (
+    ChatOutput,
+    ChatReader,
     Output,
     chat_chunk,
     chat_logprobs,
@@ -26,19 +29,32 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 CALL_TEXT = 'Well.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture
 def tokenizer():
-    return byte_tokenizer()
+    return TOKENIZER
 
 
 def chat_call(**fields):
     return parse_chat({"model": "m", "messages": [{"role": "user", "content": "a"}], **fields})
 
 
+def replied(call, text, stop_reason="stop", **options):
+    """The reply to `call` with an output of this text."""
+    reader = ChatReader(call, TOKENIZER, tool_format="hermes", stop_ids=[EOS], **options)
+    ids = TOKENIZER.encode(text)
+    reader.push(ids)
+    reader.finish()
+    output = ChatOutput(ids, [-0.5] * len(ids), stop_reason, reader.parts)
+    return chat_reply(call, "c", 1, [output], 5, TOKENIZER)
+
+
 def test_chat_reply(tokenizer):
     outputs = [
-        Output([10, 11, EOS], [-0.5, -1.0, -0.1], "stop", "hi"),
-        Output([10], [-0.5], "length", "h"),
+        ChatOutput([10, 11, EOS], [-0.5, -1.0, -0.1], "stop", [Content("hi")]),
+        ChatOutput([10], [-0.5], "length", [Content("h")]),
     ]
     reply = chat_reply(chat_call(n=2), "chatcmpl-1", 17, outputs, 5, tokenizer)
     typed = ChatCompletion.model_validate(json.loads(json.dumps(reply)), strict=True)
@@ -53,29 +69,26 @@ def test_chat_reply(tokenizer):
     assert typed.usage.total_tokens == 9
 
 
-def test_tool_calls_of_a_chat(tokenizer):
-    output = Output([10], [-0.5], "stop", CALL_TEXT)
-    (choice,) = chat_reply(chat_call(tools=[TOOL]), "c", 1, [output], 5, tokenizer)["choices"]
+def test_tool_calls_of_a_chat():
+    (choice,) = replied(chat_call(tools=[TOOL]), CALL_TEXT)["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Well."
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
     # Without tools the text is text; cut off by length it is no finished call.
-    (choice,) = chat_reply(chat_call(), "c", 1, [output], 5, tokenizer)["choices"]
+    (choice,) = replied(chat_call(), CALL_TEXT)["choices"]
     assert choice["message"]["content"] == CALL_TEXT and choice["finish_reason"] == "stop"
-    cut = Output([10], [-0.5], "length", CALL_TEXT)
-    (choice,) = chat_reply(chat_call(tools=[TOOL]), "c", 1, [cut], 5, tokenizer)["choices"]
+    (choice,) = replied(chat_call(tools=[TOOL]), CALL_TEXT, "length")["choices"]
     assert choice["finish_reason"] == "length"
 
 
-def test_reasoning_of_a_chat(tokenizer):
-    output = Output([10], [-0.5], "stop", f"Hm.\n</think>\n\n{CALL_TEXT}")
-    call = chat_call(tools=[TOOL])
-    reply = chat_reply(call, "c", 1, [output], 5, tokenizer, in_reasoning=True)
+def test_reasoning_of_a_chat():
+    text = f"Hm.\n</think>\n\n{CALL_TEXT}"
+    reply = replied(chat_call(tools=[TOOL]), text, in_reasoning=True)
     message = reply["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Well.")
     assert len(message["tool_calls"]) == 1
-    reply = chat_reply(chat_call(), "c", 1, [output], 5, tokenizer, in_reasoning=True)
+    reply = replied(chat_call(), text, in_reasoning=True)
     message = reply["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", CALL_TEXT)
 
@@ -87,7 +100,7 @@ def test_log_probabilities_name_their_tokens(tokenizer):
     assert [entry["token"] for entry in content[:2]] == ["a", "ü"]
     assert bytes(sum((entry["bytes"] for entry in content[1:6]), [])) == "ü😀".encode()
     assert content[6]["token"] == "<|eos|>"
-    output = Output(ids, [-0.5] * 7, "stop", "aü😀")
+    output = ChatOutput(ids, [-0.5] * 7, "stop", [Content("aü😀")])
     reply = chat_reply(chat_call(logprobs=True), "c", 1, [output], 1, tokenizer)
     typed = ChatCompletion.model_validate(reply, strict=True)
     assert [entry.logprob for entry in typed.choices[0].logprobs.content] == [-0.5] * 7

@@ -57,12 +57,12 @@ def test_no_piece_splits_a_character(text, sizes):
 @given(texts, st.lists(st.integers(1, 4)), st.lists(st.text("STOP ü", min_size=1), min_size=1))
 def test_the_text_ends_before_the_stop_string_that_is_complete_first(text, sizes, stops):
     options = gconfig(stop=stops)
-    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
     expected = text[: min(ends)[1]] if ends else text
     ids = TOKENIZER.encode(text)
     stream = TextStream(TOKENIZER, options)
     assert "".join(pieces_of(stream, ids, sizes)) == expected
-    assert stream.stopped == bool(ends)
+    assert stream.stop_string == (min(ends)[2] if ends else None)
     assert visible_text(TOKENIZER, ids, options) == expected
 
 

@@ -122,6 +122,7 @@ class NativeEngine:
         self._eos_ids = frozenset(eos_ids)
         self._seeds = random.Random(seed)
         self._by_rid: dict[str, Sequence] = {}
+        self._silent: set[str] = set()  # rids of streams whose first token is not reported yet
         self._counts = {"tokens_generated": 0, "tokens_prefilled": 0, "steps": 0, "finished": 0}
 
     @classmethod
@@ -182,6 +183,8 @@ class NativeEngine:
         if request.so_far is not None:
             _go_on_from(sequence, request.so_far)
         self._by_rid[sequence.rid] = sequence
+        if sequence.progress_tokens == 1:
+            self._silent.add(sequence.rid)
         self._scheduler.waiting.append(sequence)
 
     def abort(self, rid: str) -> Finished | None:
@@ -190,6 +193,7 @@ class NativeEngine:
         sequence = self._by_rid.pop(rid, None)
         if sequence is None:
             return None
+        self._silent.discard(rid)
         if sequence.slot is None:
             self._scheduler.waiting.remove(sequence)
         else:
@@ -337,8 +341,9 @@ class NativeEngine:
         """Start this step's work; False when there is nothing to start."""
         self._counts["steps"] += 1
         scheduler = self._scheduler
-        # While prompts wait, one token at a time, so that their samples join soon.
-        busy = scheduler.waiting or scheduler.filling
+        # While prompts wait, one token at a time, so that their samples join soon; and until a
+        # stream has begun, so that it begins with its first token.
+        busy = scheduler.waiting or scheduler.filling or self._silent
         num_steps = 1 if busy else self._present_runner.steps_per_launch
         if self._under_way:
             num_lacking = int(scheduler.num_lacking(num_steps).sum())
@@ -447,12 +452,14 @@ class NativeEngine:
             if reason is not None:
                 finished.append(self._end(sequence, reason))
             elif (progress := sequence.progress()) is not None:
+                self._silent.discard(sequence.rid)
                 finished.append(progress)
         return finished
 
     def _end(self, sequence: Sequence, reason: StopReason) -> Finished:
         self._scheduler.release(sequence)
         del self._by_rid[sequence.rid]
+        self._silent.discard(sequence.rid)
         self._counts["finished"] += 1
         return sequence.finish(reason)
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.api.io_struct import ModelRequest, ModelResponse, OnTokens, WeightUpdateMeta
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineEndedError, EngineLoop, Result
 from areal.engine.native.scoring import padded_scores, token_lists
-from areal.engine.native.sequence import GenRequest
+from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply, check_supported
 from areal.utils.hub import model_folder
@@ -81,9 +81,12 @@ class NativeLocalEngine(InferenceEngine):
         watch = None
         if req.gconfig.stop:  # in a thread: loading the tokenizer takes seconds
             watch = await asyncio.to_thread(self._text.stop_watch, req.gconfig)
-        request = GenRequest(rid, req.input_ids, req.gconfig, stop_watch=watch)
+        interval = 0 if req.on_tokens is None else 1
+        request = GenRequest(
+            rid, req.input_ids, req.gconfig, progress_tokens=interval, stop_watch=watch
+        )
         with waiting("generation in this process"):
-            reply = await self._generate(request)
+            reply = await self._generate(request, req.on_tokens)
         return reply.response(req, latency=time.perf_counter() - start)
 
     def pause_generation(self) -> None:
@@ -130,12 +133,22 @@ class NativeLocalEngine(InferenceEngine):
             raise RuntimeError("the engine is not running; call initialize() first")
         return self._started
 
-    async def _generate(self, request: GenRequest) -> Reply:
+    async def _generate(self, request: GenRequest, on_tokens: OnTokens | None) -> Reply:
         events = asyncio.get_running_loop()
         future: asyncio.Future[Reply] = events.create_future()
 
+        def take(results: Sequence[Result]) -> None:
+            nonlocal on_tokens
+            for result in results:
+                if not isinstance(result, Progress):
+                    _settle(future, result)
+                elif result.is_broken or future.done():
+                    on_tokens = None  # nor anything after it
+                elif on_tokens is not None:
+                    on_tokens(result.tokens, result.logprobs)
+
         def deliver(results: Sequence[Result]) -> None:  # on the engine thread
-            events.call_soon_threadsafe(_settle, future, results[0])
+            events.call_soon_threadsafe(take, results)
 
         self._loop.submit([request], deliver)
         try:
@@ -145,11 +158,11 @@ class NativeLocalEngine(InferenceEngine):
             raise
 
 
-def _settle(future: asyncio.Future[Reply], result: Result) -> None:
+def _settle(future: asyncio.Future[Reply], result: Reply | Refusal) -> None:
     if future.done():
         return
     if isinstance(result, Reply):
         future.set_result(result)
-    elif isinstance(result, Refusal):
+    else:
         kind = ValueError if result.kind == "request" else EngineEndedError
         future.set_exception(kind(result.message))

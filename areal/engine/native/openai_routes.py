@@ -16,7 +16,6 @@ chunks equal the reply without streaming.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -33,19 +32,15 @@ from areal.engine.native.loop import EngineLoop, Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
-from areal.openai.parsing.formats import TOOL_FORMATS, format_of_template
-from areal.openai.parsing.parser import (
-    Content,
-    Event,
-    OutputParser,
-    Reasoning,
-    begins_in_reasoning,
-)
+from areal.openai.parsing.formats import format_of_template
+from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids
 from areal.openai.replies import (
+    ChatOutput,
+    ChatReader,
+    ChatStream,
+    Chunk,
     Output,
-    chat_chunk,
-    chat_logprobs,
     chat_reply,
     completion_chunk,
     completion_logprobs,
@@ -194,23 +189,25 @@ class _WholeReply(Response):
         await response(scope, receive, send)
 
     def _reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        head = self._head
+        head, call = self._head, self._head.call
+        place, rest = (head.completion_id, head.created), (self._prompt_tokens, head.tokenizer)
+        if isinstance(call, ChatCall):
+            return chat_reply(call, *place, [self._chat_output(one) for one in finished], *rest)
         outputs = [
             Output(one.output_tokens, one.output_logprobs, one.stop_reason, self._text(one))
             for one in finished
         ]
-        call, shared = head.call, (head.completion_id, head.created, outputs, self._prompt_tokens)
-        if not isinstance(call, ChatCall):
-            return completion_reply(call, *shared, head.tokenizer)
-        return chat_reply(
-            call, *shared, head.tokenizer,
-            tool_format=head.tool_format, in_reasoning=head.in_reasoning,
-        )  # fmt: skip
+        return completion_reply(call, *place, outputs, *rest)
 
-    def _text(self, finished: Finished) -> str:
+    def _chat_output(self, one: Finished) -> ChatOutput:
+        reader = self._head.reader()
+        reader.push(one.output_tokens)
+        reader.finish()
+        return ChatOutput(one.output_tokens, one.output_logprobs, one.stop_reason, reader.parts)
+
+    def _text(self, one: Finished) -> str:
         head = self._head
-        tokens = head.text_tokens(finished.output_tokens)
-        return visible_text(head.tokenizer, tokens, head.call.gconfig, keep=head.marks)
+        return visible_text(head.tokenizer, head.text_tokens(one.output_tokens), head.call.gconfig)
 
 
 class _StreamedReply(Response):
@@ -285,7 +282,7 @@ def _fault(results: list[Result]) -> WireError | None:
     for one in results:
         if isinstance(one, Refusal):
             return WireError(400 if one.kind == "request" else 503, one.message)
-        if isinstance(one, Progress) and not all(map(math.isfinite, one.logprobs)):
+        if isinstance(one, Progress) and one.is_broken:
             fault = "a log-probability is not finite; look at the weights the engine was given"
             return WireError(503, fault)
     return None
@@ -305,9 +302,6 @@ def _error_response(err: WireError) -> Response:
     return JsonReply(error_body(err), err.status)
 
 
-Chunk = dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
     """Fields shared by all choices of one reply."""
@@ -320,12 +314,16 @@ class ReplyHead:
     stop_ids: frozenset[int]  # tokens that end an output and are not part of its text
     in_reasoning: bool = False  # outputs of a chat begin inside reasoning
 
-    @property
-    def marks(self) -> frozenset[str]:
-        """Special tokens that the outputs' parser must see."""
-        if not isinstance(self.call, ChatCall):
-            return frozenset()
-        return TOOL_FORMATS[self.tool_format].marks(has_tools=bool(self.call.tools))
+    def reader(self) -> ChatReader:
+        """Of one output of a chat."""
+        assert isinstance(self.call, ChatCall)
+        return ChatReader(
+            self.call,
+            self.tokenizer,
+            tool_format=self.tool_format,
+            stop_ids=self.stop_ids,
+            in_reasoning=self.in_reasoning,
+        )
 
     def text_tokens(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
@@ -369,54 +367,17 @@ class CompletionChoice:
 class ChatChoice:
     def __init__(self, head: ReplyHead, index: int) -> None:
         assert isinstance(head.call, ChatCall)
-        self._head = head
-        self._call = head.call
-        self._index = index
-        self._stream = TextStream(head.tokenizer, head.call.gconfig, keep=head.marks)
-        self._parser = OutputParser(
-            head.tool_format, tools=head.call.tools, in_reasoning=head.in_reasoning
+        self._reader = head.reader()
+        self._stream = ChatStream(
+            head.call, head.completion_id, head.created, head.tokenizer, index
         )
-        self._has_calls = False
 
     def begin(self) -> list[Chunk]:
-        return [self._chunk({"role": "assistant", "content": ""})]
+        return self._stream.begin()
 
     def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
-        return self._chunks(self._parser.push(self._stream.push(tokens)), tokens, logprobs)
+        return self._stream.push(self._reader.push(tokens), tokens, logprobs)
 
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
-        text = self._stream.push(self._head.text_tokens(tokens)) + self._stream.finish()
-        events = [*self._parser.push(text), *self._parser.finish()]
-        chunks = self._chunks(events, tokens, logprobs)
-        word = finish_reason(reason, has_calls=self._has_calls)
-        return [*chunks, self._chunk({}, reason=word)]
-
-    def _chunks(self, events: list[Event], tokens: list[int], logprobs: list[float]) -> list[Chunk]:
-        """One chunk per event; the first carries the log-probabilities of all tokens."""
-        details = None
-        if self._call.logprobs and tokens:
-            details = chat_logprobs(self._head.tokenizer, tokens, logprobs)
-        deltas = [self._delta(event) for event in events]
-        if details is not None and not deltas:
-            deltas = [{"content": ""}]
-        return [
-            self._chunk(delta, logprobs=None if number else details)
-            for number, delta in enumerate(deltas)
-        ]
-
-    def _delta(self, event: Event) -> dict[str, Any]:
-        if isinstance(event, Reasoning):
-            return {"reasoning_content": event.text}
-        if isinstance(event, Content):
-            return {"content": event.text}
-        self._has_calls = True
-        return {"tool_calls": [{"index": event.index, **event.as_dict()}]}
-
-    def _chunk(
-        self, delta: dict[str, Any], *, logprobs: Any = None, reason: str | None = None
-    ) -> Chunk:
-        head = self._head
-        return chat_chunk(
-            self._call, head.completion_id, head.created, self._index, delta,
-            logprobs=logprobs, finish_reason=reason,
-        )  # fmt: skip
+        events = [*self._reader.push(tokens), *self._reader.finish()]
+        return [*self._stream.push(events, tokens, logprobs), *self._stream.finish(reason)]

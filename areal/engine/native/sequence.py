@@ -15,6 +15,7 @@ preemption and weight updates: only cache pages are ever freed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,11 @@ class Progress:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
+
+    @property
+    def is_broken(self) -> bool:
+        """Not data: weights or logits are broken. The refusal at the end says so."""
+        return not all(map(math.isfinite, self.logprobs))
 
 
 @dataclass(slots=True)

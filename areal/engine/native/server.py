@@ -31,7 +31,6 @@ disconnect discards its requests.
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -259,14 +258,11 @@ class _ResultStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while results is not None:
                 more = bool(receiver.unfinished)
-                body = encode_lines(one for one in results if not _is_broken(one))
+                body = encode_lines(
+                    one for one in results if not (isinstance(one, Progress) and one.is_broken)
+                )
                 await send({"type": "http.response.body", "body": body, "more_body": more})
                 results = await receiver.next() if more else None
-
-
-def _is_broken(result: Result) -> bool:
-    """Progress with broken values; the refusal at the end says why."""
-    return isinstance(result, Progress) and not all(map(math.isfinite, result.logprobs))
 
 
 def _common_fault(results: list[Result]) -> Refusal | None:

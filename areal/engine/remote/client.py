@@ -12,7 +12,8 @@ How an exchange is spelled is up to the protocol (protocol.py); which servers th
 
     connection lost                       resent with its tokens, at most `retries` times
     connection lost, server has died      to another, or waits for the replacement; not counted
-    reply unusable (api/io_struct.py)     resent without its tokens, at most `retries` times
+    reply unusable (api/io_struct.py)     resent without its tokens, at most `retries` times; with
+                                          those that its caller was told (`on_tokens`)
     aborted by a weight update            resent with its tokens; not counted
     anything else                         raised, never turned into data
 
@@ -36,7 +37,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ from areal.utils.waits import waiting
 
 logger = logging.getLogger("RemoteEngine")
 
+_ABORT_S = 30.0  # a live server needs milliseconds
 _IDLE_S = 3.0  # shorter than servers keep idle connections, else they close one in use
 
 
@@ -82,7 +84,7 @@ class _Exchange:
     server: Server
     waiting: dict[str, _Call]
     num_wanted: int  # calls not cancelled yet
-    refused: set[str] = field(default_factory=set)  # rids of bad replies: more results may follow
+    closed: set[str] = field(default_factory=set)  # rids whose further results are ignored
     entry: GateState | None = None  # while it is inside the gate
     is_dropped: bool = False
     task: asyncio.Task = field(init=False)  # runs it
@@ -129,6 +131,7 @@ class GenerateClient:
         self._open: set[asyncio.Future[None]] = set()  # of all pending calls
         self._outbox: list[_Call] = []  # calls of this tick
         self._exchanges: dict[asyncio.Task, _Exchange] = {}
+        self._aborts: set[asyncio.Task] = set()  # of requests that nobody waits for
         self._is_closed = False
         # Two callers may use one rid (copies of a request): on the wire each attempt has a suffix.
         self._client_id = secrets.token_hex(4)
@@ -153,7 +156,7 @@ class GenerateClient:
             with waiting(lambda: self._describe(call)):
                 await call.future
         except asyncio.CancelledError:
-            _give_up(call)
+            self._give_up(call)
             raise
         finally:
             self._open.discard(call.future)
@@ -175,7 +178,7 @@ class GenerateClient:
     async def close(self) -> None:
         """Cancels pending calls."""
         self._is_closed = True
-        tasks = list(self._exchanges)
+        tasks = [*self._exchanges, *self._aborts]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -282,6 +285,8 @@ class GenerateClient:
             async with self._deadlines.limit(), aclosing(results):
                 async for rid, result in results:
                     self._take(exchange, entry, rid, result)
+                    if rid in exchange.closed and not exchange.waiting:
+                        break
         finally:
             exchange.entry = None
             if self._gate is not None:
@@ -300,26 +305,31 @@ class GenerateClient:
         self, exchange: _Exchange, entry: GateState, rid: str, result: Result | Exception
     ) -> None:
         server = exchange.server
-        if rid in exchange.refused:
+        if rid in exchange.closed:
             return
         if rid not in exchange.waiting:
             fault = f"to {rid[:60]!r}, which nobody sent"
             raise bad_reply(self._protocol.kind, server.address, fault)
         if isinstance(result, Result):
-            draft = exchange.waiting[rid].draft
+            call = exchange.waiting[rid]
             if self._is_void(entry, result):
+                exchange.closed.add(rid)
                 result = Result([], [], [], "abort")
             try:
-                self._check(draft, result)
+                self._check(call.draft, result)
             except ValueError as err:
                 result = bad_reply(self._protocol.kind, server.address, err)
             else:
-                draft.add(result)
-                if draft.stop_reason is None:
+                call.draft.add(result)
+                if call.exchange is not None and not call.future.done():
+                    call.draft.tell(result)
+                elif call.exchange is None and result.stop_reason is None:
+                    self._abort(exchange, rid)  # the first abort came before the request
+                if call.draft.stop_reason is None:
                     return
         call = _settled(exchange, rid)
         if isinstance(result, BadReplyError):
-            exchange.refused.add(rid)
+            exchange.closed.add(rid)
             self._refuse([] if call is None else [call], server, result)
         elif call is None:
             return
@@ -328,7 +338,8 @@ class GenerateClient:
         elif isinstance(result, Exception):
             call.future.set_exception(result)
         elif call.draft.stop_reason == "abort":
-            self._continue(call, server, entry, has_progressed=bool(result.tokens))
+            has_progressed = len(call.draft.tokens) > call.draft.num_sent
+            self._continue(call, server, entry, has_progressed=has_progressed)
         else:
             call.future.set_result(None)
 
@@ -359,7 +370,8 @@ class GenerateClient:
     def _refuse(self, calls: Collection[_Call], server: Server, err: BadReplyError) -> None:
         self._counts["replies_refused"] += 1
         for call in calls:
-            call.draft.start_over()
+            if call.draft.request.on_tokens is None:
+                call.draft.start_over()
         if calls:
             self._retry(calls, server, err)
 
@@ -446,6 +458,27 @@ class GenerateClient:
             self._counts["tokens_kept"] += len(call.draft.tokens)
         self._send_soon(calls)
 
+    def _give_up(self, call: _Call) -> None:
+        """Frees the generation: by closing the connection, unless others wait for it, too."""
+        exchange, call.exchange = call.exchange, None
+        if exchange is None:
+            return
+        exchange.num_wanted -= 1
+        if exchange.num_wanted == 0:
+            exchange.task.cancel()
+        else:
+            self._abort(exchange, next(rid for rid, one in exchange.waiting.items() if one is call))
+
+    def _abort(self, exchange: _Exchange, rid: str) -> None:
+        task = self.events.create_task(self._send_abort(exchange.server.address, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _send_abort(self, address: str, rid: str) -> None:
+        with suppress(aiohttp.ClientError, OSError):  # a server that is gone has freed it
+            async with asyncio.timeout(_ABORT_S):
+                await self._protocol.abort(self._session, address, rid)
+
     def _describe(self, call: _Call) -> str:
         exchange = call.exchange
         return f"a {self._protocol.kind}" if exchange is None else self._where(exchange.server)
@@ -458,15 +491,6 @@ def _fail(calls: Iterable[_Call], err: Exception) -> None:
     for call in calls:
         if not call.future.done():
             call.future.set_exception(type(err)(*err.args))
-
-
-def _give_up(call: _Call) -> None:
-    """Drops an exchange whose calls were all cancelled; the server then aborts them."""
-    exchange, call.exchange = call.exchange, None
-    if exchange is not None:
-        exchange.num_wanted -= 1
-        if exchange.num_wanted == 0:
-            exchange.task.cancel()
 
 
 def _settled(exchange: _Exchange, rid: str) -> _Call | None:

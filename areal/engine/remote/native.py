@@ -9,7 +9,8 @@
 
 One exchange carries hundreds of requests, and its reply is a stream of lines (native/wire.py). The
 server reports the tokens of long outputs at intervals, so that a request that loses its server
-continues elsewhere with them; with a seed it gets the same tokens. Weights are loaded between two
+continues elsewhere with them; with a seed it gets the same tokens. With `on_tokens` it reports each
+token. Weights are loaded between two
 steps of the server, and each token carries the version that sampled it.
 """
 
@@ -87,6 +88,10 @@ class NativeProtocol(ServerProtocol):
                     yield self._read(address, drafts, line)
                 if len(rest) > _MAX_LINE:
                     raise bad_reply(self.kind, address, f"a line of more than {_MAX_LINE} bytes")
+
+    async def abort(self, session: aiohttp.ClientSession, address: str, rid: str) -> None:
+        async with session.post(f"http://{address}/abort", json={"rid": rid}):
+            pass
 
     def pause(self, control: ControlClient) -> None:
         control.post("/pause")
@@ -192,8 +197,9 @@ def _wire_request(rid: str, draft: Draft) -> GenRequest:
     if draft.tokens:
         so_far = Progress(rid, draft.tokens, draft.logprobs, draft.versions)
     request = draft.request
+    interval = PROGRESS_TOKENS if request.on_tokens is None else 1
     return GenRequest(
-        rid, request.input_ids, request.gconfig, progress_tokens=PROGRESS_TOKENS, so_far=so_far
+        rid, request.input_ids, request.gconfig, progress_tokens=interval, so_far=so_far
     )
 
 

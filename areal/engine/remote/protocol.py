@@ -63,6 +63,10 @@ class Draft:
         if result.stop_reason == "abort" and len(self.tokens) == self.budget:
             self.stop_reason = "length"
 
+    def tell(self, result: Result) -> None:
+        if self.request.on_tokens is not None and result.tokens:
+            self.request.on_tokens(result.tokens, result.logprobs)
+
     def start_over(self) -> None:
         self.tokens, self.logprobs, self.versions = [], [], []
 
@@ -108,7 +112,14 @@ class ServerProtocol(ABC):
         BadReplyError for a malformed reply, ServerError if another server may do better. Raises the
         same for all of them, or the error of a lost connection. `version` is that of the live
         weights where the client counts it.
+
+        With `on_tokens` of a draft's request its tokens are yielded as the server samples them.
+        Leaving an exchange frees its requests.
         """
+
+    async def abort(self, session: aiohttp.ClientSession, address: str, rid: str) -> None:
+        """Free one request of an exchange that goes on for others. Needed if it `batches`."""
+        raise NotImplementedError(f"a {self.kind} has one request per exchange")
 
     @abstractmethod
     def pause(self, control: ControlClient) -> None:

@@ -62,22 +62,27 @@ class SGLangProtocol(StockProtocol):
             "input_ids": request.input_ids,
             "sampling_params": sampling,
             "return_logprob": True,
-            "stream": False,
         }
         if gconfig.lora_name:
             payload["lora_path"] = gconfig.lora_name
         return HttpRequest("/generate", payload)
 
-    def read(self, answer: dict[str, Any]) -> HttpGenerationResult:
+    def read(self, answer: dict[str, Any], num_known: int = 0) -> HttpGenerationResult:
         info = answer["meta_info"]
-        finish = info["finish_reason"]
-        if finish["type"] not in ("stop", "length", "abort"):
+        finish = info["finish_reason"] or {"type": None}
+        if finish["type"] not in (None, "stop", "length", "abort"):
             raise ValueError(f"finish_reason: expected stop, length or abort, got {finish!r}")
         if finish.get("status_code") is not None:  # how SGLang reports a failure
             raise ValueError(f"finish_reason: {finish.get('message')}")
         pairs = info.get("output_token_logprobs") or []
         if not pairs and answer.get("output_ids"):
             raise ValueError("output_token_logprobs: expected one per token, got none")
+        if num_known:
+            # An event has all pairs so far, or with --incremental-streaming-output the new ones.
+            num_new = info.get("completion_tokens", len(pairs)) - num_known
+            if not 0 <= num_new <= len(pairs):
+                raise ValueError(f"output_token_logprobs: expected {num_new}, got {len(pairs)}")
+            pairs = pairs[len(pairs) - num_new :]
         return HttpGenerationResult(
             [pair[1] for pair in pairs], [pair[0] for pair in pairs], finish["type"]
         )

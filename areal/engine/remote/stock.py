@@ -7,12 +7,16 @@ strings, a frequency penalty) starts over instead.
 
     first request   prompt                      seed s          -> tokens a b, abort
     continuation    prompt a b, budget less 2   seed s + 2      -> tokens c, stop
+
+A request with `on_tokens` is answered as server-sent events. What its caller was told cannot be
+taken back, so it always continues: the penalty then counts anew, and a stop string across the
+interruption is not seen by the server.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +59,11 @@ class StockProtocol(ServerProtocol):
         """The HTTP request that generates. ValueError names an option this server lacks."""
 
     @abstractmethod
-    def read(self, answer: dict[str, Any]) -> HttpGenerationResult:
-        """The parsed reply. ValueError, KeyError, TypeError or IndexError: a malformed reply."""
+    def read(self, answer: dict[str, Any], num_known: int = 0) -> HttpGenerationResult:
+        """The parsed reply, or one event of it: the tokens after the first `num_known`.
+
+        ValueError, KeyError, TypeError or IndexError: a malformed reply.
+        """
 
     def check_request(self, request: ModelRequest) -> None:
         if request.image_data or request.vision_msg_vllm:
@@ -75,35 +82,57 @@ class StockProtocol(ServerProtocol):
         version: int,
     ) -> Results:
         ((rid, draft),) = drafts.items()
-        rest = continuation(draft)
+        rest, is_stream = continuation(draft), draft.request.on_tokens is not None
         call = self.generation(rest)
-        url = f"http://{address}{call.endpoint}"
-        async with session.request(call.method, url, json=call.payload) as answer:
-            content = await self._content(answer, address)
-        where = f"{self.kind} {address}"
+        url, payload = f"http://{address}{call.endpoint}", {**call.payload, "stream": is_stream}
+        num_known, stop_reason = 0, None
+        async with session.request(call.method, url, json=payload) as answer:
+            async for content in self._contents(answer, address, is_stream):
+                if stop_reason is not None:
+                    continue  # [DONE], and statistics
+                found = self._read(content, address, rest, num_known, is_stream)
+                tokens, logprobs = found.output_tokens, found.output_logprobs
+                num_known, stop_reason = num_known + len(tokens), found.stop_reason
+                if not is_stream and stop_reason == "abort" and _depends_on_start(draft.request):
+                    tokens, logprobs = [], []
+                yield rid, Result(tokens, logprobs, [version] * len(tokens), stop_reason)
+
+    async def _contents(
+        self, answer: aiohttp.ClientResponse, address: str, is_stream: bool
+    ) -> AsyncIterator[bytes]:
+        """The JSON of the reply, or of each event."""
+        where, rest = f"{self.kind} {address}", bytearray()
+        async for chunk in answer.content.iter_any():
+            rest += chunk
+            if is_stream and answer.status == 200:
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        yield bytes(line[5:])
+            if len(rest) > _MAX_REPLY:
+                raise bad_reply(self.kind, address, f"more than {_MAX_REPLY} bytes")
         if answer.status in (400, 404, 422):
-            raise ValueError(f"{where} refused the request: {error_text(content)}")
+            raise ValueError(f"{where} refused the request: {error_text(bytes(rest))}")
         if answer.status != 200:
-            raise ServerError(f"{where}: {answer.status}: {error_text(content)}")
+            raise ServerError(f"{where}: {answer.status}: {error_text(bytes(rest))}")
+        if not is_stream:
+            yield bytes(rest)
+
+    def _read(
+        self, content: bytes, address: str, rest: ModelRequest, num_known: int, is_stream: bool
+    ) -> HttpGenerationResult:
         try:
-            found = self.read(loads_object(content))
-            budget = rest.gconfig.max_new_tokens
-            check_amount(len(found.output_tokens), found.stop_reason, max_tokens=budget)
+            answer = loads_object(content)
+            if is_stream and "error" in answer:  # the status had been sent
+                raise ServerError(f"{self.kind} {address}: {error_text(content)}")
+            found = self.read(answer, num_known)
+            if found.stop_reason is None and not is_stream:
+                raise ValueError("finish_reason: expected stop, length or abort, got None")
+            num_tokens, budget = num_known + len(found.output_tokens), rest.gconfig.max_new_tokens
+            check_amount(num_tokens, found.stop_reason, max_tokens=budget)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
             raise bad_reply(self.kind, address, f"{type(err).__name__}: {err}") from err
-        tokens, logprobs = found.output_tokens, found.output_logprobs
-        if found.stop_reason == "abort" and _depends_on_start(draft.request):
-            tokens, logprobs = [], []
-        yield rid, Result(tokens, logprobs, [version] * len(tokens), found.stop_reason)
-
-    async def _content(self, answer: aiohttp.ClientResponse, address: str) -> bytes:
-        chunks, size = [], 0
-        async for chunk in answer.content.iter_any():
-            size += len(chunk)
-            if size > _MAX_REPLY:
-                raise bad_reply(self.kind, address, f"more than {_MAX_REPLY} bytes")
-            chunks.append(chunk)
-        return b"".join(chunks)
+        return found
 
     def weight_order(self, meta: WeightUpdateMeta) -> WeightOrder:
         """The verified publication as a Hugging Face folder."""

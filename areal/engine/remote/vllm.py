@@ -88,10 +88,10 @@ class VLLMProtocol(StockProtocol):
             payload["seed"] = gconfig.seed
         return HttpRequest("/v1/completions", payload)
 
-    def read(self, answer: dict[str, Any]) -> HttpGenerationResult:
+    def read(self, answer: dict[str, Any], num_known: int = 0) -> HttpGenerationResult:
         choice = answer["choices"][0]
         reason = choice["finish_reason"]
-        if reason not in ("stop", "length", "abort"):
+        if reason not in (None, "stop", "length", "abort"):
             raise ValueError(f"finish_reason: expected stop, length or abort, got {reason!r}")
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         return HttpGenerationResult(choice["token_ids"] or [], logprobs, reason)

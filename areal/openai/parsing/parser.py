@@ -137,6 +137,19 @@ def fold(events: Iterable[Event]) -> ParsedOutput:
     )
 
 
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Neighbours that are texts of one kind, as one."""
+    result: list[Event] = []
+    for _, group in itertools.groupby(events, key=type):
+        first, *rest = group
+        if isinstance(first, ToolCall):
+            result += [first, *rest]
+        else:
+            texts = [event.text for event in rest if not isinstance(event, ToolCall)]
+            result.append(type(first)("".join([first.text, *texts])))
+    return result
+
+
 def begins_in_reasoning(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
     """Whether the prompt ends with open reasoning, which the output then continues."""
     header = tokenizer.decode(
@@ -174,17 +187,10 @@ class _Sink:
             self._ids.add(call_id)
 
     def take(self) -> list[Event]:
-        """The events since the last time; neighbours of one kind are joined."""
-        joined: list[Event] = []
-        for _, group in itertools.groupby(self._events, key=type):
-            first, *rest = group
-            if isinstance(first, ToolCall):
-                joined += [first, *rest]
-            else:
-                texts = [event.text for event in rest if not isinstance(event, ToolCall)]
-                joined.append(type(first)("".join([first.text, *texts])))
+        """The events since the last time."""
+        events = joined(self._events)
         self._events.clear()
-        return joined
+        return events
 
     def finish(self) -> None:
         self.content.finish()

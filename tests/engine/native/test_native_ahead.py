@@ -132,6 +132,22 @@ def test_an_aborted_request_keeps_every_token_drawn(ahead):
     assert not engine.has_work and pages_left(engine) == 0
 
 
+def test_a_stream_begins_with_its_first_token(ahead):
+    """At most three are drawn when it is told, though a launch draws three and two are ahead."""
+    engine = ahead()
+    options = GenerationHyperparameters(max_new_tokens=60, ignore_eos=True, seed=3)
+    engine.add(GenRequest("other", [7, 8], options))
+    for _ in range(6):
+        engine.step()
+    engine.add(GenRequest("a", [5, 6], options, progress_tokens=1))
+    while not (told := engine.step()):
+        pass
+    assert [len(one.tokens) for one in told] == [1]
+    assert len(engine.abort("a").output_tokens) <= 3
+    while not engine.step():  # "other": launches are long again
+        pass
+
+
 def test_requests_that_end_while_another_is_aborted_are_returned(ahead):
     engine = ahead()
     short = GenerationHyperparameters(max_new_tokens=2, ignore_eos=True)

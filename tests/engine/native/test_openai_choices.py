@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
 
 from areal.engine.native.openai_routes import ChatChoice, CompletionChoice, ReplyHead
-from areal.openai.replies import Output, chat_reply, completion_reply
+from areal.openai.replies import ChatOutput, Output, chat_reply, completion_reply
 from areal.openai.requests import parse_chat, parse_completion
 from areal.openai.text_stream import visible_text
 
@@ -76,10 +76,12 @@ def test_chat_chunks_join_to_the_reply(
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": logprobs}
     call = parse_chat({**body, "tools": [TOOL] if has_tools else None})
     values = [-0.5 * i for i in range(len(ids))]
-    output = Output(ids, values, reason, visible_text(TOKENIZER, ids, call.gconfig))
-    options = {"tool_format": parser, "in_reasoning": in_reasoning}
-    (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER, **options)["choices"]
     head = head_of(call, parser, in_reasoning)
+    reader = head.reader()
+    reader.push(ids)
+    reader.finish()
+    output = ChatOutput(ids, values, reason, reader.parts)
+    (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER)["choices"]
     chunks = streamed(ChatChoice(head, 0), ids, values, sizes, reason)
     deltas = [chunk["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant" and deltas[-1] == {}

@@ -13,6 +13,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
+from server_checks import Told
 from tiny import tiny_model, write_tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
@@ -363,7 +364,7 @@ def changed_reply(**changes):
         ),
         (
             {"output_tokens": [1, 1], "output_logprobs": [-1, -1], "output_versions": [3, 2]},
-            "versions must not decrease",
+            "must not decrease",
         ),
         (
             {"output_tokens": [], "output_logprobs": [], "output_versions": []},
@@ -512,3 +513,48 @@ async def test_one_engine_serves_one_event_loop_at_a_time(engine):
     await engine.agenerate(request())
     with pytest.raises(RuntimeError, match="two event loops"):
         await asyncio.to_thread(asyncio.run, engine.agenerate(request()))
+
+
+async def test_tokens_are_told_as_they_are_sampled(engine, local):
+    for each in (engine, local):
+        asked = request(max_new_tokens=40)
+        told = Told(asked)
+        reply = await each.agenerate(asked)
+        told.check(reply)
+        assert reply.output_len == 40 and told.num_calls > 5
+        assert outputs([reply]) == outputs([await each.agenerate(request(max_new_tokens=40))])
+
+
+async def test_a_cancelled_stream_frees_its_generation(engine, local):
+    for each in (engine, local):
+        asked = request(max_new_tokens=400)
+        told = Told(asked)
+        task = asyncio.create_task(each.agenerate(asked))
+        await told.begun.wait()
+        task.cancel()
+        await wait_for_stat(each, "running", 0)
+
+
+async def test_one_of_many_that_were_sent_together_is_freed(engine):
+    await asyncio.to_thread(engine.pause_generation)
+    tasks = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(3)]
+    await wait_for_stat(engine, "waiting", 3)
+    tasks[1].cancel()
+    await wait_for_stat(engine, "waiting", 2)
+    await asyncio.to_thread(engine.continue_generation)
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [getattr(reply, "output_len", None) for reply in replies] == [4, None, 4]
+
+
+async def test_what_was_told_is_told_once():
+    """Through servers that are lost, and one whose reply does not begin with it."""
+    scripts = (told_then_cut, told_then_cut, all_replies, told_and_ended)
+    async with scripted_server(*scripts) as (address, seen):
+        engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=5)
+        asked = request(3, max_new_tokens=9)
+        told = Told(asked)
+        reply = await engine.agenerate(asked)
+        await asyncio.to_thread(engine.destroy)
+    assert told.tokens == reply.output_tokens == [4, 5, 4] * 2 + [3]
+    assert told.logprobs == reply.output_logprobs
+    assert [entry["progress_tokens"] for entries in seen for entry in entries] == [1] * 4

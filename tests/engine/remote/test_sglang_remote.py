@@ -8,10 +8,12 @@ import pickle
 import pytest
 from server_checks import (
     ServerWorld,
+    Told,
     check_generation,
     check_grpo_run,
     check_pause,
     check_refusals,
+    check_streams,
     check_update_in_the_middle,
     check_updates_while_generating,
     request,
@@ -53,6 +55,7 @@ async def test_one_server_through_its_life(world):
     """One start of the server, and everything in the order of a run."""
     await check_generation(world)
     await check_refusals(world)
+    await check_streams(world)
     await check_pause(world)
     await check_update_in_the_middle(world)
     await check_update_in_the_middle(world, "disk")
@@ -80,13 +83,15 @@ async def test_copies_in_other_processes_learn_of_updates(address, folders, tmp_
     await asyncio.to_thread(world.publish)
     replies = []
     for asking, publishing in ((copy, world), (owner, other), (copy, world), (owner, other)):
-        tasks = [
-            asyncio.create_task(asking.agenerate(request(seed=seed, max_new_tokens=240)))
-            for seed in range(4)
-        ]
+        asked = [request(seed=seed, max_new_tokens=240) for seed in range(4)]
+        told = [Told(one) for one in asked[:2]]  # the others are answered at once
+        tasks = [asyncio.create_task(asking.agenerate(one)) for one in asked]
         await asyncio.sleep(0.1)
         version = await asyncio.to_thread(publishing.publish)
         replies += await asyncio.gather(*tasks)
+        for one, reply in zip(told, replies[-4:], strict=False):
+            one.check(reply)
+            assert len(one.tokens) == 240
         replies.append(await asking.agenerate(request()))
         assert replies[-1].output_versions == [version] * 6
         assert await asyncio.to_thread(asking.get_version) == version

@@ -7,12 +7,14 @@ one that speaks SGLang's protocol (test_sglang_remote.py), and with vLLM itself.
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 import torch
 from aiohttp import web
+from server_checks import Told
 from tiny import tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
@@ -21,6 +23,7 @@ from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.server_control import ServerError
 from areal.engine.remote.sglang import SGLangProtocol
+from areal.engine.remote.vllm import VLLMProtocol
 from areal.engine.train.export import send_weights
 from areal.weight_sync.transports import PublicationRoot
 
@@ -59,10 +62,25 @@ class ScriptedServer:
         script = self.scripts[min(len(self.seen), len(self.scripts)) - 1]
         result = script(self.seen[-1])
         result = await result if asyncio.iscoroutine(result) else result
+        if hasattr(result, "__aiter__"):
+            return await self.stream(call, result)
         if result is None:
             call.transport.close()
             raise ConnectionError
         return result
+
+    async def stream(self, call, events):
+        """Each event when the script yields it; None breaks the connection."""
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(call)
+        async with aclosing(events):
+            async for event in events:
+                if event is None:
+                    call.transport.close()
+                    raise ConnectionError
+                data = event if isinstance(event, str) else json.dumps(event)
+                await answer.write(f"data: {data}\n\n".encode())
+        return answer
 
     async def order(self, call):
         if self.hides:
@@ -77,7 +95,8 @@ class ScriptedServer:
 @asynccontextmanager
 async def serving(server):
     app = web.Application()
-    app.router.add_post("/generate", server.generate)
+    for route in ("/generate", "/v1/completions"):
+        app.router.add_post(route, server.generate)
     app.router.add_route("*", "/{other}", server.order)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -88,11 +107,11 @@ async def serving(server):
 
 
 @asynccontextmanager
-async def engine_of(*servers, model_path="unused", **options):
+async def engine_of(*servers, protocol=SGLangProtocol, model_path="unused", **options):
     options = {"request_timeout_s": 20, "request_retries": 2, **options}
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(server)) for server in servers]
-        engine = RemoteEngine(SGLangProtocol(model_path), addresses, "token", **options)
+        engine = RemoteEngine(protocol(model_path), addresses, "token", **options)
         yield engine
         await asyncio.to_thread(engine.destroy)
 
@@ -365,3 +384,133 @@ async def test_an_abort_at_the_last_token_is_an_end_by_length():
         reply = await engine.agenerate(request(max_new_tokens=2))
     assert reply.output_tokens == [7, 8] and reply.stop_reason == "length"
     assert len(server.seen) == 1
+
+
+def sglang_event(tokens, reason=None, count=None):
+    """All tokens so far, or with their `count` the newest of them."""
+    finish = {"finish_reason": reason and {"type": reason}}
+    finish |= {} if count is None else {"completion_tokens": count}
+    pairs = [[-0.5, token, None] for token in tokens]
+    return {"meta_info": {**finish, "output_token_logprobs": pairs}}
+
+
+def vllm_event(tokens, reason=None):
+    logprobs = {"token_logprobs": [-0.5] * len(tokens)} if tokens else None
+    return {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}]}
+
+
+EVENTS = {
+    "all so far": (
+        SGLangProtocol,
+        [sglang_event([7]), sglang_event([7, 8]), sglang_event([7, 8, 9], "stop")],
+    ),
+    "the newest": (
+        SGLangProtocol,
+        [sglang_event([7], count=1), sglang_event([8], count=2), sglang_event([9], "stop", 3)],
+    ),
+    "vllm": (
+        VLLMProtocol,
+        [vllm_event([]), vllm_event([7]), vllm_event([8]), vllm_event([9], "stop"), {"usage": {}}],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EVENTS)
+async def test_tokens_are_told_while_the_server_samples(kind):
+    protocol, events = EVENTS[kind]
+
+    async def script(body):
+        assert body["stream"] is True
+        for event in events:
+            yield event
+            if "usage" not in event and event != vllm_event([]):
+                await asyncio.wait_for(told.begun.wait(), 20)  # before the next one is there
+                told.begun.clear()
+        yield "[DONE]"
+
+    asked = request()
+    told = Told(asked)
+    async with engine_of(ScriptedServer(script), protocol=protocol) as engine:
+        reply = await engine.agenerate(asked)
+    assert reply.output_tokens == told.tokens == [7, 8, 9] and told.num_calls == 3
+    assert reply.output_logprobs == told.logprobs == [-0.5] * 3
+    assert reply.stop_reason == "stop" and reply.output_versions == [0] * 3
+
+
+async def test_who_does_not_listen_is_sent_no_stream():
+    server = ScriptedServer(lambda body: answer([7]))
+    async with engine_of(server) as engine:
+        await engine.agenerate(request())
+    assert server.seen[0]["stream"] is False
+
+
+@pytest.mark.parametrize(
+    "event",
+    [None, {"meta_info": None}, "nonsense", sglang_event([256]), sglang_event([7, 8], "abort")],
+    ids=["cut", "malformed", "no JSON", "no token", "abort"],
+)
+@pytest.mark.parametrize("options", [{}, {"stop": ["x"]}])
+async def test_what_was_told_is_continued_whatever_happens(event, options):
+    """Nobody can take it back: also where a request without a listener would start over."""
+
+    async def break_off(body):
+        yield sglang_event([7])
+        yield sglang_event([7, 8])
+        yield event
+
+    async def go_on(body):
+        yield sglang_event([9], "stop")
+
+    asked = request(seed=10, **options)
+    told = Told(asked)
+    server = ScriptedServer(break_off, go_on)
+    async with engine_of(server, vocab_size=256) as engine:
+        reply = await engine.agenerate(asked)
+    assert told.tokens == reply.output_tokens == [7, 8, 9]
+    assert server.seen[1]["input_ids"] == [2, 3, 7, 8]
+    assert server.seen[1]["sampling_params"]["max_new_tokens"] == 2
+
+
+async def test_an_error_in_a_stream_is_the_servers():
+    async def script(body):
+        yield sglang_event([7])
+        yield {"error": {"message": "boom"}}
+
+    asked = request()
+    Told(asked)
+    async with engine_of(ScriptedServer(script)) as engine:
+        with pytest.raises(ServerError, match="SGLang server .*: boom"):
+            await engine.agenerate(asked)
+
+
+async def test_a_stream_that_is_refused():
+    server = ScriptedServer(lambda body: web.json_response({"error": "too long"}, status=400))
+    asked = request()
+    told = Told(asked)
+    async with engine_of(server) as engine:
+        with pytest.raises(ValueError, match="refused the request: too long"):
+            await engine.agenerate(asked)
+    assert not told.tokens
+
+
+async def test_a_cancelled_stream_closes_its_connection():
+    left = asyncio.Event()
+
+    async def script(body):
+        try:
+            for count in range(1, 100_000):
+                yield sglang_event([7], count=count)
+                await asyncio.sleep(0.001)
+        finally:
+            left.set()
+
+    asked = request(max_new_tokens=100_000, max_tokens=200_000)
+    told = Told(asked)
+    async with engine_of(ScriptedServer(script)) as engine:
+        task = asyncio.create_task(engine.agenerate(asked))
+        await told.begun.wait()
+        task.cancel()
+        await asyncio.wait_for(left.wait(), 20)
+        num_told = told.num_calls
+        await asyncio.sleep(0.05)
+        assert told.num_calls == num_told

@@ -23,6 +23,7 @@ from server_checks import (
     check_pause,
     check_refusals,
     check_replacement,
+    check_streams,
     check_update_in_the_middle,
     check_updates_while_generating,
     read_weights,
@@ -139,6 +140,7 @@ async def test_one_server_through_its_life(world, children, tmp_path):
     """One start of the server, and everything in the order of a run."""
     await check_generation(world)
     await check_refusals(world)
+    await check_streams(world)
     await check_stop_texts_and_penalties(world)
     await check_pause(world)
     await check_adapter(world, tmp_path)
