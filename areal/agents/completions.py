@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.json_text import dumps
+from areal.openai.errors import WireError, error_body, refusal
 from areal.openai.parsing.formats import TOOL_FORMATS
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
 from areal.openai.replies import Output, chat_chunk, chat_reply, usage_chunk
-from areal.openai.requests import ChatCall, WireError, error_body, parse_chat
-from areal.openai.text_stream import visible_text
+from areal.openai.requests import ChatCall, CompletionCall, check_servable, parse_chat
+from areal.openai.text_stream import TextStream
 from areal.utils import logging
 from areal.utils.http_body import Body
 
@@ -95,11 +96,14 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
     if parent is not None:
         messages = _with_reasoning(call.messages, parent.whole_chat())
         call = dataclasses.replace(call, messages=messages)
+        if len(messages) == len(parent.whole_chat()) and not _is_cut(parent):
+            # The client asks for another turn after a reply that has ended: no prefill.
+            call = dataclasses.replace(call, continues_final=False)
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
     input_ids, parent = await asyncio.to_thread(prompt_ids, session.options, call, parent)
-    response = await _generate(session, call.gconfig.new(seed=seed), input_ids)
+    response = await generate(session, call.gconfig.new(seed=seed), input_ids)
     reply = chat_reply(
         call,
         f"{route.id_prefix}{uuid.uuid4().hex}",
@@ -107,14 +111,16 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
         [_output(session.options, call, response)],
         prompt_tokens=len(input_ids),
         tokenizer=session.options.tokenizer,
+        prompt_ids=input_ids,
         tool_format=session.options.tool_format,
         reasoning=session.options.config.reasoning_parser,
         in_reasoning=begins_in_reasoning(session.options.tokenizer, input_ids),
     )
+    messages, said = _recorded(call, reply["choices"][0]["message"])
     interaction = InteractionWithTokenLogpReward(
         response,
-        messages=call.messages,
-        output_message_list=[reply["choices"][0]["message"]],
+        messages=messages,
+        output_message_list=[said],
         parent=parent,
         chat_template_type=session.options.config.chat_template_type,
         tools=call.tools,
@@ -132,21 +138,44 @@ async def complete(session: Session, route: Route, body: dict[str, Any]) -> Answ
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
     """The parsed request; options it leaves out come from the run's `gconfig`."""
+    call = parse_chat(with_defaults(options, body))
+    return dataclasses.replace(call, gconfig=checked_gconfig(options, call))
+
+
+def with_defaults(options: SessionOptions, body: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     defaults = options.gconfig.new(n_samples=1).to_openai_completions_args_dict()
     defaults |= defaults.pop("extra_body", {})
     if "max_tokens" in given:
         del defaults["max_completion_tokens"]
-    call = parse_chat({**defaults, **given})
+    return {**defaults, **given}
+
+
+def checked_gconfig(
+    options: SessionOptions, call: ChatCall | CompletionCall
+) -> GenerationHyperparameters:
+    check_servable(call)
     if call.gconfig.n_samples > 1:
         raise WireError(
             400, "n: one completion is one interaction here, so it must be 1; call again", "n"
         )
-    if not call.gconfig.ignore_eos:
-        gconfig = call.gconfig.new_with_stop_and_pad_token_ids(options.tokenizer)
-        call = dataclasses.replace(call, gconfig=gconfig)
     _check_temperature(options.gconfig, call.gconfig)
-    return call
+    if call.gconfig.ignore_eos:
+        return call.gconfig
+    return call.gconfig.new_with_stop_and_pad_token_ids(options.tokenizer)
+
+
+def _is_cut(item: InteractionWithTokenLogpReward) -> bool:
+    return item.model_response.stop_reason == "length"
+
+
+def _recorded(call: ChatCall, reply: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The chat before the assistant's turn, and the turn. A text that was continued is part of it:
+    clients send both back as one message."""
+    if not call.continues_final:
+        return call.messages, reply
+    *before, begun = call.messages
+    return before, {**reply, "content": begun["content"] + (reply["content"] or "")}
 
 
 def _with_reasoning(
@@ -195,7 +224,7 @@ def _ids_after_reply(
     return tokenizer(after, add_special_tokens=False)["input_ids"] if found else None
 
 
-async def _generate(
+async def generate(
     session: Session, gconfig: GenerationHyperparameters, input_ids: list[int]
 ) -> ModelResponse:
     request = ModelRequest(
@@ -204,22 +233,34 @@ async def _generate(
     try:
         response = await session.engine.agenerate(request)
     except ValueError as error:  # the engine rejects the request: too long, an unsupported option
-        raise WireError(400, str(error)) from error
+        raise refusal(str(error)) from error
     if response.stop_reason == "abort":
         raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
     return response
 
 
 def _output(options: SessionOptions, call: ChatCall, response: ModelResponse) -> Output:
-    shown = response.output_tokens
-    if shown and shown[-1] in call.gconfig.stop_token_ids:
-        shown = shown[:-1]
     marks = TOOL_FORMATS[options.tool_format].marks(has_tools=bool(call.tools))
+    return output_of(options, call.gconfig, response, keep=marks)
+
+
+def output_of(
+    options: SessionOptions,
+    gconfig: GenerationHyperparameters,
+    response: ModelResponse,
+    *,
+    keep: frozenset[str] = frozenset(),
+) -> Output:
+    shown = response.output_tokens
+    if shown and shown[-1] in gconfig.stop_token_ids:
+        shown = shown[:-1]
+    stream = TextStream(options.tokenizer, gconfig, keep=keep)
     return Output(
         response.output_tokens,
         response.output_logprobs,
         response.stop_reason,
-        visible_text(options.tokenizer, shown, call.gconfig, keep=marks),
+        stream.push(shown) + stream.finish(),
+        stream.stop_string,
     )
 
 

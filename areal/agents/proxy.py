@@ -1,18 +1,25 @@
 """The HTTP server agents call: OpenAI's and Anthropic's routes on the controller's event loop.
 
-| route                     | key     | answer                                                    |
-|---------------------------|---------|-----------------------------------------------------------|
-| POST /v1/chat/completions | session | a chat completion, or a stream of its chunks              |
-| POST /v1/responses        | session | a response, or a stream of its events                     |
-| POST /v1/messages         | session | an Anthropic message, or a stream of its events           |
-| GET /v1/models            | session | the only model                                            |
-| POST /rl/set_reward       | session | {"reward", "interaction_id"?}: the newest, or by id       |
-| POST /rl/end_session      | session | {"reward"?}: the episode is over                          |
-| POST /rl/start_session    | admin   | {"session_id", "api_key", "base_url", "data"} of the next |
+| route                          | key     | answer                                               |
+|--------------------------------|---------|------------------------------------------------------|
+| POST /v1/chat/completions      | session | a chat completion, or a stream of its chunks         |
+| POST /v1/responses             | session | a response, or a stream of its events                |
+| POST /v1/messages              | session | an Anthropic message, or a stream of its events      |
+| POST /v1/messages/count_tokens | session | the number of tokens of the prompt                   |
+| POST /v1/completions           | session | the completion of a text or of token ids             |
+| POST /inference/v1/generate    | session | tokens for tokens, as vLLM spells it                 |
+| GET /v1/models                 | session | the only model; /v1/models/NAME: by any name         |
+| POST /rl/set_reward            | session | {"reward", "interaction_id"?}: the newest, or by id  |
+| POST /rl/end_session           | session | {"reward"?}: the episode is over                     |
+| POST /rl/start_session         | admin   | {"session_id", "api_key", "base_url", "session_url", |
+|                                |         | "data"} of the next                                  |
+| GET or HEAD /, /api/hello      |         | 200: clients look whether somebody is there          |
 
-A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses: 400 invalid request,
-401 missing or wrong key, 409 session ended, 429 no session to start now, 500 internal error.
-Listens on localhost only. If a client disconnects, its generation is cancelled and not recorded.
+A key is sent as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path, for clients that
+cannot set one: /sessions/KEY/v1/... Statuses: 400 invalid request, 401 missing or wrong key, 409
+session ended, 413 body too large, 429 no session to start now, 500 internal error; errors have the
+shape of the route's API. Listens on localhost only. If a client disconnects, its generation is
+cancelled and not recorded; if it tries again, it gets the answer of its first try (retries.py).
 """
 
 from __future__ import annotations
@@ -30,12 +37,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal.agents.completions import Answer, Route, complete
-from areal.agents.routes import ROUTES
+from areal.agents.retries import Attempt
+from areal.agents.routes import ROUTES, TOKEN_ROUTES
 from areal.agents.session import Session, SessionEndedError
+from areal.agents.token_routes import TokenRoute, complete_tokens
 from areal.api.json_text import dumps
-from areal.openai.requests import WireError, error_body, loads_body, parse_body
+from areal.openai import anthropic
+from areal.openai.errors import WireError, error_body, loads_body, parse_body
+from areal.openai.models import model_card, model_list
+from areal.openai.prompts import chat_prompt_ids
+from areal.openai.requests import parse_chat
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_body import Body, Expect, Text, json_body
@@ -157,6 +171,7 @@ class AgentProxy:
             "session_id": session.id,
             "api_key": session.key,
             "base_url": self.base_url,
+            "session_url": f"{self.base_url.removesuffix('/v1')}/sessions/{session.key}",
             "data": session.data,
         }
 
@@ -180,6 +195,7 @@ class AgentProxy:
 
 def create_app(proxy: AgentProxy) -> FastAPI:
     app = new_app(openapi_url=None)
+    app.add_middleware(_Paths)
     app.add_exception_handler(WireError, _answer(lambda error: error))
     app.add_exception_handler(
         HTTPException, _answer(lambda error: WireError(error.status_code, error.detail))
@@ -195,14 +211,29 @@ def create_app(proxy: AgentProxy) -> FastAPI:
 
     app.add_exception_handler(Exception, answer_fault)
 
-    for path, route in ROUTES.items():
+    for path, route in {**ROUTES, **TOKEN_ROUTES}.items():
         schema = json_body(route.body)
         app.add_api_route(path, _endpoint(proxy, route), methods=["POST"], openapi_extra=schema)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(anthropic.PromptBody))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        session, content = proxy.session_of(request), await _body(request)
+        call = parse_chat(anthropic.prompt_body(content))
+        tokenizer = session.options.tokenizer
+        return {"input_tokens": len(await asyncio.to_thread(chat_prompt_ids, tokenizer, call))}
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         proxy.session_of(request)
-        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
+        return model_list("policy")
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(request: Request, name: str) -> dict[str, Any]:
+        proxy.session_of(request)
+        return model_card(name)
+
+    for path in ("/", "/api/hello"):
+        app.add_api_route(path, _hello, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.post("/rl/set_reward", openapi_extra=json_body(RewardBody))
     async def set_reward(request: Request) -> dict[str, Any]:
@@ -218,8 +249,13 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     @app.post("/rl/end_session", openapi_extra=json_body(EndBody, required=False))
     async def end_session(request: Request) -> dict[str, Any]:
         session, content = proxy.session_of(request), await _body(request)
+        reward = parse_body(EndBody, content).reward
+        if not session.cache:
+            # Nothing to reward, but the client is done: a session that nobody ends again would
+            # keep its place in the run until the timeout.
+            reward = None
         with _callers_fault("reward"):
-            session.end(parse_body(EndBody, content).reward)
+            session.end(reward)
         return {"interactions": len(session.cache)}
 
     @app.post("/rl/start_session")
@@ -252,10 +288,34 @@ def _bind(port: int) -> socket.socket:
     return listener
 
 
-def _endpoint(proxy: AgentProxy, route: Route):
+class _Paths:
+    """A key in the path, /sessions/KEY/v1/..., and a base URL that ends with /v1 where the client
+    adds it itself, /v1/v1/..."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.startswith("/sessions/"):
+            _, _, key, *rest = path.split("/", 3)
+            path = f"/{'/'.join(rest)}"
+            scope = {**scope, "path": path, "session_key": key}
+        if path.startswith("/v1/v1/"):
+            scope = {**scope, "path": path.removeprefix("/v1")}
+        await self._app(scope, receive, send)
+
+
+async def _hello() -> dict[str, str]:
+    return {"server": "areal"}
+
+
+def _endpoint(proxy: AgentProxy, route: Route | TokenRoute):
     async def answer(request: Request) -> Response:
         session, body = proxy.session_of(request), await _body(request)
-        answer = await _while_connected(request, _ask(session, route, body))
+        attempt = Attempt.of(request.scope["path"], request.headers, dumps(body).encode())
+        work = session.attempts.answer(attempt, lambda: _ask(session, route, body))
+        answer = await _while_connected(request, work)
         if answer is None:
             return Response(status_code=CLIENT_LEFT)
         return Response(answer.content, media_type=answer.media_type)
@@ -263,9 +323,12 @@ def _endpoint(proxy: AgentProxy, route: Route):
     return answer
 
 
-async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
+async def _ask(session: Session, route: Route | TokenRoute, body: dict[str, Any]) -> Answer:
     try:
-        answer = await session.call(complete(session, route, body))
+        if isinstance(route, TokenRoute):
+            answer = await session.call(complete_tokens(session, route, body))
+        else:
+            answer = await session.call(complete(session, route, body))
     except (WireError, SessionEndedError):
         raise
     except Exception as error:  # internal: reported to the agent and recorded by the session
@@ -277,7 +340,7 @@ async def _ask(session: Session, route: Route, body: dict[str, Any]) -> Answer:
     return answer
 
 
-def _request_text(route: Route, body: dict[str, Any]) -> str:
+def _request_text(route: Route | TokenRoute, body: dict[str, Any]) -> str:
     """Equal for a retry of the same request by an SDK."""
     return f"{route.id_prefix}{dumps(body)}"
 
@@ -304,6 +367,8 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _key_of(request: Request) -> str:
+    if (key := request.scope.get("session_key")) is not None:
+        return key
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
@@ -325,9 +390,12 @@ def _answer(wire_error: Callable[[Any], WireError]):
 
 def _error(request: Request, error: WireError) -> Response:
     """The error in the format of this route's API."""
-    route = ROUTES.get(request.scope["path"])
-    body = error_body(error) if route is None else route.error(error)
-    return JsonReply(body, status_code=error.status)
+    path = request.scope["path"]
+    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in request.headers
+    body = anthropic.error_of(error) if is_anthropic else error_body(error)
+    # SDKs take a conflict for a reason to try again; a session that has ended stays so.
+    headers = {"x-should-retry": "false"} if error.status == 409 else None
+    return JsonReply(body, status_code=error.status, headers=headers)
 
 
 def _fault(error: Exception) -> WireError:

@@ -1,10 +1,19 @@
-"""The proxy's model routes by path: each translates to a chat completion and back."""
+"""The proxy's model routes by path: chats, in three APIs, and prompts that are no chats."""
 
 from __future__ import annotations
 
 from areal.agents import anthropic, responses
 from areal.agents.completions import Completion, Route, chat_events
-from areal.openai.requests import ChatBody
+from areal.agents.token_routes import (
+    TokenRoute,
+    parse_text,
+    parse_tokens,
+    text_reply,
+    tokens_reply,
+)
+from areal.openai import anthropic as anthropic_requests
+from areal.openai import responses as responses_requests
+from areal.openai.requests import ChatBody, CompletionBody, GenerateBody
 
 
 def _note_completion(done: Completion) -> None:
@@ -32,19 +41,24 @@ ROUTES = {
     ),
     "/v1/messages": Route(
         "msg_",
-        anthropic.MessagesBody,
-        anthropic.chat_body,
+        anthropic_requests.MessagesBody,
+        anthropic_requests.chat_body,
         anthropic.message_of,
         anthropic.message_events,
         _note_message,
-        anthropic.error_of,
+        anthropic_requests.error_of,
     ),
     "/v1/responses": Route(
         "resp_",
-        responses.ResponsesBody,
-        responses.chat_body,
+        responses_requests.ResponsesBody,
+        responses_requests.chat_body,
         responses.response_of,
         responses.response_events,
         _note_response,
     ),
+}
+
+TOKEN_ROUTES = {
+    "/v1/completions": TokenRoute("cmpl-", CompletionBody, parse_text, text_reply),
+    "/inference/v1/generate": TokenRoute("gen-", GenerateBody, parse_tokens, tokens_reply),
 }

@@ -24,6 +24,7 @@ class Output:
     logprobs: list[float]
     stop_reason: StopReason
     text: str
+    stop_string: str | None = None  # that ended it
 
 
 def chat_reply(
@@ -34,36 +35,43 @@ def chat_reply(
     prompt_tokens: int,
     tokenizer: Any,
     *,
+    prompt_ids: list[int] | None = None,
+    cached_tokens: int = 0,
     tool_format: str = "hermes",
     reasoning: str = "auto",
     in_reasoning: bool = False,
 ) -> dict[str, Any]:
     """`created` in Unix seconds. Tool calls are parsed only if the request has tools.
 
-    `tool_format` and the options after it are those of OutputParser.
+    `prompt_ids` are told to who asks for token ids. `tool_format` and the options after it are
+    those of OutputParser.
     """
     choices = []
     for index, output in enumerate(outputs):
         options = {"tools": call.tools, "reasoning": reasoning, "in_reasoning": in_reasoning}
         parsed = parse_output(output.text, tool_format, **options)
+        calls = parsed.calls if call.parallel_tool_calls else parsed.calls[:1]
         content = None if parsed.calls and not parsed.content.strip() else parsed.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            message["tool_calls"] = [tool_call.as_dict() for tool_call in parsed.calls]
+        if calls:
+            message["tool_calls"] = [tool_call.as_dict() for tool_call in calls]
         choices.append(
             {
                 "index": index,
                 "message": message,
                 "logprobs": _chat_logprobs_of(call, output, tokenizer),
                 "finish_reason": finish_reason(output.stop_reason, has_calls=bool(parsed.calls)),
+                "stop_reason": output.stop_string,
+                **({"token_ids": output.token_ids} if call.return_token_ids else {}),
             }
         )
     return {
         **_head(call, completion_id, created, "chat.completion"),
+        **({"prompt_token_ids": prompt_ids} if call.return_token_ids else {}),
         "choices": choices,
-        "usage": _usage(outputs, prompt_tokens),
+        "usage": _usage(outputs, prompt_tokens, cached_tokens),
     }
 
 
@@ -74,8 +82,14 @@ def completion_reply(
     outputs: Sequence[Output],
     prompt_tokens: int,
     tokenizer: Any,
+    *,
+    prompts: Sequence[list[int]] = (),
+    cached_tokens: int = 0,
 ) -> dict[str, Any]:
-    """`outputs` in prompt order, n per prompt; `prompt_tokens` is the sum over all prompts."""
+    """`outputs` in prompt order, n per prompt; `prompt_tokens` is the sum over all prompts.
+
+    `prompts` are told to who asks for token ids.
+    """
     choices = []
     for index, output in enumerate(outputs):
         logprobs = None
@@ -87,13 +101,39 @@ def completion_reply(
                 "text": output.text,
                 "logprobs": logprobs,
                 "finish_reason": finish_reason(output.stop_reason),
+                "stop_reason": output.stop_string,
             }
         )
+        if call.return_token_ids:
+            prompt = prompts[index // call.gconfig.n_samples]
+            choices[-1] |= {"prompt_token_ids": prompt, "token_ids": output.token_ids}
     return {
         **_head(call, completion_id, created, "text_completion"),
         "choices": choices,
-        "usage": _usage(outputs, prompt_tokens),
+        "usage": _usage(outputs, prompt_tokens, cached_tokens),
     }
+
+
+def generate_reply(
+    call: CompletionCall, request_id: str, outputs: Sequence[Output]
+) -> dict[str, Any]:
+    """vLLM's reply of tokens, which it names by their ids."""
+    choices = []
+    for index, output in enumerate(outputs):
+        logprobs = None
+        if call.logprobs:
+            pairs = zip(output.token_ids, output.logprobs, strict=True)
+            named = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+            logprobs = {"content": [{**one, "bytes": None, "top_logprobs": []} for one in named]}
+        choices.append(
+            {
+                "index": index,
+                "token_ids": output.token_ids,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(output.stop_reason),
+            }
+        )
+    return {"request_id": request_id, "choices": choices, "prompt_logprobs": None}
 
 
 def chat_chunk(
@@ -126,18 +166,19 @@ def completion_chunk(
 
 
 def usage_chunk(
-    call: ChatCall | CompletionCall, completion_id: str, created: int, usage: dict[str, int]
+    call: ChatCall | CompletionCall, completion_id: str, created: int, usage: dict[str, Any]
 ) -> dict[str, Any]:
     """The last chunk of a stream whose request has `include_usage`."""
     kind = "chat.completion.chunk" if isinstance(call, ChatCall) else "text_completion"
     return {**_chunk(call, completion_id, created, kind, []), "usage": usage}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -184,8 +225,9 @@ def _chat_logprobs_of(call: ChatCall, output: Output, tokenizer: Any) -> dict[st
     return chat_logprobs(tokenizer, output.token_ids, output.logprobs) if call.logprobs else None
 
 
-def _usage(outputs: Sequence[Output], prompt_tokens: int) -> dict[str, int]:
-    return usage_of(prompt_tokens, sum(len(output.token_ids) for output in outputs))
+def _usage(outputs: Sequence[Output], prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    num_sampled = sum(len(output.token_ids) for output in outputs)
+    return usage_of(prompt_tokens, num_sampled, cached_tokens)
 
 
 def _chunk(call, completion_id: str, created: int, kind: str, choices: list) -> dict[str, Any]:

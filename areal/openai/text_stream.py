@@ -48,7 +48,7 @@ class TextStream:
         # A stop string counts only if all of it comes after the first `min_new_tokens` tokens.
         self._num_unwatched = gconfig.min_new_tokens if self._stops else 0
         self._held = ""  # decoded, possibly the start of a stop string
-        self.stopped = False  # a stop string was found: the text is complete
+        self.stop_string: str | None = None  # the one that was found: the text is complete
 
     def push(self, tokens: list[int]) -> str:
         """The text that is final now, without what was returned before."""
@@ -68,24 +68,23 @@ class TextStream:
     def _watch(self, piece: str) -> str:
         if not self._stops:
             return piece
-        if self.stopped:
+        if self.stop_string is not None:
             return ""
         text = self._held + piece
-        cut = find_stop(text, self._stops)
-        self.stopped = cut is not None
-        if cut is None:
+        if found := find_stop(text, self._stops):
+            cut, self.stop_string = found
+            self._held = ""
+        else:
             cut = len(text) - _overlap(text, self._stops)
             self._held = text[cut:]
-        else:
-            self._held = ""
         return text[:cut]
 
 
-def find_stop(text: str, stops: list[str]) -> int | None:
-    """Start of the stop string that is completed first, reading from the left."""
+def find_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Start of the stop string that is completed first, reading from the left, and the string."""
     found = [(text.find(stop), stop) for stop in stops]
-    ends = [(start + len(stop), start) for start, stop in found if start >= 0]
-    return min(ends)[1] if ends else None
+    ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+    return min(ends)[1:] if ends else None
 
 
 def _overlap(text: str, stops: list[str]) -> int:

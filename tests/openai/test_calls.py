@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.openai.requests import (
-    ChatCall,
-    CompletionCall,
-    WireError,
-    error_body,
-    parse_chat,
-    parse_completion,
-)
+from areal.openai.errors import WireError, error_body
+from areal.openai.requests import ChatCall, CompletionCall, parse_chat, parse_completion
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -260,9 +254,23 @@ def test_tools_that_may_not_be_used_are_not_shown():
         ({"stream_options": {}}, "stream_options", "stream=true"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a text"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
+        ({"tool_choice": "required"}, "tool_choice", "no tool to call"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice.function.name",
+            "no such tool in tools, got 'sub'",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "'function'"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "a final message"),
+        ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "a JSON object",
+        ),
         ({"temprature": 1}, "temprature", "did you mean temperature"),
     ],
 )

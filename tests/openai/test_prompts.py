@@ -6,7 +6,8 @@ import pytest
 from tiny_tokenizer import IM_START, byte_tokenizer
 
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
-from areal.openai.requests import WireError, parse_chat
+from areal.openai.errors import WireError
+from areal.openai.requests import parse_chat
 
 TOOL = {"type": "function", "function": {"name": "add"}}
 

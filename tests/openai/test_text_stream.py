@@ -62,7 +62,7 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(text, sizes
     ids = TOKENIZER.encode(text)
     stream = TextStream(TOKENIZER, options)
     assert "".join(pieces_of(stream, ids, sizes)) == expected
-    assert stream.stopped == bool(ends)
+    assert (stream.stop_string is not None) == bool(ends)
     assert visible_text(TOKENIZER, ids, options) == expected
 
 

@@ -1,10 +1,12 @@
 """The OpenAI-compatible routes of the native server.
 
-| route                     | answer                                                           |
-|---------------------------|------------------------------------------------------------------|
-| POST /v1/completions      | prompts as texts or token ids, streamed or not                   |
-| POST /v1/chat/completions | messages, by the model's chat template, streamed or not          |
-| GET /v1/models            | the one model                                                    |
+| route                          | answer                                                      |
+|--------------------------------|-------------------------------------------------------------|
+| POST /v1/completions           | prompts as texts or token ids, streamed or not              |
+| POST /v1/chat/completions      | messages, by the model's chat template, streamed or not     |
+| POST /v1/messages/count_tokens | the number of tokens of Anthropic's messages                |
+| POST /inference/v1/generate    | tokens for tokens, as vLLM spells it                        |
+| GET /v1/models                 | the one model; /v1/models/NAME: by any name                 |
 
 Requests and replies are translated by `areal.openai`; errors have OpenAI's shape. The n samples of
 a prompt are n requests that share its pages; with a seed, sample i draws with seed + i.
@@ -19,9 +21,8 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -33,12 +34,16 @@ from areal.engine.native.loop import EngineLoop, Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
+from areal.openai.anthropic import PromptBody, error_of, prompt_body
+from areal.openai.errors import WireError, error_body, loads_body, refusal
+from areal.openai.models import model_card, model_list
 from areal.openai.parsing.formats import TOOL_FORMATS, format_of_template
 from areal.openai.parsing.parser import (
     Content,
     Event,
     OutputParser,
     Reasoning,
+    ToolCall,
     begins_in_reasoning,
 )
 from areal.openai.prompts import chat_prompt_ids
@@ -51,6 +56,7 @@ from areal.openai.replies import (
     completion_logprobs,
     completion_reply,
     finish_reason,
+    generate_reply,
     usage_chunk,
     usage_of,
 )
@@ -59,13 +65,13 @@ from areal.openai.requests import (
     ChatCall,
     CompletionBody,
     CompletionCall,
-    WireError,
-    error_body,
-    loads_body,
+    GenerateBody,
+    check_servable,
     parse_chat,
     parse_completion,
+    parse_generate,
 )
-from areal.openai.text_stream import TextStream, visible_text
+from areal.openai.text_stream import TextStream
 from areal.utils.chat_template import warm_up
 from areal.utils.http_body import json_body
 from areal.utils.http_server import JsonReply, read_body
@@ -76,18 +82,16 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b
 
 
 def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str) -> None:
-    """`model` is the folder; requests may name the full path or its last component."""
-    card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "areal"}
+    """`model` is the folder; requests may give it any name."""
     app.exception_handler(WireError)(_answer_wire_error)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return model_list(model)
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        _check_model(name, model)
-        return card
+        return model_card(name)
 
     @app.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
     async def chat(request: Request) -> Response:
@@ -100,30 +104,44 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
             parse_completion(loads_body(await read_body(request))), loop, text, model
         )
 
+    @app.post("/inference/v1/generate", openapi_extra=json_body(GenerateBody))
+    async def generate(request: Request) -> Response:
+        body = loads_body(await read_body(request))
+        call, name = parse_generate(body), f"gen-{uuid.uuid4().hex}"
+        check_servable(call)
+        requests = await asyncio.to_thread(_requests, call, name, call.prompt, text)
+
+        def reply(finished: Sequence[Finished]) -> dict[str, Any]:
+            outputs = [
+                Output(one.output_tokens, one.output_logprobs, one.stop_reason, "")
+                for one in finished
+            ]
+            return generate_reply(call, body.get("request_id") or name, outputs)
+
+        return _WholeReply(loop, requests, reply)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        call = parse_chat(prompt_body(loads_body(await read_body(request))))
+        prompt = await asyncio.to_thread(lambda: chat_prompt_ids(_tokenizer(text), call))
+        return {"input_tokens": len(prompt)}
+
 
 async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> Response:
-    _check_model(call.model, model)
-    if call.top_logprobs:
-        chosen = "top_logprobs=0" if isinstance(call, ChatCall) else "logprobs=0"
-        param = chosen.partition("=")[0]
-        message = f"{param}: only the sampled token's log-probability is known; send {chosen}"
-        raise WireError(400, message, param)
+    check_servable(call)
     call = replace(call, model=call.model or model)
     # In a thread: loading the tokenizer takes seconds, encoding a long prompt milliseconds.
     head, prompts, requests = await asyncio.to_thread(_prepare, call, text)
-    num_prompt_tokens = sum(map(len, prompts))
-    kind = _StreamedReply if call.stream else _WholeReply
-    return kind(loop, head, requests, num_prompt_tokens)
+    if call.stream:
+        return _StreamedReply(loop, head, requests, sum(map(len, prompts)))
+    return _WholeReply(loop, requests, lambda finished: head.reply(prompts, finished))
 
 
 def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], list[GenRequest]]:
     is_chat = isinstance(call, ChatCall)
     if is_chat:
         warm_up()
-    try:
-        tokenizer = text.tokenizer()
-    except ValueError as err:
-        raise WireError(400, str(err)) from err
+    tokenizer = _tokenizer(text)
     if is_chat:
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
         prompts = [chat_prompt_ids(tokenizer, call)]
@@ -143,10 +161,19 @@ def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], l
     return head, prompts, _requests(call, completion_id, prompts, text)
 
 
+def _tokenizer(text: ModelText) -> Any:
+    try:
+        return text.tokenizer()
+    except ValueError as err:
+        raise WireError(400, str(err)) from err
+
+
 def _requests(
     call: Call, completion_id: str, prompts: list[list[int]], text: ModelText
 ) -> list[GenRequest]:
     """n per prompt, in the order of the choices."""
+    if call.gconfig.stop:
+        _tokenizer(text)
     gconfig, requests = call.gconfig, []
     for prompt in prompts:
         for sample in range(gconfig.n_samples):
@@ -164,16 +191,18 @@ def _requests(
 
 
 class _WholeReply(Response):
-    """One JSON object, sent when all choices are complete."""
+    """One JSON object, made by `reply` when all choices are complete."""
 
     def __init__(
-        self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest], prompt_tokens: int
+        self,
+        loop: EngineLoop,
+        requests: list[GenRequest],
+        reply: Callable[[Sequence[Finished]], dict[str, Any]],
     ) -> None:
         super().__init__()
         self._loop = loop
-        self._head = head
         self._requests = requests
-        self._prompt_tokens = prompt_tokens
+        self._reply = reply
 
     async def __call__(self, scope, receive, send) -> None:
         finished: dict[str, Finished] = {}
@@ -192,25 +221,6 @@ class _WholeReply(Response):
         # In a thread: decoding many long outputs would block the event loop.
         response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered)))
         await response(scope, receive, send)
-
-    def _reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        head = self._head
-        outputs = [
-            Output(one.output_tokens, one.output_logprobs, one.stop_reason, self._text(one))
-            for one in finished
-        ]
-        call, shared = head.call, (head.completion_id, head.created, outputs, self._prompt_tokens)
-        if not isinstance(call, ChatCall):
-            return completion_reply(call, *shared, head.tokenizer)
-        return chat_reply(
-            call, *shared, head.tokenizer,
-            tool_format=head.tool_format, in_reasoning=head.in_reasoning,
-        )  # fmt: skip
-
-    def _text(self, finished: Finished) -> str:
-        head = self._head
-        tokens = head.text_tokens(finished.output_tokens)
-        return visible_text(head.tokenizer, tokens, head.call.gconfig, keep=head.marks)
 
 
 class _StreamedReply(Response):
@@ -284,20 +294,16 @@ def _fault(results: list[Result]) -> WireError | None:
     """The error to send instead of the rest of the reply, if any."""
     for one in results:
         if isinstance(one, Refusal):
-            return WireError(400 if one.kind == "request" else 503, one.message)
+            return refusal(one.message) if one.kind == "request" else WireError(503, one.message)
         if isinstance(one, Progress) and not all(map(math.isfinite, one.logprobs)):
             fault = "a log-probability is not finite; look at the weights the engine was given"
             return WireError(503, fault)
     return None
 
 
-def _check_model(name: str, model: str) -> None:
-    if name not in ("", model, Path(model).name):
-        message = f"model: expected {model!r}, which is served here, got {name[:100]!r}"
-        raise WireError(404, message, "model", "model_not_found")
-
-
 async def _answer_wire_error(request: Request, err: WireError) -> Response:
+    if request.scope["path"].startswith("/v1/messages"):
+        return JsonReply(error_of(err), err.status)
     return _error_response(err)
 
 
@@ -329,6 +335,22 @@ class ReplyHead:
 
     def text_tokens(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
+
+    def reply(self, prompts: list[list[int]], finished: Sequence[Finished]) -> dict[str, Any]:
+        call, outputs = self.call, [self._output(one) for one in finished]
+        shared = (self.completion_id, self.created, outputs, sum(map(len, prompts)), self.tokenizer)
+        if not isinstance(call, ChatCall):
+            return completion_reply(call, *shared, prompts=prompts)
+        return chat_reply(
+            call, *shared, prompt_ids=prompts[0],
+            tool_format=self.tool_format, in_reasoning=self.in_reasoning,
+        )  # fmt: skip
+
+    def _output(self, one: Finished) -> Output:
+        stream = TextStream(self.tokenizer, self.call.gconfig, keep=self.marks)
+        text = stream.push(self.text_tokens(one.output_tokens)) + stream.finish()
+        output = one.output_tokens, one.output_logprobs, one.stop_reason
+        return Output(*output, text, stream.stop_string)
 
 
 class CompletionChoice:
@@ -396,6 +418,8 @@ class ChatChoice:
         details = None
         if self._call.logprobs and tokens:
             details = chat_logprobs(self._head.tokenizer, tokens, logprobs)
+        if not self._call.parallel_tool_calls:
+            events = [one for one in events if not isinstance(one, ToolCall) or not one.index]
         deltas = [self._delta(event) for event in events]
         if details is not None and not deltas:
             deltas = [{"content": ""}]

@@ -15,9 +15,9 @@ from areal.openai.parsing.parser import (
     Content,
     OutputParser,
     Reasoning,
+    ToolCall,
     parse_output,
 )
-from areal.openai.requests import ToolCall
 
 CALLS = [write("add", {"a": 1, "text": "ü"}) for write in WRITERS.values()]
 PIECES = sorted(
