@@ -295,7 +295,11 @@ def named_event(event: dict[str, Any]) -> bytes:
 def _chunks(done: Completion) -> Iterator[dict[str, Any]]:
     reply, choice = done.reply, done.reply["choices"][0]
     place = (done.call, reply["id"], reply["created"])
-    yield chat_chunk(*place, 0, {"role": "assistant", "content": ""})
+    first = chat_chunk(*place, 0, {"role": "assistant", "content": ""})
+    if done.call.return_token_ids:
+        first["prompt_token_ids"] = reply["prompt_token_ids"]
+        first["choices"][0]["token_ids"] = choice["token_ids"]
+    yield first
     if reasoning := done.message.get("reasoning_content"):
         yield chat_chunk(*place, 0, {"reasoning_content": reasoning})
     if done.message["content"]:

@@ -128,10 +128,11 @@ def _prompt(tokenizer: Any, call: CompletionCall) -> tuple[list[int], str]:
 def _events(done: Done, reply: dict[str, Any]) -> bytes:
     (choice,), place = reply["choices"], (done.call, done.id, done.created)
     reason = choice["finish_reason"]
-    chunks = [
-        completion_chunk(*place, 0, choice["text"], logprobs=choice["logprobs"]),
-        completion_chunk(*place, 0, "", finish_reason=reason),
-    ]
+    first = completion_chunk(*place, 0, choice["text"], logprobs=choice["logprobs"])
+    if done.call.return_token_ids:
+        names = ("prompt_token_ids", "token_ids")
+        first["choices"][0] |= {name: choice[name] for name in names}
+    chunks = [first, completion_chunk(*place, 0, "", finish_reason=reason)]
     if done.call.include_usage:
         chunks.append(usage_chunk(*place, reply["usage"]))
     return "".join(f"data: {dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"

@@ -50,7 +50,9 @@ _NO_BOUND = 1 << 30  # prompt and output tokens: effectively the engine's capaci
 
 # Unsupported options that change the output, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
     "audio": (),
+    "bad_words": ([],),
     "echo": (False,),
     "function_call": (),
     "functions": ([],),
@@ -59,6 +61,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "logit_bias": ({},),
+    "logits_processors": ([],),
     "lora_name": ("",),
     "min_p": (0,),
     "modalities": (["text"],),
@@ -192,7 +195,7 @@ class Tool(Body):
 
 
 class HostedTool(Body):
-    """A tool that the provider runs, or of a kind without a JSON schema."""
+    """A tool that only a provider runs, or of a kind without a JSON schema."""
 
     type: Annotated[Name, Field(json_schema_extra={"not": {"const": "function"}})]
 
@@ -443,7 +446,7 @@ def left_out(tools: list[Any]) -> None:
         if len(_logged_kinds) < _MAX_LOGGED_KINDS:
             _logged_kinds.add(kind)
             logger.warning(
-                "a client offers tools of type %s, which only its provider can run; left out",
+                "a client offers tools of type %s: left out, only functions can be called here",
                 show(kind),
             )
 

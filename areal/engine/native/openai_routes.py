@@ -131,13 +131,15 @@ async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> 
     check_servable(call)
     call = replace(call, model=call.model or model)
     # In a thread: loading the tokenizer takes seconds, encoding a long prompt milliseconds.
-    head, prompts, requests = await asyncio.to_thread(_prepare, call, text)
-    if call.stream:
-        return _StreamedReply(loop, head, requests, sum(map(len, prompts)))
-    return _WholeReply(loop, requests, lambda finished: head.reply(prompts, finished))
+    head, requests = await asyncio.to_thread(_prepare, call, text)
+    return (
+        _StreamedReply(loop, head, requests)
+        if call.stream
+        else _WholeReply(loop, requests, head.reply)
+    )
 
 
-def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], list[GenRequest]]:
+def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[GenRequest]]:
     is_chat = isinstance(call, ChatCall)
     if is_chat:
         warm_up()
@@ -157,8 +159,9 @@ def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], l
         tool_format=format_of_template(tokenizer.chat_template),
         stop_ids=frozenset([*call.gconfig.stop_token_ids, *eos_ids]),
         in_reasoning=is_chat and begins_in_reasoning(tokenizer, prompts[0]),
+        prompts=prompts,
     )
-    return head, prompts, _requests(call, completion_id, prompts, text)
+    return head, _requests(call, completion_id, prompts, text)
 
 
 def _tokenizer(text: ModelText) -> Any:
@@ -229,14 +232,11 @@ class _StreamedReply(Response):
     The status is sent with the first results, so that a refused request gets an error status.
     """
 
-    def __init__(
-        self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest], prompt_tokens: int
-    ) -> None:
+    def __init__(self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest]) -> None:
         super().__init__()
         self._loop = loop
         self._head = head
         self._requests = requests
-        self._prompt_tokens = prompt_tokens
         kind = ChatChoice if isinstance(head.call, ChatCall) else CompletionChoice
         self._choices = {request.rid: kind(head, i) for i, request in enumerate(requests)}
         self._num_tokens = {request.rid: 0 for request in requests}
@@ -282,7 +282,7 @@ class _StreamedReply(Response):
         head, last = self._head, b"data: [DONE]\n\n"
         if not head.call.include_usage:
             return last
-        usage = usage_of(self._prompt_tokens, sum(self._num_tokens.values()))
+        usage = usage_of(head.num_prompt_tokens, sum(self._num_tokens.values()))
         return _events([usage_chunk(head.call, head.completion_id, head.created, usage)]) + last
 
 
@@ -325,6 +325,7 @@ class ReplyHead:
     tool_format: str
     stop_ids: frozenset[int]  # tokens that end an output and are not part of its text
     in_reasoning: bool = False  # outputs of a chat begin inside reasoning
+    prompts: Sequence[list[int]] = ()
 
     @property
     def marks(self) -> frozenset[str]:
@@ -336,9 +337,13 @@ class ReplyHead:
     def text_tokens(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
 
-    def reply(self, prompts: list[list[int]], finished: Sequence[Finished]) -> dict[str, Any]:
-        call, outputs = self.call, [self._output(one) for one in finished]
-        shared = (self.completion_id, self.created, outputs, sum(map(len, prompts)), self.tokenizer)
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        call, outputs, prompts = self.call, [self._output(one) for one in finished], self.prompts
+        shared = (self.completion_id, self.created, outputs, self.num_prompt_tokens, self.tokenizer)
         if not isinstance(call, ChatCall):
             return completion_reply(call, *shared, prompts=prompts)
         return chat_reply(
@@ -367,7 +372,8 @@ class CompletionChoice:
 
     def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
         text = self._text.push(tokens)
-        return [self._chunk(text, tokens, logprobs)] if text or self._call.logprobs else []
+        must_show = self._call.logprobs or self._call.return_token_ids
+        return [self._chunk(text, tokens, logprobs)] if text or must_show else []
 
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
         text = self._text.push(self._head.text_tokens(tokens)) + self._text.finish()
@@ -382,10 +388,14 @@ class CompletionChoice:
                 head.tokenizer, tokens, logprobs, text_offset=self._num_letters
             )
             self._num_letters += sum(map(len, details["tokens"]))
-        return completion_chunk(
+        chunk = completion_chunk(
             self._call, head.completion_id, head.created, self._index, text,
             logprobs=details, finish_reason=reason,
         )  # fmt: skip
+        if self._call.return_token_ids:
+            prompt = head.prompts[self._index // self._call.gconfig.n_samples]
+            chunk["choices"][0] |= {"prompt_token_ids": prompt, "token_ids": tokens}
+        return chunk
 
 
 class ChatChoice:
@@ -401,7 +411,10 @@ class ChatChoice:
         self._has_calls = False
 
     def begin(self) -> list[Chunk]:
-        return [self._chunk({"role": "assistant", "content": ""})]
+        chunk = self._chunk({"role": "assistant", "content": ""})
+        if self._call.return_token_ids:
+            chunk["prompt_token_ids"] = self._head.prompts[0]
+        return [chunk]
 
     def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
         return self._chunks(self._parser.push(self._stream.push(tokens)), tokens, logprobs)
@@ -421,12 +434,16 @@ class ChatChoice:
         if not self._call.parallel_tool_calls:
             events = [one for one in events if not isinstance(one, ToolCall) or not one.index]
         deltas = [self._delta(event) for event in events]
-        if details is not None and not deltas:
+        shows_ids = self._call.return_token_ids and bool(tokens)
+        if (details is not None or shows_ids) and not deltas:
             deltas = [{"content": ""}]
-        return [
+        chunks = [
             self._chunk(delta, logprobs=None if number else details)
             for number, delta in enumerate(deltas)
         ]
+        if shows_ids:
+            chunks[0]["choices"][0]["token_ids"] = tokens
+        return chunks
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Reasoning):
