@@ -40,7 +40,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal.agents.completions import Answer, Route, complete
-from areal.agents.retries import Attempt
+from areal.agents.retries import Attempt, SharedCall
 from areal.agents.routes import ROUTES, TOKEN_ROUTES
 from areal.agents.session import Session, SessionEndedError
 from areal.agents.token_routes import TokenRoute, complete_tokens
@@ -314,8 +314,8 @@ def _endpoint(proxy: AgentProxy, route: Route | TokenRoute):
     async def answer(request: Request) -> Response:
         session, body = proxy.session_of(request), await _body(request)
         attempt = Attempt.of(request.scope["path"], request.headers, dumps(body).encode())
-        work = session.attempts.answer(attempt, lambda: _ask(session, route, body))
-        answer = await _while_connected(request, work)
+        with session.attempts.join(attempt, lambda: SharedCall(_ask(session, route, body))) as call:
+            answer = await _while_connected(request, call.answer())
         if answer is None:
             return Response(status_code=CLIENT_LEFT)
         return Response(answer.content, media_type=answer.media_type)

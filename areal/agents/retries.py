@@ -15,12 +15,13 @@ that failed is not remembered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-_MAX_ANSWERS = 32  # of one session; a retry follows soon
+_MAX_CALLS = 32  # of one session that are remembered; a retry follows soon
 _MAX_KEY = 256  # characters
 
 A = TypeVar("A")
@@ -36,46 +37,59 @@ class Attempt:
     def of(cls, path: str, headers: Mapping[str, str], body: bytes) -> Attempt:
         count = headers.get("x-stainless-retry-count", "")
         is_retry = count.isdecimal() and count.strip("0") != ""
-        text = hashlib.sha256(path.encode() + b"\0" + body).hexdigest()
         if key := headers.get("idempotency-key", "")[:_MAX_KEY]:
             return cls(f"key {path} {key}", is_retry=True, may_join=True)
-        return cls(text, is_retry, may_join=is_retry or not count)
+        name = hashlib.sha256(path.encode() + b"\0" + body).hexdigest()
+        return cls(name, is_retry, may_join=is_retry or not count)
 
 
-@dataclass(slots=True, eq=False)
-class _InFlight(Generic[A]):
-    task: asyncio.Task[A]
-    num_waiting: int = 0
+class SharedCall(Generic[A]):
+    """A call of the model, in flight or answered, and the number of clients that wait for it."""
+
+    def __init__(self, work: Coroutine[Any, Any, A]) -> None:
+        self.task = asyncio.create_task(work, name="agent-call")
+        self.num_waiting = 0
+
+    @property
+    def has_failed(self) -> bool:
+        task = self.task
+        return task.done() and (task.cancelled() or task.exception() is not None)
+
+    async def answer(self) -> A:
+        return await asyncio.shield(self.task)
 
 
 class Attempts(Generic[A]):
-    """The requests of one session, by name. Used on one event loop."""
+    """The calls of one session, by name. Used on one event loop."""
 
     def __init__(self) -> None:
-        self._in_flight: dict[str, _InFlight[A]] = {}
-        self._answers: dict[str, A] = {}  # oldest first
+        self._calls: dict[str, SharedCall[A]] = {}  # oldest first
 
-    async def answer(self, attempt: Attempt, work: Callable[[], Coroutine[Any, Any, A]]) -> A:
-        running = self._in_flight.get(attempt.name) if attempt.may_join else None
-        if running is None:
-            if attempt.is_retry and attempt.name in self._answers:
-                return self._answers[attempt.name]
-            task = asyncio.create_task(self._run(attempt.name, work), name="agent-call")
-            running = self._in_flight[attempt.name] = _InFlight(task)
-        running.num_waiting += 1
+    @contextlib.contextmanager
+    def join(self, attempt: Attempt, start: Callable[[], SharedCall[A]]) -> Iterator[SharedCall[A]]:
+        """The call that answers this attempt, by `start` if there is none yet."""
+        call = self._find(attempt) or self._remember(attempt.name, start())
+        call.num_waiting += 1
         try:
-            return await asyncio.shield(running.task)
+            yield call
         finally:
-            running.num_waiting -= 1
-            if not running.num_waiting:
-                running.task.cancel()
-                if self._in_flight.get(attempt.name) is running:
-                    del self._in_flight[attempt.name]
+            call.num_waiting -= 1
+            if not call.num_waiting and not call.task.done():
+                call.task.cancel()
+                if self._calls.get(attempt.name) is call:
+                    del self._calls[attempt.name]
 
-    async def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, A]]) -> A:
-        answer = await work()
-        self._answers.pop(name, None)
-        self._answers[name] = answer
-        if len(self._answers) > _MAX_ANSWERS:
-            del self._answers[next(iter(self._answers))]
-        return answer
+    def _find(self, attempt: Attempt) -> SharedCall[A] | None:
+        call = self._calls.get(attempt.name)
+        if call is None or call.has_failed:
+            return None
+        is_wanted = attempt.is_retry if call.task.done() else attempt.may_join
+        return call if is_wanted else None
+
+    def _remember(self, name: str, call: SharedCall[A]) -> SharedCall[A]:
+        self._calls.pop(name, None)
+        self._calls[name] = call
+        done = [name for name, other in self._calls.items() if other.task.done()]
+        for oldest in done[: max(0, len(self._calls) - _MAX_CALLS)]:
+            del self._calls[oldest]
+        return call

@@ -8,7 +8,7 @@ import pytest
 from agent_world import Does, ScriptedEngine
 from sample_agents import QUESTION
 
-from areal.agents.retries import Attempt, Attempts
+from areal.agents.retries import Attempt, Attempts, SharedCall
 
 
 class Gated(ScriptedEngine):
@@ -93,6 +93,11 @@ def test_a_retry_of_another_request_is_a_request(world):
     assert len(world.run(Does(act), engine=engine)) == 2
 
 
+async def ask(attempts, attempt, work):
+    with attempts.join(attempt, lambda: SharedCall(work())) as call:
+        return await call.answer()
+
+
 async def test_a_call_ends_when_the_last_client_has_left():
     attempts, ended = Attempts(), asyncio.Event()
     attempt = Attempt("name", is_retry=False, may_join=True)
@@ -103,8 +108,8 @@ async def test_a_call_ends_when_the_last_client_has_left():
         finally:
             ended.set()
 
-    clients = [asyncio.create_task(attempts.answer(attempt, work)) for _ in range(2)]
-    await asyncio.sleep(0)
+    clients = [asyncio.create_task(ask(attempts, attempt, work)) for _ in range(2)]
+    await asyncio.sleep(0.01)
     clients[0].cancel()
     await asyncio.sleep(0.01)
     assert not ended.is_set()
@@ -124,6 +129,6 @@ async def test_a_failure_is_not_remembered():
         return result
 
     with pytest.raises(ValueError, match="broken"):
-        await attempts.answer(attempt, work)
-    assert await attempts.answer(attempt, work) == "fine"
-    assert await attempts.answer(attempt, work) == "fine" and not results
+        await ask(attempts, attempt, work)
+    assert await ask(attempts, attempt, work) == "fine"
+    assert await ask(attempts, attempt, work) == "fine" and not results

@@ -109,7 +109,8 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
         body = loads_body(await read_body(request))
         call, name = parse_generate(body), f"gen-{uuid.uuid4().hex}"
         check_servable(call)
-        requests = await asyncio.to_thread(_requests, call, name, call.prompt, text)
+        prompts = [prompt for prompt in call.prompt if not isinstance(prompt, str)]
+        requests = await asyncio.to_thread(_requests, call, name, prompts, text)
 
         def reply(finished: Sequence[Finished]) -> dict[str, Any]:
             outputs = [
