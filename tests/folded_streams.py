@@ -14,7 +14,7 @@ from areal.agents.streams import Completion, ReplyHead, Route
 from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward
 from areal.api.io_struct import ModelResponse
 from areal.api.json_text import loads
-from areal.openai.replies import ChatOutput, ChatReader, chat_reply
+from areal.openai.replies import ChatReader, chat_reply
 from areal.openai.requests import parse_chat
 
 Events = list[dict[str, Any]]
@@ -31,7 +31,7 @@ def events_of(data: bytes | str) -> Events:
 def folded_chat(events: Events) -> dict[str, Any]:
     first, *_ = events
     message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-    calls, logprobs, reason, usage = [], [], None, None
+    calls, logprobs, reason, stop, usage = [], [], None, None, None
     for chunk in events:
         assert (chunk["id"], chunk["object"]) == (first["id"], "chat.completion.chunk")
         usage = chunk.get("usage") or usage
@@ -47,10 +47,11 @@ def folded_chat(events: Events) -> dict[str, Any]:
                 calls.append(call)
             logprobs += (choice["logprobs"] or {"content": []})["content"]
             reason = choice["finish_reason"]
+            stop = choice.get("stop_reason")
     assert first["choices"][0]["delta"]["role"] == "assistant"
     if calls:
         message |= {"content": message["content"] or None, "tool_calls": calls}
-    choice = {"index": 0, "message": message, "finish_reason": reason}
+    choice = {"index": 0, "message": message, "finish_reason": reason, "stop_reason": stop}
     choice["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
     head = {name: first[name] for name in ("id", "created", "model")}
     return {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
@@ -136,7 +137,7 @@ def completed(
     """
     route: Route = ROUTES[path]
     call = parse_chat(route.chat_body(body, InteractionCache()))
-    head = ReplyHead(body, call, f"{route.id_prefix}1", 17, 5, tokenizer)
+    head = ReplyHead(body, call, f"{route.id_prefix}1", 17, [1] * 5, tokenizer)
     reader, encoder = ChatReader(call, tokenizer, **options), route.encoder(head)
     events, tokens, logprobs = [*encoder.begin()], [], []
     for piece in pieces:
@@ -144,10 +145,10 @@ def completed(
         events += encoder.push(reader.push(piece), piece, told)
         tokens, logprobs = tokens + piece, logprobs + told
     events += encoder.push(reader.finish(), [], [])
-    output = ChatOutput(tokens, logprobs, stop_reason, reader.parts)
-    reply = chat_reply(call, head.id, head.created, [output], head.prompt_tokens, tokenizer)
+    output = reader.output(tokens, logprobs, stop_reason)
+    reply = chat_reply(call, head.id, head.created, [output], 5, tokenizer)
     response = ModelResponse([1] * 5, tokens, logprobs, [0] * len(tokens), stop_reason)
     interaction = InteractionWithTokenLogpReward(response)
-    done = Completion(head, reader.parts, reader.stop_string, reply, interaction)
+    done = Completion(head, reader.parts, reply, interaction)
     events += encoder.finish(done)
-    return done, events_of(b"".join(map(route.frame, events)))
+    return done, events_of(b"".join(map(route.events.frame, events)))

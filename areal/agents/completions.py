@@ -20,16 +20,18 @@ import functools
 import secrets
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal.agents.streams import Completion, ReplyHead, ReplyStream, Route
 from areal.api.interaction import InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.json_text import dumps
-from areal.openai.parsing.parser import begins_in_reasoning
+from areal.openai.errors import WireError, refusal
+from areal.openai.parsing.parser import Event, begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
-from areal.openai.replies import ChatOutput, ChatReader, chat_reply
-from areal.openai.requests import ChatCall, WireError, parse_chat
+from areal.openai.replies import ChatReader, chat_reply
+from areal.openai.requests import ChatCall, CompletionCall, check_servable, parse_chat
 from areal.utils import logging
 
 if TYPE_CHECKING:
@@ -57,31 +59,32 @@ async def complete(
     if parent is not None:
         messages = _with_reasoning(call.messages, parent.whole_chat())
         call = dataclasses.replace(call, messages=messages)
+        if len(messages) == len(parent.whole_chat()) and not _is_cut(parent):
+            # The client asks for another turn after a reply that has ended: no prefill.
+            call = dataclasses.replace(call, continues_final=False)
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
     input_ids, parent = await asyncio.to_thread(prompt_ids, options, call, parent)
     name = f"{route.id_prefix}{uuid.uuid4().hex}"
-    head = ReplyHead(body, call, name, int(time.time()), len(input_ids), options.tokenizer)
+    head = ReplyHead(body, call, name, int(time.time()), input_ids, options.tokenizer)
     reader = _reader(options, call, input_ids)
     request = ModelRequest(input_ids, call.gconfig.new(seed=seed), tokenizer=options.tokenizer)
     if call.stream:
-        stream.open(head)
-        response = await _generate_into(stream, reader, session, request)
+        stream.open(route.encoder(head))
+        response = await generate_into(stream, reader.push, session, request)
     else:
-        response = await _generate(session, request)
+        response = await generate(session, request)
         reader.push(response.output_tokens)
     last = reader.finish()
     done = _completion(session, head, reader, response, parent=parent, created=created)
     route.note(done)
-    if call.stream:
-        rest = stream.last(last, done)
-        session.cache.add(name, done.interaction)
-        stream.put(rest)
-        return b""
-    content = dumps(route.reply(done)).encode()
+    rest = stream.last(last, done) if call.stream else dumps(route.reply(done)).encode()
     session.cache.add(name, done.interaction)
-    return content
+    if not call.stream:
+        return rest
+    stream.put(rest)
+    return b""
 
 
 def _reader(options: SessionOptions, call: ChatCall, input_ids: list[int]) -> ChatReader:
@@ -104,41 +107,69 @@ def _completion(
     parent: InteractionWithTokenLogpReward | None,
     created: int,
 ) -> Completion:
-    output = ChatOutput(
-        response.output_tokens, response.output_logprobs, response.stop_reason, reader.parts
-    )
+    call = head.call
     reply = chat_reply(
-        head.call, head.id, head.created, [output], head.prompt_tokens, head.tokenizer
+        call,
+        head.id,
+        head.created,
+        [reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)],
+        len(head.prompt_ids),
+        head.tokenizer,
+        prompt_ids=head.prompt_ids,
     )
+    messages, said = _recorded(call, reply["choices"][0]["message"])
     interaction = InteractionWithTokenLogpReward(
         response,
-        messages=head.call.messages,
-        output_message_list=[reply["choices"][0]["message"]],
+        messages=messages,
+        output_message_list=[said],
         parent=parent,
         chat_template_type=session.options.config.chat_template_type,
         tools=head.call.tools,
         created=created,
     )
-    return Completion(head, output.parts, reader.stop_string, reply, interaction)
+    return Completion(head, reader.parts, reply, interaction)
 
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
     """The parsed request; options it leaves out come from the run's `gconfig`."""
+    call = parse_chat(with_defaults(options, body))
+    return dataclasses.replace(call, gconfig=checked_gconfig(options, call))
+
+
+def with_defaults(options: SessionOptions, body: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     defaults = options.gconfig.new(n_samples=1).to_openai_completions_args_dict()
     defaults |= defaults.pop("extra_body", {})
     if "max_tokens" in given:
         del defaults["max_completion_tokens"]
-    call = parse_chat({**defaults, **given})
+    return {**defaults, **given}
+
+
+def checked_gconfig(
+    options: SessionOptions, call: ChatCall | CompletionCall
+) -> GenerationHyperparameters:
+    check_servable(call)
     if call.gconfig.n_samples > 1:
         raise WireError(
             400, "n: one completion is one interaction here, so it must be 1; call again", "n"
         )
-    if not call.gconfig.ignore_eos:
-        gconfig = call.gconfig.new_with_stop_and_pad_token_ids(options.tokenizer)
-        call = dataclasses.replace(call, gconfig=gconfig)
     _check_temperature(options.gconfig, call.gconfig)
-    return call
+    if call.gconfig.ignore_eos:
+        return call.gconfig
+    return call.gconfig.new_with_stop_and_pad_token_ids(options.tokenizer)
+
+
+def _is_cut(item: InteractionWithTokenLogpReward) -> bool:
+    return item.model_response.stop_reason == "length"
+
+
+def _recorded(call: ChatCall, reply: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The chat before the assistant's turn, and the turn. A text that was continued is part of it:
+    clients send both back as one message."""
+    if not call.continues_final:
+        return call.messages, reply
+    *before, begun = call.messages
+    return before, {**reply, "content": begun["content"] + (reply["content"] or "")}
 
 
 def _with_reasoning(
@@ -187,34 +218,37 @@ def _ids_after_reply(
     return tokenizer(after, add_special_tokens=False)["input_ids"] if found else None
 
 
-async def _generate(session: Session, request: ModelRequest) -> ModelResponse:
+async def generate(session: Session, request: ModelRequest) -> ModelResponse:
     try:
         response = await session.engine.agenerate(request)
     except ValueError as error:  # the engine rejects the request: too long, an unsupported option
-        raise WireError(400, str(error)) from error
+        raise refusal(str(error)) from error
     if response.stop_reason == "abort":
         raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
     return response
 
 
-async def _generate_into(
-    stream: ReplyStream, reader: ChatReader, session: Session, request: ModelRequest
+async def generate_into(
+    stream: ReplyStream,
+    read: Callable[[list[int]], Sequence[Event]],
+    session: Session,
+    request: ModelRequest,
 ) -> ModelResponse:
-    """`_generate`, with its tokens in `reader` and `stream` as they are sampled."""
+    """`generate`, with its tokens in `stream`, by `read`, as they are sampled."""
     arrived: asyncio.Queue[tuple[list[int], list[float]] | None] = asyncio.Queue()
     request.on_tokens = lambda tokens, logprobs: arrived.put_nowait((tokens, logprobs))
-    generation = asyncio.create_task(_generate(session, request), name="agent-generation")
+    generation = asyncio.create_task(generate(session, request), name="agent-generation")
     generation.add_done_callback(lambda _: arrived.put_nowait(None))
     num_told = 0
     try:
         while (told := await arrived.get()) is not None:
-            stream.push(reader.push(told[0]), *told)
+            stream.push(read(told[0]), *told)
             num_told += len(told[0])
     finally:
         generation.cancel()
     response = generation.result()
     rest = response.output_tokens[num_told:], response.output_logprobs[num_told:]
-    stream.push(reader.push(rest[0]), *rest)
+    stream.push(read(rest[0]), *rest)
     return response
 
 

@@ -1,18 +1,25 @@
 """The HTTP server agents call: OpenAI's and Anthropic's routes on the controller's event loop.
 
-| route                     | key     | answer                                                    |
-|---------------------------|---------|-----------------------------------------------------------|
-| POST /v1/chat/completions | session | a chat completion, or a stream of its chunks              |
-| POST /v1/responses        | session | a response, or a stream of its events                     |
-| POST /v1/messages         | session | an Anthropic message, or a stream of its events           |
-| GET /v1/models            | session | the only model                                            |
-| POST /rl/set_reward       | session | {"reward", "interaction_id"?}: the newest, or by id       |
-| POST /rl/end_session      | session | {"reward"?}: the episode is over                          |
-| POST /rl/start_session    | admin   | {"session_id", "api_key", "base_url", "data"} of the next |
+| route                          | key     | answer                                               |
+|--------------------------------|---------|------------------------------------------------------|
+| POST /v1/chat/completions      | session | a chat completion, or a stream of its chunks         |
+| POST /v1/responses             | session | a response, or a stream of its events                |
+| POST /v1/messages              | session | an Anthropic message, or a stream of its events      |
+| POST /v1/messages/count_tokens | session | the number of tokens of the prompt                   |
+| POST /v1/completions           | session | the completion of a text or of token ids             |
+| POST /inference/v1/generate    | session | tokens for tokens, as vLLM spells it                 |
+| GET /v1/models                 | session | the only model; /v1/models/NAME: by any name         |
+| POST /rl/set_reward            | session | {"reward", "interaction_id"?}: the newest, or by id  |
+| POST /rl/end_session           | session | {"reward"?}: the episode is over                     |
+| POST /rl/start_session         | admin   | {"session_id", "api_key", "base_url", "session_url", |
+|                                |         | "data"} of the next                                  |
+| GET or HEAD /, /api/hello      |         | 200: clients look whether somebody is there          |
 
-A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses: 400 invalid request,
-401 missing or wrong key, 409 session ended, 429 no session to start now, 500 internal error.
-Listens on localhost only. If a client disconnects, its generation is cancelled and not recorded.
+A key is sent as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path, for clients that
+cannot set one: /sessions/KEY/v1/... Statuses: 400 invalid request, 401 missing or wrong key, 409
+session ended, 413 body too large, 429 no session to start now, 500 internal error; errors have the
+shape of the route's API. Listens on localhost only. If a client disconnects, its generation is
+cancelled and not recorded; if it tries again, it gets the answer of its first try (retries.py).
 A stream begins with the first token, with status 200; a later failure is an error event of its API.
 While nothing happens there are keep-alives: comments, or pings in Anthropic's API.
 """
@@ -32,14 +39,20 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal.agents.completions import complete
-from areal.agents.routes import ROUTES
+from areal.agents.retries import Attempt, SharedCall
+from areal.agents.routes import ROUTES, TOKEN_ROUTES
 from areal.agents.session import Session, SessionEndedError
 from areal.agents.streams import ReplyStream, Route
+from areal.agents.token_routes import TokenRoute, complete_tokens
 from areal.api.json_text import dumps
-from areal.openai.requests import WireError, error_body, loads_body, parse_body
+from areal.openai import anthropic
+from areal.openai.errors import WireError, error_body, loads_body, parse_body
+from areal.openai.models import model_card, model_list
+from areal.openai.prompts import chat_prompt_ids
+from areal.openai.requests import parse_chat
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_body import Body, Expect, Text, json_body
@@ -170,6 +183,7 @@ class AgentProxy:
             "session_id": session.id,
             "api_key": session.key,
             "base_url": self.base_url,
+            "session_url": f"{self.base_url.removesuffix('/v1')}/sessions/{session.key}",
             "data": session.data,
         }
 
@@ -193,6 +207,7 @@ class AgentProxy:
 
 def create_app(proxy: AgentProxy) -> FastAPI:
     app = new_app(openapi_url=None)
+    app.add_middleware(_Paths)
     app.add_exception_handler(WireError, _answer(lambda error: error))
     app.add_exception_handler(
         HTTPException, _answer(lambda error: WireError(error.status_code, error.detail))
@@ -206,14 +221,29 @@ def create_app(proxy: AgentProxy) -> FastAPI:
 
     app.add_exception_handler(Exception, answer_fault)
 
-    for path, route in ROUTES.items():
+    for path, route in {**ROUTES, **TOKEN_ROUTES}.items():
         schema = json_body(route.body)
         app.add_api_route(path, _endpoint(proxy, route), methods=["POST"], openapi_extra=schema)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(anthropic.PromptBody))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        session, content = proxy.session_of(request), await _body(request)
+        call = parse_chat(anthropic.prompt_body(content))
+        tokenizer = session.options.tokenizer
+        return {"input_tokens": len(await asyncio.to_thread(chat_prompt_ids, tokenizer, call))}
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         proxy.session_of(request)
-        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
+        return model_list("policy")
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(request: Request, name: str) -> dict[str, Any]:
+        proxy.session_of(request)
+        return model_card(name)
+
+    for path in ("/", "/api/hello"):
+        app.add_api_route(path, _hello, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.post("/rl/set_reward", openapi_extra=json_body(RewardBody))
     async def set_reward(request: Request) -> dict[str, Any]:
@@ -229,8 +259,13 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     @app.post("/rl/end_session", openapi_extra=json_body(EndBody, required=False))
     async def end_session(request: Request) -> dict[str, Any]:
         session, content = proxy.session_of(request), await _body(request)
+        reward = parse_body(EndBody, content).reward
+        if not session.cache:
+            # Nothing to reward, but the client is done: a session that nobody ends again would
+            # keep its place in the run until the timeout.
+            reward = None
         with _callers_fault("reward"):
-            session.end(parse_body(EndBody, content).reward)
+            session.end(reward)
         return {"interactions": len(session.cache)}
 
     @app.post("/rl/start_session")
@@ -263,52 +298,85 @@ def _bind(port: int) -> socket.socket:
     return listener
 
 
-def _endpoint(proxy: AgentProxy, route: Route):
+class _Paths:
+    """A key in the path, /sessions/KEY/v1/..., and a base URL that ends with /v1 where the client
+    adds it itself, /v1/v1/..."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.startswith("/sessions/"):
+            _, _, key, *rest = path.split("/", 3)
+            path = f"/{'/'.join(rest)}"
+            scope = {**scope, "path": path, "session_key": key}
+        if path.startswith("/v1/v1/"):
+            scope = {**scope, "path": path.removeprefix("/v1")}
+        await self._app(scope, receive, send)
+
+
+async def _hello() -> dict[str, str]:
+    return {"server": "areal"}
+
+
+def _endpoint(proxy: AgentProxy, route: Route | TokenRoute):
     async def answer(request: Request) -> Response:
         session, body = proxy.session_of(request), await _body(request)
-        return _ModelReply(session, route, body, proxy.silence_s)
+        attempt = Attempt.of(request.scope["path"], request.headers, dumps(body).encode())
+        return _ModelReply(session, route, body, attempt, proxy.silence_s)
 
     return answer
 
 
 class _ModelReply(Response):
-    """Runs a model call and sends its reply, whole or as a stream."""
+    """Runs a model call, or joins it (retries.py), and sends its reply, whole or as a stream."""
 
     def __init__(
-        self, session: Session, route: Route, body: dict[str, Any], silence_s: float
+        self,
+        session: Session,
+        route: Route | TokenRoute,
+        body: dict[str, Any],
+        attempt: Attempt,
+        silence_s: float,
     ) -> None:
         super().__init__()
         self._session = session
         self._route = route
         self._body = body
+        self._attempt = attempt
         self._silence_s = silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _while_connected(receive, self._answer(scope, receive, send))
+        with self._session.attempts.join(self._attempt, self._start) as call:
+            await _while_connected(receive, self._answer(call, scope, receive, send))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = ReplyStream(self._route)
-        call = asyncio.create_task(self._ask(stream), name="agent-call")
-        call.add_done_callback(lambda _: stream.close())
+    def _start(self) -> SharedCall:
+        stream = ReplyStream(self._route.events)
+        return SharedCall(self._ask(stream), stream)
+
+    async def _answer(self, call: SharedCall, scope: Scope, receive: Receive, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
-        try:
-            async for data in stream.read(self._silence_s):
-                if head:
-                    await send(head)
-                    head = None
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            whole = await call
+        async for data in call.stream.read(self._silence_s):
             if head:
-                await Response(whole, media_type="application/json")(scope, receive, send)
-            else:
-                await send({"type": "http.response.body", "body": b""})
-        finally:
-            call.cancel()
+                await send(head)
+                head = None
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        if head:
+            whole = await call.answer()
+            await Response(whole, media_type="application/json")(scope, receive, send)
+        else:  # a failure was told by the stream
+            await send({"type": "http.response.body", "body": b""})
 
     async def _ask(self, stream: ReplyStream) -> bytes:
+        """Raises a WireError, also where the stream tells it: the attempt is not remembered."""
         session = self._session
         try:
-            whole = await session.call(complete(session, self._route, self._body, stream))
+            if isinstance(self._route, TokenRoute):
+                work = complete_tokens(session, self._route, self._body, stream)
+            else:
+                work = complete(session, self._route, self._body, stream)
+            whole = await session.call(work)
             if session.has_failures:
                 session.succeed(self._request_text())
             return whole
@@ -320,10 +388,9 @@ class _ModelReply(Response):
             logger.warning("a call of an agent failed", exc_info=fault)
             session.fail(self._request_text(), fault)
             error = _fault(fault)
-        if not stream.has_begun:
-            raise error
-        stream.fail(error)
-        return b""
+        if stream.has_begun:
+            stream.fail(error)
+        raise error
 
     def _request_text(self) -> str:
         """Equal for a retry of the same request by an SDK."""
@@ -353,6 +420,8 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _key_of(request: Request) -> str:
+    if (key := request.scope.get("session_key")) is not None:
+        return key
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
@@ -374,9 +443,12 @@ def _answer(wire_error: Callable[[Any], WireError]):
 
 def _error(request: Request, error: WireError) -> Response:
     """The error in the format of this route's API."""
-    route = ROUTES.get(request.scope["path"])
-    body = error_body(error) if route is None else route.error(error)
-    return JsonReply(body, status_code=error.status)
+    path = request.scope["path"]
+    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in request.headers
+    body = anthropic.error_of(error) if is_anthropic else error_body(error)
+    # SDKs take a conflict for a reason to try again; a session that has ended stays so.
+    headers = {"x-should-retry": "false"} if error.status == 409 else None
+    return JsonReply(body, status_code=error.status, headers=headers)
 
 
 def _ended() -> WireError:

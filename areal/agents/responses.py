@@ -1,115 +1,20 @@
-"""OpenAI's responses API, translated to its chat API and back.
+"""Replies of OpenAI's responses API: a chat completion as a response or a stream of events.
 
-In: the body of POST /v1/responses. Out: the body of the equivalent chat completion, and its reply
-as a response or a stream of events. `previous_response_id` may name an earlier response of the same
-session. Tools other than functions are rejected; reasoning items of earlier turns are dropped.
+Requests are in areal/openai/responses.py.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import Discriminator, Tag
+from typing import Any
 
 from areal.agents.streams import Completion, PartEncoder, ReplyHead, WireEvent
+from areal.openai.errors import WireError, error_body
 from areal.openai.parsing import parser
 from areal.openai.parsing.parser import Content, Event, ToolCall
-from areal.openai.requests import (
-    Arguments,
-    Count,
-    Sampling,
-    ToolChoice,
-    WireError,
-    error_body,
-    parse_body,
-)
-from areal.utils.http_body import Body, Items, Name, Text
 
-if TYPE_CHECKING:
-    from areal.api.interaction import InteractionCache
-
-_SAME = {*Sampling.model_fields, "tool_choice", "chat_template_kwargs"}
 _ID_PREFIXES = {parser.Reasoning: "rs_", Content: "msg_", ToolCall: "fc_"}
-
-
-class TextPart(Body):
-    type: Literal["input_text", "output_text", "text"]
-    text: Text = ""
-
-
-Words = Text | Items[TextPart]
-
-
-class Message(Body):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Words
-
-
-class FunctionCall(Body):
-    type: Literal["function_call"]
-    call_id: Any = None
-    name: Text
-    arguments: Arguments
-
-
-class FunctionCallOutput(Body):
-    type: Literal["function_call_output"]
-    call_id: Any = None
-    output: Words
-
-
-class Reasoning(Body):
-    type: Literal["reasoning"]
-
-
-def _kind_of(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else None
-
-
-Item = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")],
-    Discriminator(_kind_of),
-]
-
-
-class Tool(Body):
-    type: Literal["function"]
-    name: Name
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class ResponsesBody(Sampling):
-    max_output_tokens: Count = None
-    instructions: Text | None = None
-    input: Text | Items[Item]
-    previous_response_id: Text | None = None
-    tools: Items[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    text: Any = None  # its `format`
-
-
-def chat_body(content: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
-    body = parse_body(ResponsesBody, content)
-    chat = body.model_dump(include=_SAME, exclude_none=True)
-    if body.max_output_tokens is not None:
-        chat["max_completion_tokens"] = body.max_output_tokens
-    if isinstance(body.text, dict) and "format" in body.text:
-        chat["response_format"] = body.text["format"]
-    if body.tools is not None:
-        functions = (tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools)
-        chat["tools"] = [{"type": "function", "function": function} for function in functions]
-    chat["messages"] = [*_earlier(body.previous_response_id, cache), *_messages(body.input)]
-    if body.instructions:
-        chat["messages"].insert(0, {"role": "system", "content": body.instructions})
-    return chat
 
 
 def response_of(done: Completion) -> dict[str, Any]:
@@ -125,52 +30,12 @@ def response_of(done: Completion) -> dict[str, Any]:
         ],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         },
     }
-
-
-def _earlier(name: str | None, cache: InteractionCache) -> list[dict[str, Any]]:
-    """The chat up to and including this response; instructions are not carried over."""
-    if name is None:
-        return []
-    if name not in cache:
-        raise WireError(
-            400, f"previous_response_id: no {name!r:.60} in this session", "previous_response_id"
-        )
-    chat = cache[name].whole_chat()
-    has_instructions = (cache[name].response or {}).get("instructions") is not None
-    return chat[1:] if has_instructions else chat
-
-
-def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: list[dict[str, Any]] = []
-    for item in given:
-        match item:
-            case Message(role="assistant") if messages and messages[-1].get("tool_calls"):
-                messages[-1]["content"] += _text(item.content)  # the turn has not ended
-            case Message():
-                messages.append({"role": item.role, "content": _text(item.content)})
-            case FunctionCall():
-                # One assistant message is several items: texts and tool calls.
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                messages[-1].setdefault("tool_calls", []).append(call)
-            case FunctionCallOutput():
-                result = {"role": "tool", "tool_call_id": item.call_id}
-                messages.append({**result, "content": _text(item.output)})
-    return messages
-
-
-def _text(content: Words) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _head(head: ReplyHead) -> dict[str, Any]:
@@ -187,7 +52,7 @@ def _head(head: ReplyHead) -> dict[str, Any]:
         "metadata": asked.get("metadata") or {},
         "model": head.call.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": head.call.parallel_tool_calls,
         "previous_response_id": asked.get("previous_response_id"),
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "tool_choice": asked.get("tool_choice") or "auto",

@@ -19,6 +19,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.agents.retries import Attempts
 from areal.api.interaction import InteractionCache, PrefixMatcher, checked_reward
 from areal.api.workflow_context import workflow_context
 from areal.openai.parsing.formats import format_of_template
@@ -69,6 +70,7 @@ class Session:
         self.cache = InteractionCache(options.matcher)
         # Requests that failed with an internal error and have not succeeded since.
         self._failed: dict[str, Exception] = {}
+        self.attempts = Attempts()  # of its answers
         self.data: dict[str, Any] | None = None  # the row, for an external client to read
         self.started = asyncio.Event()  # set by such a client
         self.ended = asyncio.Event()

@@ -1,6 +1,6 @@
 """How a reply leaves: the APIs that agents speak, and the events of a reply that is streamed.
 
-    the call       stream.open(head); stream.push(events, tokens, logprobs); ...; stream.put(last)
+    the call       stream.open(encoder); stream.push(events, tokens, logprobs); ...; stream.put(end)
                       |  an `Encoder` of the route turns parser events into events of its API
     the response   async for data in stream.read(keep_alive_s): ...
 
@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.json_text import dumps
+from areal.openai.errors import WireError, error_body
 from areal.openai.parsing.parser import Event, ToolCall, joined
 from areal.openai.replies import ChatStream, usage_chunk
-from areal.openai.requests import ChatCall, WireError, error_body
+from areal.openai.requests import ChatCall
 
 if TYPE_CHECKING:
     from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward
@@ -39,7 +40,7 @@ class ReplyHead:
     call: ChatCall
     id: str
     created: int  # Unix seconds
-    prompt_tokens: int
+    prompt_ids: list[int]
     tokenizer: Any
 
 
@@ -49,7 +50,6 @@ class Completion:
 
     head: ReplyHead
     parts: list[Event]  # the output, see ChatReader
-    stop_string: str | None  # at which its text ends
     reply: dict[str, Any]  # a chat completion in OpenAI's format, whatever the route
     interaction: InteractionWithTokenLogpReward
 
@@ -61,6 +61,11 @@ class Completion:
     def finish_reason(self) -> str:
         return self.reply["choices"][0]["finish_reason"]
 
+    @property
+    def stop_string(self) -> str | None:
+        """At which its text ends."""
+        return self.reply["choices"][0]["stop_reason"]
+
 
 class Encoder(Protocol):
     """One reply as the events of its API. `fail` takes the place of what is left."""
@@ -71,7 +76,9 @@ class Encoder(Protocol):
         self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> Sequence[WireEvent]: ...
 
-    def finish(self, done: Completion) -> Sequence[WireEvent]: ...
+    def finish(self, done: Any) -> Sequence[WireEvent]:
+        """`done`: the result of the call, see Completion."""
+        ...
 
     def fail(self, error: WireError) -> Sequence[WireEvent]: ...
 
@@ -86,8 +93,20 @@ def named_event(event: WireEvent) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class EventFormat:
+    """How the events of an API are written."""
+
+    frame: Callable[[WireEvent], bytes] = named_event
+    keep_alive: bytes = b": keep-alive\n\n"  # a comment, which clients skip
+    end: bytes = b""  # after the last event of a stream that did not fail
+
+
+DATA_EVENTS = EventFormat(data_event, end=b"data: [DONE]\n\n")
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """One API. `chat_body(body, cache)` may read the session's earlier interactions."""
+    """One API of chats. `chat_body(body, cache)` may read the session's earlier interactions."""
 
     id_prefix: str  # of the ids by which clients assign rewards
     body: type[Body]
@@ -96,16 +115,14 @@ class Route:
     encoder: Callable[[ReplyHead], Encoder]
     note: Callable[[Completion], None]  # stores in the interaction what the client received
     error: Callable[[WireError], dict[str, Any]] = error_body
-    frame: Callable[[WireEvent], bytes] = named_event
-    keep_alive: bytes = b": keep-alive\n\n"  # a comment, which clients skip
-    end: bytes = b""  # after the last event of a stream that did not fail
+    events: EventFormat = EventFormat()
 
 
 class ReplyStream:
     """Written by one call, read by any number of responses. Used on one event loop."""
 
-    def __init__(self, route: Route) -> None:
-        self._route = route
+    def __init__(self, events: EventFormat) -> None:
+        self._format = events
         self._encoder: Encoder | None = None
         self._data = bytearray()
         self._changed = asyncio.Event()
@@ -116,19 +133,19 @@ class ReplyStream:
         """Whether something was, or is about to be sent: too late for an error status."""
         return bool(self._data)
 
-    def open(self, head: ReplyHead) -> None:
+    def open(self, encoder: Encoder) -> None:
         """The request is understood, and wants a stream."""
-        self._encoder = self._route.encoder(head)
+        self._encoder = encoder
 
     def push(
         self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> None:
         self.put(self._begun() + self._framed(self._open.push(events, tokens, logprobs)))
 
-    def last(self, events: Sequence[Event], done: Completion) -> bytes:
+    def last(self, events: Sequence[Event], done: Any) -> bytes:
         """What is left to `put`, with the last parser events."""
         rest = [*self._open.push(events, [], []), *self._open.finish(done)]
-        return self._framed(rest) + self._route.end
+        return self._framed(rest) + self._format.end
 
     def fail(self, error: WireError) -> None:
         self.put(self._framed(self._open.fail(error)))
@@ -159,7 +176,7 @@ class ReplyStream:
                     if self._encoder is None:
                         continue
                     self._data += self._begun()
-                    alive = self._route.keep_alive
+                    alive = self._format.keep_alive
             data = bytes(self._data[position:]) + alive
             position = len(self._data)
             if data:
@@ -174,7 +191,7 @@ class ReplyStream:
         return b"" if self.has_begun else self._framed(self._open.begin())
 
     def _framed(self, events: Sequence[WireEvent]) -> bytes:
-        return b"".join(map(self._route.frame, events))
+        return b"".join(map(self._format.frame, events))
 
     def _wake(self) -> None:
         self._changed.set()
@@ -186,7 +203,9 @@ class ChatEncoder:
 
     def __init__(self, head: ReplyHead) -> None:
         self._head = head
-        self._stream = ChatStream(head.call, head.id, head.created, head.tokenizer)
+        self._stream = ChatStream(
+            head.call, head.id, head.created, head.tokenizer, prompt_ids=head.prompt_ids
+        )
 
     def begin(self) -> list[WireEvent]:
         return self._stream.begin()
@@ -198,7 +217,8 @@ class ChatEncoder:
 
     def finish(self, done: Completion) -> list[WireEvent]:
         head = self._head
-        chunks = self._stream.finish(done.interaction.model_response.stop_reason)
+        stop_reason = done.interaction.model_response.stop_reason
+        chunks = self._stream.finish(stop_reason, done.stop_string)
         if head.call.include_usage:
             chunks.append(usage_chunk(head.call, head.id, head.created, done.reply["usage"]))
         return chunks

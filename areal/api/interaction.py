@@ -177,6 +177,16 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
                 return item
         return None
 
+    def find_parent_of_tokens(self, prompt: list[int]) -> InteractionWithTokenLogpReward | None:
+        """The longest completion whose prompt and output `prompt` begins with, the newest of
+        equals."""
+        found, longest = None, 0
+        for item in self._items.values():
+            tokens = [*item.model_response.input_tokens, *item.model_response.output_tokens]
+            if longest <= len(tokens) <= len(prompt) and prompt[: len(tokens)] == tokens:
+                found, longest = item, len(tokens)
+        return found
+
     def set_reward(self, interaction_id: str | int, reward: float) -> None:
         """`interaction_id`: a completion's id, or a turn's number, in the order of requests."""
         number = str(interaction_id)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 EPISODE_KEY = "episode_ids"
+NO_ROOM = "no room for output"  # in the ValueError for a prompt that fills the context
 StopReason = Literal["length", "stop", "tool_calls", "abort"]
 OnTokens = Callable[[list[int], list[float]], None]
 WeightTransport = Literal["direct", "shm", "ipc", "disk", "delta", "xccl"]

@@ -4,7 +4,7 @@
     stream.push(reader.push([5, 7]), [5, 7], logprobs)            # chunks of a `ChatStream`
     ...
     reader.finish()
-    chat_reply(call, ..., [ChatOutput(tokens, logprobs, "stop", reader.parts)], ...)
+    chat_reply(call, ..., [reader.output(tokens, logprobs, "stop")], ...)
 
 One `Output` or `ChatOutput` is one choice. Invariant: the chunks of a choice join to what the whole
 reply says of it, however its tokens are cut into pushes. `tokenizer` of a reply is used only where
@@ -18,9 +18,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import StopReason
 from areal.openai.parsing.formats import TOOL_FORMATS
-from areal.openai.parsing.parser import Content, Event, OutputParser, Reasoning, fold, joined
+from areal.openai.parsing.parser import (
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+    ToolCall,
+    fold,
+    joined,
+)
 from areal.openai.requests import ChatCall, CompletionCall
 from areal.openai.text_stream import TextStream, token_bytes, token_text
 
@@ -35,6 +44,7 @@ class Output:
     logprobs: list[float]
     stop_reason: StopReason
     text: str
+    stop_string: str | None = None  # that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +55,46 @@ class ChatOutput:
     logprobs: list[float]
     stop_reason: StopReason
     parts: list[Event]
+    stop_string: str | None = None  # that ended it
+
+
+class TextReader:
+    """The tokens of one output, read as visible text.
+
+    A last token in `stop_ids` is not part of the text; `keep` as in TextStream.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        stop_ids: Collection[int],
+        keep: frozenset[str] = frozenset(),
+    ) -> None:
+        self._text = TextStream(tokenizer, gconfig, keep=keep)
+        self._stop_ids = stop_ids
+        self._held: list[int] = []  # a stop token, unless more follow
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """What is final now, without what was returned before."""
+        tokens = [*self._held, *tokens]
+        self._held = tokens[-1:] if tokens and tokens[-1] in self._stop_ids else []
+        return self._text.push(tokens[: len(tokens) - len(self._held)])
+
+    def finish(self) -> str:
+        return self._text.finish()
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string at which the text ends."""
+        return self._text.stop_string
 
 
 class ChatReader:
     """The tokens of one output, read as reasoning, content and tool calls.
 
-    A last token in `stop_ids` is not part of the text; the other options are those of OutputParser.
+    `stop_ids` as in TextReader; the other options are those of OutputParser.
     """
 
     def __init__(
@@ -64,19 +108,16 @@ class ChatReader:
         in_reasoning: bool = False,
     ) -> None:
         marks = TOOL_FORMATS[tool_format].marks(has_tools=bool(call.tools))
-        self._text = TextStream(tokenizer, call.gconfig, keep=marks)
+        self._text = TextReader(call.gconfig, tokenizer, stop_ids=stop_ids, keep=marks)
         self._parser = OutputParser(
             tool_format, tools=call.tools, reasoning=reasoning, in_reasoning=in_reasoning
         )
-        self._stop_ids = stop_ids
-        self._held: list[int] = []  # a stop token, unless more follow
+        self._max_calls = None if call.parallel_tool_calls else 1
         self._events: list[Event] = []
 
-    def push(self, tokens: list[int]) -> list[Event]:
+    def push(self, tokens: Sequence[int]) -> list[Event]:
         """What is final now, without what was returned before."""
-        tokens = [*self._held, *tokens]
-        self._held = tokens[-1:] if tokens and tokens[-1] in self._stop_ids else []
-        text = self._text.push(tokens[: len(tokens) - len(self._held)])
+        text = self._text.push(tokens)
         return self._note(self._parser.push(text) if text else [])
 
     def finish(self) -> list[Event]:
@@ -93,12 +134,22 @@ class ChatReader:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string at which the text ends."""
         return self._text.stop_string
 
+    def output(
+        self, tokens: list[int], logprobs: list[float], stop_reason: StopReason
+    ) -> ChatOutput:
+        """What was read, of these tokens."""
+        return ChatOutput(tokens, logprobs, stop_reason, self.parts, self.stop_string)
+
     def _note(self, events: list[Event]) -> list[Event]:
+        if self._max_calls is not None:
+            events = [one for one in events if not self._is_beyond(one)]
         self._events += events
         return events
+
+    def _is_beyond(self, event: Event) -> bool:
+        return isinstance(event, ToolCall) and event.index >= (self._max_calls or 0)
 
 
 def chat_reply(
@@ -108,8 +159,11 @@ def chat_reply(
     outputs: Sequence[ChatOutput],
     prompt_tokens: int,
     tokenizer: Any,
+    *,
+    prompt_ids: list[int] | None = None,
+    cached_tokens: int = 0,
 ) -> dict[str, Any]:
-    """`created` in Unix seconds."""
+    """`created` in Unix seconds. `prompt_ids` are told to who asks for token ids."""
     choices = []
     for index, output in enumerate(outputs):
         parsed = fold(output.parts)
@@ -127,12 +181,15 @@ def chat_reply(
                 if call.logprobs
                 else None,
                 "finish_reason": finish_reason(output.stop_reason, has_calls=bool(parsed.calls)),
+                "stop_reason": output.stop_string,
+                **({"token_ids": output.token_ids} if call.return_token_ids else {}),
             }
         )
     return {
         **_head(call, completion_id, created, "chat.completion"),
+        **({"prompt_token_ids": prompt_ids} if call.return_token_ids else {}),
         "choices": choices,
-        "usage": _usage(outputs, prompt_tokens),
+        "usage": _usage(outputs, prompt_tokens, cached_tokens),
     }
 
 
@@ -143,8 +200,14 @@ def completion_reply(
     outputs: Sequence[Output],
     prompt_tokens: int,
     tokenizer: Any,
+    *,
+    prompts: Sequence[list[int]] = (),
+    cached_tokens: int = 0,
 ) -> dict[str, Any]:
-    """`outputs` in prompt order, n per prompt; `prompt_tokens` is the sum over all prompts."""
+    """`outputs` in prompt order, n per prompt; `prompt_tokens` is the sum over all prompts.
+
+    `prompts` are told to who asks for token ids.
+    """
     choices = []
     for index, output in enumerate(outputs):
         logprobs = None
@@ -156,47 +219,68 @@ def completion_reply(
                 "text": output.text,
                 "logprobs": logprobs,
                 "finish_reason": finish_reason(output.stop_reason),
+                "stop_reason": output.stop_string,
             }
         )
+        if call.return_token_ids:
+            prompt = prompts[index // call.gconfig.n_samples]
+            choices[-1] |= {"prompt_token_ids": prompt, "token_ids": output.token_ids}
     return {
         **_head(call, completion_id, created, "text_completion"),
         "choices": choices,
-        "usage": _usage(outputs, prompt_tokens),
+        "usage": _usage(outputs, prompt_tokens, cached_tokens),
     }
 
 
 class ChatStream:
-    """The chunks of one choice."""
+    """The chunks of one choice. `prompt_ids` are told to who asks for token ids."""
 
     def __init__(
-        self, call: ChatCall, completion_id: str, created: int, tokenizer: Any, index: int = 0
+        self,
+        call: ChatCall,
+        completion_id: str,
+        created: int,
+        tokenizer: Any,
+        index: int = 0,
+        *,
+        prompt_ids: list[int],
     ) -> None:
         self._call = call
         self._place = (call, completion_id, created, index)
         self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
         self._has_calls = False
 
     def begin(self) -> list[Chunk]:
-        return [chat_chunk(*self._place, {"role": "assistant", "content": ""})]
+        chunk = chat_chunk(*self._place, {"role": "assistant", "content": ""})
+        if self._call.return_token_ids:
+            chunk["prompt_token_ids"] = self._prompt_ids
+        return [chunk]
 
     def push(
         self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> list[Chunk]:
-        """One chunk per event; the first has the log-probabilities of all `tokens`."""
+        """One chunk per event; the first has the ids and log-probabilities of all `tokens`."""
         details = None
         if self._call.logprobs and tokens:
             details = chat_logprobs(self._tokenizer, tokens, logprobs)
+        shows_ids = self._call.return_token_ids and bool(tokens)
         deltas = [self._delta(event) for event in events]
-        if details is not None and not deltas:
+        if (details is not None or shows_ids) and not deltas:
             deltas = [{"content": ""}]
-        return [
+        chunks = [
             chat_chunk(*self._place, delta, logprobs=None if number else details)
             for number, delta in enumerate(deltas)
         ]
+        if shows_ids:
+            chunks[0]["choices"][0]["token_ids"] = list(tokens)
+        return chunks
 
-    def finish(self, stop_reason: StopReason) -> list[Chunk]:
+    def finish(self, stop_reason: StopReason, stop_string: str | None) -> list[Chunk]:
         reason = finish_reason(stop_reason, has_calls=self._has_calls)
-        return [chat_chunk(*self._place, {}, finish_reason=reason)]
+        chunk = chat_chunk(*self._place, {}, finish_reason=reason)
+        chunk["choices"][0]["stop_reason"] = stop_string
+        return [chunk]
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Reasoning):
@@ -205,6 +289,71 @@ class ChatStream:
             return {"content": event.text}
         self._has_calls = True
         return {"tool_calls": [{"index": event.index, **event.as_dict()}]}
+
+
+class CompletionStream:
+    """The chunks of one choice of /v1/completions."""
+
+    def __init__(
+        self,
+        call: CompletionCall,
+        completion_id: str,
+        created: int,
+        tokenizer: Any,
+        index: int = 0,
+        *,
+        prompt_ids: list[int],
+    ) -> None:
+        self._call = call
+        self._place = (call, completion_id, created, index)
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self._num_letters = 0  # of all tokens so far, for the offsets of log-probabilities
+
+    def push(self, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Chunk]:
+        must_show = bool(tokens) and (self._call.logprobs or self._call.return_token_ids)
+        return [self._chunk(text, tokens, logprobs)] if text or must_show else []
+
+    def finish(self, stop_reason: StopReason, stop_string: str | None) -> list[Chunk]:
+        chunk = self._chunk("", [], [])
+        reasons = {"finish_reason": finish_reason(stop_reason), "stop_reason": stop_string}
+        chunk["choices"][0] |= reasons
+        return [chunk]
+
+    def _chunk(self, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> Chunk:
+        details = None
+        if self._call.logprobs:
+            details = completion_logprobs(
+                self._tokenizer, tokens, logprobs, text_offset=self._num_letters
+            )
+            self._num_letters += sum(map(len, details["tokens"]))
+        chunk = completion_chunk(*self._place, text, logprobs=details)
+        if self._call.return_token_ids:
+            ids = {"prompt_token_ids": self._prompt_ids, "token_ids": list(tokens)}
+            chunk["choices"][0] |= ids
+        return chunk
+
+
+def generate_reply(
+    call: CompletionCall, request_id: str, outputs: Sequence[Output]
+) -> dict[str, Any]:
+    """vLLM's reply of tokens, which it names by their ids."""
+    choices = []
+    for index, output in enumerate(outputs):
+        logprobs = None
+        if call.logprobs:
+            pairs = zip(output.token_ids, output.logprobs, strict=True)
+            named = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+            logprobs = {"content": [{**one, "bytes": None, "top_logprobs": []} for one in named]}
+        choices.append(
+            {
+                "index": index,
+                "token_ids": output.token_ids,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(output.stop_reason),
+            }
+        )
+    return {"request_id": request_id, "choices": choices, "prompt_logprobs": None}
 
 
 def chat_chunk(
@@ -230,25 +379,25 @@ def completion_chunk(
     text: str,
     *,
     logprobs: dict[str, Any] | None = None,
-    finish_reason: str | None = None,
 ) -> dict[str, Any]:
-    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
     return _chunk(call, completion_id, created, "text_completion", [choice])
 
 
 def usage_chunk(
-    call: ChatCall | CompletionCall, completion_id: str, created: int, usage: dict[str, int]
+    call: ChatCall | CompletionCall, completion_id: str, created: int, usage: dict[str, Any]
 ) -> dict[str, Any]:
     """The last chunk of a stream whose request has `include_usage`."""
     kind = "chat.completion.chunk" if isinstance(call, ChatCall) else "text_completion"
     return {**_chunk(call, completion_id, created, kind, []), "usage": usage}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -291,8 +440,11 @@ def completion_logprobs(
     }
 
 
-def _usage(outputs: Sequence[Output | ChatOutput], prompt_tokens: int) -> dict[str, int]:
-    return usage_of(prompt_tokens, sum(len(output.token_ids) for output in outputs))
+def _usage(
+    outputs: Sequence[Output | ChatOutput], prompt_tokens: int, cached_tokens: int
+) -> dict[str, Any]:
+    num_sampled = sum(len(output.token_ids) for output in outputs)
+    return usage_of(prompt_tokens, num_sampled, cached_tokens)
 
 
 def _chunk(call, completion_id: str, created: int, kind: str, choices: list) -> dict[str, Any]:

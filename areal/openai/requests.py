@@ -1,10 +1,13 @@
-"""Request bodies of /v1/chat/completions and /v1/completions: their models, and typed calls.
+"""Request bodies of /v1/chat/completions, /v1/completions and /inference/v1/generate: their models,
+and typed calls. Anthropic's and OpenAI's other APIs are translated to a chat (anthropic.py,
+responses.py).
 
 For any JSON the result is a call or a `WireError` that names the field, with the status and body
 OpenAI's clients expect. A null field counts as absent, as in OpenAI's API. Unsupported options that
 would change the output are rejected; other unknown keys are kept in `extra`. Options that OpenAI
 does not have (`top_k`, `stop_token_ids`, `ignore_eos`, ...) have the names of `gconfig`;
-`max_total_tokens` is its bound on prompt plus output.
+`max_total_tokens` is its bound on prompt plus output. Tools that a provider runs (web search, code
+interpreters, computers) are left out of the prompt, as by a provider that does not have them.
 
 Messages and tools go to the chat template as the client wrote them: their unknown keys, and the
 order of keys, are part of the prompt. Only contents become plain text (text parts are joined, null
@@ -15,12 +18,13 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.json_text import JsonError, loads_object
+from areal.openai.errors import WireError, parse_body
+from areal.utils import logging
 from areal.utils.http_body import (
     Body,
     Expect,
@@ -29,26 +33,26 @@ from areal.utils.http_body import (
     Name,
     Number,
     Text,
-    parse,
     refused,
     show,
     wrong,
 )
 
-M = TypeVar("M", bound=Body)
+logger = logging.getLogger("OpenAI")
 
 _MAX_N = 128
 _MAX_STOPS = 64
 _MAX_CHOICES = 4096  # per request
 _MAX_UNKNOWN = 64  # unknown options per request; each is compared with all known ones
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default, for /v1/completions only
+_MAX_LOGGED_KINDS = 64  # of tools: clients choose the names
 _NO_BOUND = 1 << 30  # prompt and output tokens: effectively the engine's capacity
 
 # Unsupported options that change the output, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
     "audio": (),
-    "continue_final_message": (False,),
+    "bad_words": ([],),
     "echo": (False,),
     "function_call": (),
     "functions": ([],),
@@ -57,6 +61,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "logit_bias": ({},),
+    "logits_processors": ([],),
     "lora_name": ("",),
     "min_p": (0,),
     "modalities": (["text"],),
@@ -64,7 +69,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -78,7 +82,6 @@ Temperature: TypeAlias = Annotated[float, Number(0, 100)] | None
 TopP: TypeAlias = Annotated[float, Number(0, 1)] | None
 TopK: TypeAlias = Annotated[int, Integer(-1)] | None
 Arguments = Annotated[Text | dict[str, Any], Expect("JSON in a text")]
-ToolChoice = Annotated[Literal["auto", "none"], Expect("'auto' or 'none': a call cannot be forced")]
 
 
 class Sampling(Body):
@@ -115,6 +118,7 @@ class Completions(Sampling):
     n: Annotated[int, Integer(1, _MAX_N)] | None = None
     max_tokens: Count = None
     min_tokens: Annotated[int, Integer(0)] | None = None
+    return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
@@ -127,6 +131,27 @@ class Completions(Sampling):
 class TextPart(Body):
     type: Annotated[Literal["text"], Expect("'text': only text is understood here")]
     text: Text
+
+
+class RefusalPart(Body):
+    """An assistant's, of an earlier turn."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_kind(part: Any) -> str:
+    return "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "words"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("words")] | Annotated[RefusalPart, Tag("refusal")],
+    Discriminator(_part_kind),
+]
 
 
 class CalledFunction(Body):
@@ -143,7 +168,7 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Items[TextPart] | None = None
+    content: Text | Items[Part] | None = None
     tool_calls: Items[ToolCall] | None = None
 
     @model_validator(mode="after")
@@ -169,20 +194,101 @@ class Tool(Body):
     function: Function
 
 
+class HostedTool(Body):
+    """A tool that only a provider runs, or of a kind without a JSON schema."""
+
+    type: Annotated[Name, Field(json_schema_extra={"not": {"const": "function"}})]
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "hosted" if isinstance(kind, str) and kind not in ("", "function") else "own"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("own")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_tool_kind)
+]
+
+
+class FunctionName(Body):
+    name: Name
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Items[AnyTool]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[NamedTool | AllowedChoice, Field(discriminator="type")]
+)
+
+
+class SchemaOfFormat(Body):
+    # A model has an attribute `schema` already.
+    json_schema_: dict[str, Any] = Field(alias="schema")
+
+
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: SchemaOfFormat
+
+
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class ChatBody(Completions):
     messages: Annotated[Items[ChatMessage], Field(min_length=1)]
-    tools: Items[Tool] | None = None
+    tools: Items[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Integer(0, 20)] | None = None
     max_completion_tokens: Count = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "logprobs=true beside it")
         return self
+
+    @model_validator(mode="after")
+    def _ends_as_it_says(self) -> ChatBody:
+        last = self.messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
+            raise wrong("continue_final_message", "a final message of the assistant, without calls")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise wrong("add_generation_prompt", "false beside continue_final_message")
+        if self.add_generation_prompt is False and not self.continues_final:
+            raise wrong("add_generation_prompt", "true, or a final message of the assistant")
+        return self
+
+    @property
+    def continues_final(self) -> bool:
+        """Whether the reply goes on with the last message, an assistant's."""
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        last = self.messages[-1]
+        return last.role == "assistant" and not last.tool_calls and not self.add_generation_prompt
 
 
 TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
@@ -214,6 +320,23 @@ class CompletionBody(Completions):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
+# Of vLLM's sampling_params: about text, which this route has none of, or without effect.
+_OF_GENERATE = {
+    *("detokenize", "output_kind", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("output_text_buffer_length", "include_stop_str_in_output", "extra_args"),
+}
+
+
+class GenerateBody(Body):
+    """vLLM's token-in, token-out API."""
+
+    model: Text | None = None
+    request_id: Text | None = None
+    token_ids: TokenIds
+    sampling_params: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
     """`messages` have text contents; `tools` holds those the model may use, possibly none."""
@@ -226,6 +349,11 @@ class ChatCall:
     include_usage: bool  # at the end of a stream
     logprobs: bool
     top_logprobs: int
+    forced_tool: str | Literal[True] | None = None  # the tool to call; True: any of `tools`
+    json_schema: dict[str, Any] | None = None  # of the reply's content
+    parallel_tool_calls: bool = True  # False: only the first call of a reply is returned
+    continues_final: bool = False  # the reply goes on with the last message
+    return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # keys without effect
 
@@ -244,21 +372,26 @@ class CompletionCall:
     include_usage: bool
     logprobs: bool
     top_logprobs: int
+    return_token_ids: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 def parse_chat(content: Any) -> ChatCall:
     body = parse_body(ChatBody, content)
     default = GenerationHyperparameters().max_new_tokens
-    tools = None if body.tool_choice == "none" else content.get("tools")
+    tools = _tools(body, content)
     return ChatCall(
         messages=[
             _as_written(*pair) for pair in zip(content["messages"], body.messages, strict=True)
         ],
-        tools=tools or [],
+        tools=tools,
         gconfig=_gconfig(body, body.max_completion_tokens or body.max_tokens or default),
         logprobs=bool(body.logprobs),
         top_logprobs=body.top_logprobs or 0,
+        forced_tool=_forced_tool(body, tools),
+        json_schema=_json_schema(body.response_format),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        continues_final=body.continues_final,
         chat_template_kwargs=body.chat_template_kwargs or {},
         **_shared(body, content),
     )
@@ -275,20 +408,50 @@ def parse_completion(content: Any) -> CompletionCall:
     )
 
 
-def loads_body(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request, or WireError."""
+def parse_generate(content: Any) -> CompletionCall:
+    """A call of one prompt, whose `sampling_params` have the names of /v1/completions."""
+    body = parse_body(GenerateBody, content)
+    if body.stream:
+        raise WireError(400, "stream: not supported here, leave it out", "stream")
+    options = content.get("sampling_params") or {}
+    given = {name: options[name] for name in options if name not in _OF_GENERATE}
     try:
-        return loads_object(data)
-    except JsonError as error:
-        raise WireError(400, str(error), error.field) from None
+        call = parse_completion({**given, "prompt": body.token_ids, "model": body.model})
+    except WireError as error:
+        param = None if error.param is None else f"sampling_params.{error.param}"
+        raise WireError(400, f"sampling_params.{error.message}", param) from None
+    return call
 
 
-def parse_body(model: type[M], content: Any) -> M:
-    """`parse` with OpenAI's and Anthropic's kind of error."""
-    try:
-        return parse(model, content)
-    except JsonError as error:
-        raise WireError(400, str(error), error.field) from None
+def check_servable(call: ChatCall | CompletionCall) -> None:
+    """WireError for what no engine here can do; ignoring it would answer another question."""
+    if call.top_logprobs:
+        chosen = "top_logprobs=0" if isinstance(call, ChatCall) else "logprobs=0"
+        param = chosen.partition("=")[0]
+        message = f"{param}: only the sampled token's log-probability is known; send {chosen}"
+        raise WireError(400, message, param)
+    if not isinstance(call, ChatCall):
+        return
+    if call.forced_tool is not None:
+        message = "tool_choice: a forced call needs a grammar, which this engine does not have"
+        raise WireError(400, f"{message}; send 'auto'", "tool_choice")
+    if call.json_schema is not None:
+        message = "response_format: output by a schema needs a grammar, which this engine does not"
+        raise WireError(400, f"{message} have; leave it out", "response_format")
+
+
+def left_out(tools: list[Any]) -> None:
+    """Log, once for each kind, the tools that the model is not told of."""
+    for kind in {tool.type for tool in tools} - _logged_kinds:
+        if len(_logged_kinds) < _MAX_LOGGED_KINDS:
+            _logged_kinds.add(kind)
+            logger.warning(
+                "a client offers tools of type %s: left out, only functions can be called here",
+                show(kind),
+            )
+
+
+_logged_kinds: set[str] = set()
 
 
 def _shared(body: Completions, content: dict[str, Any]) -> dict[str, Any]:
@@ -297,8 +460,51 @@ def _shared(body: Completions, content: dict[str, Any]) -> dict[str, Any]:
         "model": body.model or "",
         "stream": bool(body.stream),
         "include_usage": options is not None and bool(options.include_usage),
+        "return_token_ids": bool(body.return_token_ids),
         "extra": _extra(content, type(body)),
     }
+
+
+def _tools(body: ChatBody, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those the model is told of, as the client wrote them."""
+    tools, choice = body.tools or [], body.tool_choice
+    left_out([tool for tool in tools if isinstance(tool, HostedTool)])
+    if choice == "none":
+        return []
+    allowed: set[str] | None = None
+    if isinstance(choice, AllowedChoice):
+        choices = choice.allowed_tools.tools
+        allowed = {tool.function.name for tool in choices if isinstance(tool, Tool)}
+    return [
+        written
+        for written, tool in zip(content.get("tools") or (), tools, strict=True)
+        if isinstance(tool, Tool) and (allowed is None or tool.function.name in allowed)
+    ]
+
+
+def _forced_tool(body: ChatBody, tools: list[dict[str, Any]]) -> str | Literal[True] | None:
+    choice = body.tool_choice
+    if isinstance(choice, AllowedChoice):
+        choice = choice.allowed_tools.mode
+    if choice not in ("required",) and not isinstance(choice, NamedTool):
+        return None
+    names = [tool["function"]["name"] for tool in tools]
+    if not names:
+        raise WireError(400, "tool_choice: there is no tool to call: see tools", "tool_choice")
+    if choice == "required":
+        return True
+    assert isinstance(choice, NamedTool)
+    name = choice.function.name
+    if name not in names:
+        message = f"tool_choice.function.name: no such tool in tools, got {show(name)}"
+        raise WireError(400, message, "tool_choice.function.name")
+    return name
+
+
+def _json_schema(wanted: PlainFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    if isinstance(wanted, SchemaFormat):
+        return wanted.json_schema.json_schema_
+    return {"type": "object"} if wanted is not None and wanted.type == "json_object" else None
 
 
 def _as_written(message: dict[str, Any], checked: ChatMessage) -> dict[str, Any]:
@@ -349,34 +555,3 @@ def _extra(content: dict[str, Any], model: type[Body]) -> dict[str, Any]:
             raise WireError(400, message, name[:60])
         extra[name] = value
     return extra
-
-
-_TYPES = {
-    429: "rate_limit_error"
-}  # other statuses: the request is invalid below 500, else a server error
-_CODES = {401: "invalid_api_key"}
-
-
-class WireError(Exception):
-    """`param` is the invalid field of the request; `code` is machine-readable."""
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-
-
-def error_body(err: WireError) -> dict[str, Any]:
-    fallback = "invalid_request_error" if err.status < 500 else "server_error"
-    return {
-        "error": {
-            "message": err.message,
-            "type": _TYPES.get(err.status, fallback),
-            "param": err.param,
-            "code": err.code or _CODES.get(err.status),
-        }
-    }

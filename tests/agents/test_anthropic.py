@@ -38,6 +38,8 @@ def test_a_message(world):
     assert answer["usage"] == {
         "input_tokens": response.input_len,
         "output_tokens": response.output_len,
+        "cache_read_input_tokens": 0,
+        "cache_creation_input_tokens": 0,
     }
     assert answer["content"][0]["type"] == "text"
     assert (
@@ -103,7 +105,7 @@ def test_why_a_message_ends(world, stream, said, reason, sequence):
     [
         ({}, "messages: expected a list"),
         ({"messages": ["x"]}, r"messages[0]: expected a JSON object"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
     ],

@@ -88,6 +88,25 @@ def test_an_end_without_a_reward_is_a_rejection(online, world):
     assert running.result(10) is None
 
 
+def test_a_reward_without_a_completion_ends_the_session(online, world):
+    running = world.start(online)
+    outside = Outside(online, world)
+    session = outside.start()
+    ended = outside.post("end_session", session["api_key"], {"reward": 1.0})
+    assert ended.status_code == 200 and ended.json() == {"interactions": 0}
+    assert running.result(10) is None, "rejected, at once: its place is free again"
+
+
+def test_a_session_is_known_by_its_address(online, world):
+    running = world.start(online)
+    session = Outside(online, world).start()
+    with OpenAI(base_url=f"{session['session_url']}/v1", api_key="none") as client:
+        client.chat.completions.create(model="policy", messages=QUESTION)
+    ended = httpx.post(f"{session['session_url']}/rl/end_session", json={"reward": 1.0})
+    assert ended.json() == {"interactions": 1}
+    assert len(running.result(10)) == 1
+
+
 def test_a_client_that_leaves_is_a_failure(online, world):
     running = world.start(online)
     talk(Outside(online, world).start())

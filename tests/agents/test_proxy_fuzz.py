@@ -72,6 +72,17 @@ HONEST = {
         "stop_sequences": ["x"],
         "stream": False,
     },
+    "/v1/messages/count_tokens": {
+        "model": "policy",
+        "system": [{"type": "text", "text": "be kind"}],
+        "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "2+2?"}],
+        "tools": [{"name": "f"}, {"type": "web_search_20250305", "name": "w"}],
+    },
+    "/v1/completions": {"model": "policy", "prompt": "2+2?", "max_tokens": 2, "logprobs": 0},
+    "/inference/v1/generate": {
+        "token_ids": [5, 6],
+        "sampling_params": {"max_tokens": 2, "temperature": 0.5, "logprobs": 0},
+    },
     "/rl/set_reward": {"reward": 1.0, "interaction_id": "x"},
     "/rl/end_session": {"reward": 1.0},
     "/rl/start_session": {},
@@ -82,6 +93,7 @@ LENGTHS = {  # what bounds the answer
     "/v1/chat/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
     "/v1/messages": "max_tokens",
+    "/v1/completions": "max_tokens",
 }
 
 
@@ -130,7 +142,7 @@ def test_no_route_falls_over(proxy, client, key_of_session):
         return ADMIN if path == "/rl/start_session" else key_of_session()
 
     def send(case):
-        if is_allowed(case) and case.path.startswith("/v1/") and isinstance(case.body, dict):
+        if is_allowed(case) and case.path in LENGTHS and isinstance(case.body, dict):
             case.body |= {"model": "policy", "n": 1, LENGTHS[case.path]: 2}
         http_fuzz.ask(case, url_of(proxy), key_for(case.path))
 
@@ -157,7 +169,7 @@ def test_any_body_is_answered(proxy, client, key_of_session):
             answer = client.post(path, headers=http_fuzz.bearer(key), content=body)
             http_fuzz.check(answer.status_code, answer.text, body)
             if answer.status_code >= 400:
-                assert ("type" in answer.json()) == (path == "/v1/messages")
+                assert ("type" in answer.json()) == path.startswith("/v1/messages")
 
         one()
 

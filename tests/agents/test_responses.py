@@ -79,9 +79,12 @@ def test_a_stream_of_events(world):
         (["x"], {}, "input[0]: expected a JSON object"),
         ([{"type": "web_search_call"}], {}, "'web_search_call' is not understood"),
         ([{"role": "user", "content": [{"type": "input_image"}]}], {}, "input[0].content"),
-        ("x", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("x", {"tools": [{"type": "function"}]}, "tools[0].name"),
+        ("x", {"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ("x", {"conversation": "conv_0"}, "conversation: not supported"),
+        ("x", {"include": ["message.output_text.logprobs"]}, "include"),
         ("x", {"previous_response_id": "resp_0"}, "no 'resp_0' in this session"),
-        ("x", {"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ("x", {"text": {"format": {"type": "json_object"}}}, "needs a grammar"),
     ],
 )
 def test_what_cannot_be_done_is_refused(world, given, options, message):

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.openai.errors import WireError, error_body
 from areal.openai.requests import (
     ChatCall,
     CompletionCall,
-    WireError,
-    error_body,
+    check_servable,
     parse_chat,
     parse_completion,
+    parse_generate,
 )
 
 USER = {"role": "user", "content": "hi"}
@@ -260,9 +261,23 @@ def test_tools_that_may_not_be_used_are_not_shown():
         ({"stream_options": {}}, "stream_options", "stream=true"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a text"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
+        ({"tool_choice": "required"}, "tool_choice", "no tool to call"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice.function.name",
+            "no such tool in tools, got 'sub'",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "'function'"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "a final message"),
+        ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "a JSON object",
+        ),
         ({"temprature": 1}, "temprature", "did you mean temperature"),
     ],
 )
@@ -312,3 +327,47 @@ def test_what_would_take_long_is_refused():
     with pytest.raises(WireError, match="100000 unknown options, the first is 'x0'"):
         unknown = {f"x{number}": 1 for number in range(100_000)}
         parse_chat({"messages": [{"role": "user", "content": "a"}], **unknown})
+
+
+def test_what_needs_a_grammar_is_read_and_refused():
+    body = {"messages": [USER], "tools": [TOOL]}
+    named = {"type": "function", "function": {"name": "add"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}
+    for choice, forced in (("required", True), (named, "add"), (allowed, True)):
+        call = parse_chat({**body, "tool_choice": choice})
+        assert call.forced_tool == forced
+        with pytest.raises(WireError, match="needs a grammar"):
+            check_servable(call)
+    schema = {"type": "object", "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    for asked, read in ((wanted, schema), ({"type": "json_object"}, {"type": "object"})):
+        call = parse_chat({"messages": [USER], "response_format": asked})
+        assert call.json_schema == read
+        with pytest.raises(WireError, match="needs a grammar"):
+            check_servable(call)
+    check_servable(parse_chat({"messages": [USER], "response_format": {"type": "text"}}))
+
+
+def test_tools_of_other_kinds_are_left_out():
+    kinds = ["web_search", "custom", "code_interpreter", "mcp", "namespace", "computer"]
+    tools = [{"type": kind, "name": "x"} for kind in kinds]
+    assert parse_chat({"messages": [USER], "tools": [*tools, TOOL]}).tools == [TOOL]
+    assert parse_chat({"messages": [USER], "tools": tools}).tools == []
+
+
+def test_tokens_in_tokens_out():
+    body = {"token_ids": [5, 7], "sampling_params": {"max_tokens": 3, "detokenize": False}}
+    call = parse_generate({**body, "request_id": "r", "stream": False})
+    assert call.prompt == [[5, 7]] and call.gconfig.max_new_tokens == 3 and not call.logprobs
+    assert parse_generate({**body, "sampling_params": {"logprobs": 0}}).logprobs
+    for fields, param in (
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": "a"}, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"logit_bias": {"1": 2}}}, "sampling_params.logit_bias"),
+        ({"sampling_params": 1}, "sampling_params"),
+        ({"stream": True}, "stream"),
+    ):
+        with pytest.raises(WireError) as caught:
+            parse_generate({**body, **fields})
+        assert caught.value.param == param

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal.api.io_struct import StopReason
+from areal.api.io_struct import NO_ROOM, StopReason
 from areal.engine.native.kv_cache import PagePool, Prefix
 from areal.engine.native.runner import Chunk, Drawn, Runner
 from areal.engine.native.sampler import MAX_STOP_IDS
@@ -313,7 +313,7 @@ class NativeEngine:
             )
         if len(ids) >= self._max_tokens(request):
             raise ValueError(
-                f"input_ids has {len(ids)} tokens, which leaves no room for output: the limit of "
+                f"input_ids has {len(ids)} tokens, which leaves {NO_ROOM}: the limit of "
                 f"prompt and output is {self._max_tokens(request)}, the smallest of "
                 f"gconfig.max_tokens ({request.gconfig.max_tokens}), the model's context "
                 f"({self.model.args.max_position_embeddings}) and the cache "

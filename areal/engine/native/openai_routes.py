@@ -1,10 +1,12 @@
 """The OpenAI-compatible routes of the native server.
 
-| route                     | answer                                                           |
-|---------------------------|------------------------------------------------------------------|
-| POST /v1/completions      | prompts as texts or token ids, streamed or not                   |
-| POST /v1/chat/completions | messages, by the model's chat template, streamed or not          |
-| GET /v1/models            | the one model                                                    |
+| route                          | answer                                                      |
+|--------------------------------|-------------------------------------------------------------|
+| POST /v1/completions           | prompts as texts or token ids, streamed or not              |
+| POST /v1/chat/completions      | messages, by the model's chat template, streamed or not     |
+| POST /v1/messages/count_tokens | the number of tokens of Anthropic's messages                |
+| POST /inference/v1/generate    | tokens for tokens, as vLLM spells it                        |
+| GET /v1/models                 | the one model; /v1/models/NAME: by any name                 |
 
 Requests and replies are translated by `areal.openai`; errors have OpenAI's shape. The n samples of
 a prompt are n requests that share its pages; with a seed, sample i draws with seed + i.
@@ -18,9 +20,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -32,6 +33,9 @@ from areal.engine.native.loop import EngineLoop, Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
+from areal.openai.anthropic import PromptBody, error_of, prompt_body
+from areal.openai.errors import WireError, error_body, loads_body, refusal
+from areal.openai.models import model_card, model_list
 from areal.openai.parsing.formats import format_of_template
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids
@@ -40,12 +44,12 @@ from areal.openai.replies import (
     ChatReader,
     ChatStream,
     Chunk,
+    CompletionStream,
     Output,
+    TextReader,
     chat_reply,
-    completion_chunk,
-    completion_logprobs,
     completion_reply,
-    finish_reason,
+    generate_reply,
     usage_chunk,
     usage_of,
 )
@@ -54,13 +58,12 @@ from areal.openai.requests import (
     ChatCall,
     CompletionBody,
     CompletionCall,
-    WireError,
-    error_body,
-    loads_body,
+    GenerateBody,
+    check_servable,
     parse_chat,
     parse_completion,
+    parse_generate,
 )
-from areal.openai.text_stream import TextStream, visible_text
 from areal.utils.chat_template import warm_up
 from areal.utils.http_body import json_body
 from areal.utils.http_server import JsonReply, read_body
@@ -71,18 +74,16 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b
 
 
 def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str) -> None:
-    """`model` is the folder; requests may name the full path or its last component."""
-    card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "areal"}
+    """`model` is the folder; requests may give it any name."""
     app.exception_handler(WireError)(_answer_wire_error)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return model_list(model)
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        _check_model(name, model)
-        return card
+        return model_card(name)
 
     @app.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
     async def chat(request: Request) -> Response:
@@ -95,30 +96,47 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
             parse_completion(loads_body(await read_body(request))), loop, text, model
         )
 
+    @app.post("/inference/v1/generate", openapi_extra=json_body(GenerateBody))
+    async def generate(request: Request) -> Response:
+        body = loads_body(await read_body(request))
+        call, name = parse_generate(body), f"gen-{uuid.uuid4().hex}"
+        check_servable(call)
+        prompts = [prompt for prompt in call.prompt if not isinstance(prompt, str)]
+        requests = await asyncio.to_thread(_requests, call, name, prompts, text)
+
+        def reply(finished: Sequence[Finished]) -> dict[str, Any]:
+            outputs = [
+                Output(one.output_tokens, one.output_logprobs, one.stop_reason, "")
+                for one in finished
+            ]
+            return generate_reply(call, body.get("request_id") or name, outputs)
+
+        return _WholeReply(loop, requests, reply)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        call = parse_chat(prompt_body(loads_body(await read_body(request))))
+        prompt = await asyncio.to_thread(lambda: chat_prompt_ids(_tokenizer(text), call))
+        return {"input_tokens": len(prompt)}
+
 
 async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> Response:
-    _check_model(call.model, model)
-    if call.top_logprobs:
-        chosen = "top_logprobs=0" if isinstance(call, ChatCall) else "logprobs=0"
-        param = chosen.partition("=")[0]
-        message = f"{param}: only the sampled token's log-probability is known; send {chosen}"
-        raise WireError(400, message, param)
+    check_servable(call)
     call = replace(call, model=call.model or model)
     # In a thread: loading the tokenizer takes seconds, encoding a long prompt milliseconds.
-    head, prompts, requests = await asyncio.to_thread(_prepare, call, text)
-    num_prompt_tokens = sum(map(len, prompts))
-    kind = _StreamedReply if call.stream else _WholeReply
-    return kind(loop, head, requests, num_prompt_tokens)
+    head, requests = await asyncio.to_thread(_prepare, call, text)
+    return (
+        _StreamedReply(loop, head, requests)
+        if call.stream
+        else _WholeReply(loop, requests, head.reply)
+    )
 
 
-def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], list[GenRequest]]:
+def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[GenRequest]]:
     is_chat = isinstance(call, ChatCall)
     if is_chat:
         warm_up()
-    try:
-        tokenizer = text.tokenizer()
-    except ValueError as err:
-        raise WireError(400, str(err)) from err
+    tokenizer = _tokenizer(text)
     if is_chat:
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
         prompts = [chat_prompt_ids(tokenizer, call)]
@@ -134,14 +152,24 @@ def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[list[int]], l
         tool_format=format_of_template(tokenizer.chat_template),
         stop_ids=frozenset([*call.gconfig.stop_token_ids, *eos_ids]),
         in_reasoning=is_chat and begins_in_reasoning(tokenizer, prompts[0]),
+        prompts=prompts,
     )
-    return head, prompts, _requests(call, completion_id, prompts, text)
+    return head, _requests(call, completion_id, prompts, text)
+
+
+def _tokenizer(text: ModelText) -> Any:
+    try:
+        return text.tokenizer()
+    except ValueError as err:
+        raise WireError(400, str(err)) from err
 
 
 def _requests(
     call: Call, completion_id: str, prompts: list[list[int]], text: ModelText
 ) -> list[GenRequest]:
     """n per prompt, in the order of the choices."""
+    if call.gconfig.stop:
+        _tokenizer(text)
     gconfig, requests = call.gconfig, []
     for prompt in prompts:
         for sample in range(gconfig.n_samples):
@@ -159,16 +187,18 @@ def _requests(
 
 
 class _WholeReply(Response):
-    """One JSON object, sent when all choices are complete."""
+    """One JSON object, made by `reply` when all choices are complete."""
 
     def __init__(
-        self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest], prompt_tokens: int
+        self,
+        loop: EngineLoop,
+        requests: list[GenRequest],
+        reply: Callable[[Sequence[Finished]], dict[str, Any]],
     ) -> None:
         super().__init__()
         self._loop = loop
-        self._head = head
         self._requests = requests
-        self._prompt_tokens = prompt_tokens
+        self._reply = reply
 
     async def __call__(self, scope, receive, send) -> None:
         finished: dict[str, Finished] = {}
@@ -188,27 +218,6 @@ class _WholeReply(Response):
         response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered)))
         await response(scope, receive, send)
 
-    def _reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        head, call = self._head, self._head.call
-        place, rest = (head.completion_id, head.created), (self._prompt_tokens, head.tokenizer)
-        if isinstance(call, ChatCall):
-            return chat_reply(call, *place, [self._chat_output(one) for one in finished], *rest)
-        outputs = [
-            Output(one.output_tokens, one.output_logprobs, one.stop_reason, self._text(one))
-            for one in finished
-        ]
-        return completion_reply(call, *place, outputs, *rest)
-
-    def _chat_output(self, one: Finished) -> ChatOutput:
-        reader = self._head.reader()
-        reader.push(one.output_tokens)
-        reader.finish()
-        return ChatOutput(one.output_tokens, one.output_logprobs, one.stop_reason, reader.parts)
-
-    def _text(self, one: Finished) -> str:
-        head = self._head
-        return visible_text(head.tokenizer, head.text_tokens(one.output_tokens), head.call.gconfig)
-
 
 class _StreamedReply(Response):
     """Server-sent events, one chunk per step and choice.
@@ -216,14 +225,11 @@ class _StreamedReply(Response):
     The status is sent with the first results, so that a refused request gets an error status.
     """
 
-    def __init__(
-        self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest], prompt_tokens: int
-    ) -> None:
+    def __init__(self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest]) -> None:
         super().__init__()
         self._loop = loop
         self._head = head
         self._requests = requests
-        self._prompt_tokens = prompt_tokens
         kind = ChatChoice if isinstance(head.call, ChatCall) else CompletionChoice
         self._choices = {request.rid: kind(head, i) for i, request in enumerate(requests)}
         self._num_tokens = {request.rid: 0 for request in requests}
@@ -269,7 +275,7 @@ class _StreamedReply(Response):
         head, last = self._head, b"data: [DONE]\n\n"
         if not head.call.include_usage:
             return last
-        usage = usage_of(self._prompt_tokens, sum(self._num_tokens.values()))
+        usage = usage_of(head.num_prompt_tokens, sum(self._num_tokens.values()))
         return _events([usage_chunk(head.call, head.completion_id, head.created, usage)]) + last
 
 
@@ -281,20 +287,16 @@ def _fault(results: list[Result]) -> WireError | None:
     """The error to send instead of the rest of the reply, if any."""
     for one in results:
         if isinstance(one, Refusal):
-            return WireError(400 if one.kind == "request" else 503, one.message)
+            return refusal(one.message) if one.kind == "request" else WireError(503, one.message)
         if isinstance(one, Progress) and one.is_broken:
             fault = "a log-probability is not finite; look at the weights the engine was given"
             return WireError(503, fault)
     return None
 
 
-def _check_model(name: str, model: str) -> None:
-    if name not in ("", model, Path(model).name):
-        message = f"model: expected {model!r}, which is served here, got {name[:100]!r}"
-        raise WireError(404, message, "model", "model_not_found")
-
-
 async def _answer_wire_error(request: Request, err: WireError) -> Response:
+    if request.scope["path"].startswith("/v1/messages"):
+        return JsonReply(error_of(err), err.status)
     return _error_response(err)
 
 
@@ -313,6 +315,7 @@ class ReplyHead:
     tool_format: str
     stop_ids: frozenset[int]  # tokens that end an output and are not part of its text
     in_reasoning: bool = False  # outputs of a chat begin inside reasoning
+    prompts: Sequence[list[int]] = ()
 
     def reader(self) -> ChatReader:
         """Of one output of a chat."""
@@ -325,43 +328,57 @@ class ReplyHead:
             in_reasoning=self.in_reasoning,
         )
 
-    def text_tokens(self, tokens: list[int]) -> list[int]:
-        return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
+    def text_reader(self) -> TextReader:
+        return TextReader(self.call.gconfig, self.tokenizer, stop_ids=self.stop_ids)
+
+    def prompt_of(self, choice: int) -> list[int]:
+        return self.prompts[choice // self.call.gconfig.n_samples]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        place, call = (self.completion_id, self.created), self.call
+        rest = (self.num_prompt_tokens, self.tokenizer)
+        if isinstance(call, ChatCall):
+            chats = [self._chat_output(one) for one in finished]
+            return chat_reply(call, *place, chats, *rest, prompt_ids=self.prompts[0])
+        texts = [self._text_output(one) for one in finished]
+        return completion_reply(call, *place, texts, *rest, prompts=self.prompts)
+
+    def _chat_output(self, one: Finished) -> ChatOutput:
+        reader = self.reader()
+        reader.push(one.output_tokens)
+        reader.finish()
+        return reader.output(one.output_tokens, one.output_logprobs, one.stop_reason)
+
+    def _text_output(self, one: Finished) -> Output:
+        reader = self.text_reader()
+        text = reader.push(one.output_tokens) + reader.finish()
+        output = one.output_tokens, one.output_logprobs, one.stop_reason
+        return Output(*output, text, reader.stop_string)
 
 
 class CompletionChoice:
     def __init__(self, head: ReplyHead, index: int) -> None:
         assert isinstance(head.call, CompletionCall)
-        self._head = head
-        self._call = head.call
-        self._index = index
-        self._text = TextStream(head.tokenizer, head.call.gconfig)
-        self._num_letters = 0  # of all tokens so far, for the offsets of log-probabilities
+        self._reader = head.text_reader()
+        self._stream = CompletionStream(
+            head.call, head.completion_id, head.created, head.tokenizer, index,
+            prompt_ids=head.prompt_of(index),
+        )  # fmt: skip
 
     def begin(self) -> list[Chunk]:
         return []
 
     def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
-        text = self._text.push(tokens)
-        return [self._chunk(text, tokens, logprobs)] if text or self._call.logprobs else []
+        return self._stream.push(self._reader.push(tokens), tokens, logprobs)
 
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
-        text = self._text.push(self._head.text_tokens(tokens)) + self._text.finish()
-        return [self._chunk(text, tokens, logprobs, finish_reason(reason))]
-
-    def _chunk(
-        self, text: str, tokens: list[int], logprobs: list[float], reason: str | None = None
-    ) -> Chunk:
-        head, details = self._head, None
-        if self._call.logprobs:
-            details = completion_logprobs(
-                head.tokenizer, tokens, logprobs, text_offset=self._num_letters
-            )
-            self._num_letters += sum(map(len, details["tokens"]))
-        return completion_chunk(
-            self._call, head.completion_id, head.created, self._index, text,
-            logprobs=details, finish_reason=reason,
-        )  # fmt: skip
+        text = self._reader.push(tokens) + self._reader.finish()
+        chunks = self._stream.push(text, tokens, logprobs)
+        return [*chunks, *self._stream.finish(reason, self._reader.stop_string)]
 
 
 class ChatChoice:
@@ -369,8 +386,9 @@ class ChatChoice:
         assert isinstance(head.call, ChatCall)
         self._reader = head.reader()
         self._stream = ChatStream(
-            head.call, head.completion_id, head.created, head.tokenizer, index
-        )
+            head.call, head.completion_id, head.created, head.tokenizer, index,
+            prompt_ids=head.prompt_of(index),
+        )  # fmt: skip
 
     def begin(self) -> list[Chunk]:
         return self._stream.begin()
@@ -380,4 +398,5 @@ class ChatChoice:
 
     def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
         events = [*self._reader.push(tokens), *self._reader.finish()]
-        return [*self._stream.push(events, tokens, logprobs), *self._stream.finish(reason)]
+        chunks = self._stream.push(events, tokens, logprobs)
+        return [*chunks, *self._stream.finish(reason, self._reader.stop_string)]

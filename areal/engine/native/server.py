@@ -50,7 +50,8 @@ from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.weight_loader import Kind, WeightLoader, WeightUpdate, WrongGroupError
 from areal.engine.native.wire import GenerateBody, Refusal, TokenId, decode_requests, encode_lines
 from areal.engine.remote.token_gate import WRONG_TOKEN, TokenGate
-from areal.openai.requests import WireError, error_body
+from areal.openai.anthropic import error_of
+from areal.openai.errors import WireError, error_body
 from areal.utils.chat_template import TemplateLimitError
 from areal.utils.device import device_identity
 from areal.utils.http_body import Body, Expect, Integer, Items, Text, json_body, parse_json, wrong
@@ -285,8 +286,11 @@ async def _answer_no_route(request: Request, err: HTTPException) -> Response:
 
 def _error(path: str, status: int, message: str) -> Response:
     """An error in the shape that clients of this route expect."""
-    is_openai = path.startswith("/v1/")
-    content = error_body(WireError(status, message)) if is_openai else {"error": message}
+    content: dict[str, Any] = {"error": message}
+    if path.startswith("/v1/messages"):
+        content = error_of(WireError(status, message))
+    elif path.startswith(("/v1/", "/inference/")):
+        content = error_body(WireError(status, message))
     return JsonReply(content, status_code=status)
 
 

@@ -45,6 +45,7 @@ import aiohttp
 
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import (
+    NO_ROOM,
     ModelRequest,
     ModelResponse,
     check_amount,
@@ -196,7 +197,7 @@ class GenerateClient:
             raise ValueError("input_ids: expected at least one token id, got an empty list")
         if prompt >= most:
             raise ValueError(
-                f"input_ids: {prompt} tokens leave no room for output: the bound of prompt and "
+                f"input_ids: {prompt} tokens leave {NO_ROOM}: the bound of prompt and "
                 f"output is {most}, the smaller of gconfig.max_tokens ({gconfig.max_tokens}) and "
                 f"the server's context ({self._max_context})"
             )

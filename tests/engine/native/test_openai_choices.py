@@ -35,6 +35,7 @@ def head_of(call, parser="hermes", in_reasoning=False):
         tool_format=parser,
         stop_ids=frozenset([EOS]),
         in_reasoning=in_reasoning,
+        prompts=[[1]],
     )
 
 
