@@ -193,7 +193,12 @@ def _wire_request(rid: str, draft: Draft) -> GenRequest:
         so_far = Progress(rid, draft.tokens, draft.logprobs, draft.versions)
     request = draft.request
     return GenRequest(
-        rid, request.input_ids, request.gconfig, progress_tokens=PROGRESS_TOKENS, so_far=so_far
+        rid,
+        request.input_ids,
+        request.gconfig,
+        progress_tokens=PROGRESS_TOKENS,
+        so_far=so_far,
+        grammar=request.grammar,
     )
 
 
