@@ -52,18 +52,18 @@ class GrammarState:
 
     def allowed(
         self, vocab_size: int, stop_ids: frozenset[int], *, may_end: bool = True
-    ) -> np.ndarray:
+    ) -> np.ndarray | None:
         """int32 [ceil(V / 32)]: token t may come next if bit t % 32 of word t // 32 is 1.
 
         Stop tokens may come where the output can end; `may_end` False bans them. Where the next
-        bytes are certain, the tokenizer's own token for them is the only one. No bit is set where
-        nothing can follow, or after a fault.
+        bytes are certain, the tokenizer's own token for them is the only one. None where nothing
+        can follow, or after a fault.
         """
         mask = np.zeros(-(-vocab_size // 32), np.uint32)
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self._note_error()
-            return mask.view(np.int32)
+            return None
         count = min(len(bits), mask.nbytes)
         mask.view(np.uint8)[:count] = np.frombuffer(bits, np.uint8, count)
         if vocab_size % 32:
@@ -74,7 +74,7 @@ class GrammarState:
             _clear_bits(mask, stop_ids)
         elif self._matcher.is_accepting():
             _set_bits(mask, stop_ids)
-        return mask.view(np.int32)
+        return mask.view(np.int32) if np.count_nonzero(mask) else None
 
     def accept(self, tokens: list[int]) -> None:
         """`tokens` come next; `fault` says if the grammar does not allow them."""

@@ -197,8 +197,7 @@ class Sequence:
         """Bits of the tokens its grammar allows next; None where nothing can be drawn."""
         assert self.grammar is not None, "only outputs under a grammar are constrained"
         may_end = len(self.output_tokens) >= self.gconfig.min_new_tokens
-        mask = self.grammar.allowed(vocab_size, self.stop_ids, may_end=may_end)
-        return mask if mask.any() else None
+        return self.grammar.allowed(vocab_size, self.stop_ids, may_end=may_end)
 
     def finish(self, stop_reason: StopReason) -> Finished:
         self.has_ended = True

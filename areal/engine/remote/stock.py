@@ -92,7 +92,7 @@ class StockProtocol(ServerProtocol):
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
             raise bad_reply(self.kind, address, f"{type(err).__name__}: {err}") from err
         tokens, logprobs = found.output_tokens, found.output_logprobs
-        if found.stop_reason == "abort" and _depends_on_start(draft.request):
+        if found.stop_reason == "abort" and depends_on_start(draft.request):
             tokens, logprobs = [], []
         yield rid, Result(tokens, logprobs, [version] * len(tokens), found.stop_reason)
 
@@ -128,7 +128,7 @@ def continuation(draft: Draft) -> ModelRequest:
     return ModelRequest(input_ids=input_ids, gconfig=rest, rid=request.rid, grammar=request.grammar)
 
 
-def _depends_on_start(request: ModelRequest) -> bool:
+def depends_on_start(request: ModelRequest) -> bool:
     gconfig = request.gconfig
     return bool(gconfig.stop or gconfig.frequency_penalty or request.grammar)
 
