@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal.api.io_struct import Grammar
+from areal.openai.text_stream import token_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -105,6 +106,20 @@ class _Compiled:
         self.is_broken = False
 
 
+class _TokenTexts:
+    """A tokenizer as llguidance asks for it: the bytes of each token, and how text is split."""
+
+    def __init__(self, tokenizer: Any, eos_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_ids[0] if eos_ids else tokenizer.eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = sorted({*tokenizer.all_special_ids, *eos_ids})
+        self.tokens = [token_bytes(tokenizer, token) or b"" for token in range(len(tokenizer))]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
 class GrammarCompiler:
     """Compiled grammars of one tokenizer; blocking, from any thread."""
 
@@ -113,18 +128,16 @@ class GrammarCompiler:
     ) -> None:
         """ValueError if grammars cannot be used here at all."""
         try:
-            from llguidance import hf
+            import llguidance.hf
         except ImportError as err:
             raise ValueError(
                 "grammar: constrained output needs llguidance: pip install 'areal[grammar]'"
             ) from err
         try:
-            self._tokenizer = hf.from_tokenizer(tokenizer, eos_token=eos_ids or None)
-        except ValueError as err:
-            raise ValueError(
-                f"grammar: cannot be used with this model's tokenizer ({_reason_of(str(err))}); "
-                "the model folder needs a tokenizer.json"
-            ) from err
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=eos_ids or None)
+        except ValueError:  # a kind it cannot read: token by token
+            wrapper = llguidance.TokenizerWrapper(_TokenTexts(tokenizer, eos_ids))
+            self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=eos_ids or None)
         self._eos_ids = frozenset(self._tokenizer.eos_tokens)
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")

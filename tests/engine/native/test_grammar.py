@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, write_tiny_model
 from tiny_tokenizer import EOS, IM_END, VOCAB_SIZE, byte_tokenizer, write_byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import Grammar, ModelRequest
@@ -468,6 +470,22 @@ def test_a_model_without_a_tokenizer(tmp_path):
     loop.close()
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("grammar: the model folder")
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_is_read_token_by_token():
+    """One token per letter, and two that only look like text."""
+    pieces = ["<pad>", "<eos>", *"abcxyz", "<", ">", "é"]
+    core = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    state = GrammarCompiler(tokenizer, [EOS]).state(Grammar(regex="[a-cé<>]{2}"))
+    for text in ("é", "<"):
+        mask = state.allowed(len(pieces), frozenset([EOS]))
+        assert mask.tolist() == bits([2, 3, 4, 8, 9, 10], len(pieces)).tolist()
+        state.accept(tokenizer.encode(text))
+    assert state.allowed(len(pieces), frozenset([EOS])).tolist() == [1 << EOS]
 
 
 def test_allowed_tokens_are_accepted():
