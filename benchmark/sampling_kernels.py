@@ -35,7 +35,9 @@ KINDS = {
     "top_p": {"top_p": 0.95},
     "top_k_top_p": {"top_k": 50, "top_p": 0.95},
     "penalty": {"frequency_penalty": 0.1},
+    "constrained": {"constrained": 1},
 }
+CHANGE_LOGITS = {"frequency_penalty", "constrained"}
 RACE_TILES = [(1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16), (8192, 16)]
 CUT_TILES = [
     (2048, 8, 3), (2048, 16, 1), (2048, 16, 3), (2048, 16, 4), (4096, 16, 2), (4096, 16, 3),
@@ -83,15 +85,20 @@ def draw_time(logits_RV: torch.Tensor, changes: dict[str, float], tiles: Samplin
     slot_R = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     token_R, logprob_R = torch.zeros_like(slot_R), torch.zeros(num_rows, device=DEVICE)
     workspace = SamplingWorkspace.allocate(num_rows, VOCAB_SIZE, DEVICE, tiles)
-    # Penalties change the logits in place, a little more with each repetition.
-    given_RV = logits_RV.clone() if "frequency_penalty" in changes else logits_RV
+    # Penalties change the logits in place, a little more with each repetition, and so do masks.
+    given_RV = logits_RV.clone() if changes.keys() & CHANGE_LOGITS else logits_RV
     return microseconds(
         lambda: sample_rows(given_RV, slot_R, options, token_R, logprob_R, workspace)
     )
 
 
 def sampling_options(
-    num_slots: int, *, top_k: int = 2**31 - 1, top_p: float = 1.0, frequency_penalty: float = 0.0
+    num_slots: int,
+    *,
+    top_k: int = 2**31 - 1,
+    top_p: float = 1.0,
+    frequency_penalty: float = 0.0,
+    constrained: int = 0,
 ) -> DeviceSampling:
     def column(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.full((num_slots, *shape), value, dtype=dtype, device=DEVICE)
@@ -109,6 +116,8 @@ def sampling_options(
         history_SC=torch.randint(
             VOCAB_SIZE, (num_slots, NUM_HISTORY), dtype=torch.int32, device=DEVICE
         ),
+        constrained_S=column(constrained, torch.int32),
+        allowed_SB=column(0b101, torch.int32, -(-VOCAB_SIZE // 32)),
     )
 
 

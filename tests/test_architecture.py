@@ -228,6 +228,7 @@ def test_light_doors_load_nothing_heavy(module):
 NEEDS = {
     "flashinfer": (),
     "httpx": (),
+    "llguidance": (),
     "megatron": ("areal.engine.train.megatron",),
     "openai": (),
     "peft": ("areal.engine.train.fsdp.lora",),

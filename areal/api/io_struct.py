@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.json_text import dumps, well_formed
 
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation
@@ -61,6 +62,65 @@ NO_ROOM = "no room for output"  # in the ValueError for a prompt that fills the 
 StopReason = Literal["length", "stop", "tool_calls", "abort"]
 OnTokens = Callable[[list[int], list[float]], None]
 WeightTransport = Literal["direct", "shm", "ipc", "disk", "delta", "xccl"]
+
+
+MAX_GRAMMAR_CHARS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The texts an output may be, by exactly one of the fields.
+
+    Tokens that cannot lead to such a text have probability 0. The output ends where the grammar
+    allows it; one that ends by length is the beginning of such a text. Log-probabilities are those
+    of the tokens that were allowed, renormalised.
+
+    Grammar(json_schema={"type": "object"})                  # any JSON object
+    Grammar(regex=r"yes|no")
+    Grammar(lark='start: "<call>" %json {"type": "object"} "</call>"')
+    """
+
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    lark: str | None = None  # in llguidance's dialect of Lark
+
+    def __post_init__(self) -> None:
+        given = [name for name in GRAMMAR_KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            names = ", ".join(GRAMMAR_KINDS)
+            found = ", ".join(given) or "none"
+            raise ValueError(f"grammar: expected exactly one of {names}, got {found}")
+        kind, value = given[0], getattr(self, given[0])
+        expected, wanted = (dict, "an object") if kind == "json_schema" else (str, "a text")
+        if not isinstance(value, expected):
+            raise ValueError(f"grammar.{kind}: expected {wanted}, got {_shown(value)}")
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise ValueError(
+                f"grammar.{kind}: expected at most {MAX_GRAMMAR_CHARS} characters, "
+                f"got {len(self.text)}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in GRAMMAR_KINDS if getattr(self, name) is not None)
+
+    @property
+    def text(self) -> str:
+        """Its value; a schema as JSON."""
+        if self.json_schema is None:
+            text = self.regex if self.regex is not None else self.lark
+            assert text is not None, "one of them is given"
+            if well_formed(text) is not text:
+                raise ValueError(f"grammar.{self.kind}: a lone surrogate is not text")
+            return text
+        try:
+            return dumps(self.json_schema)
+        except (TypeError, ValueError, RecursionError) as err:
+            raise ValueError(f"grammar.json_schema: not JSON ({err})") from None
+
+
+GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 
 
 @dataclass(slots=True)
@@ -83,6 +143,7 @@ class ModelRequest:
     image_data: list[str] = field(default_factory=list)  # base64, in prompt order
     processor: Any = None  # the processor that made the prompt's image tokens
     vision_msg_vllm: list[dict[str, Any]] | None = None  # the chat, for servers that take images so
+    grammar: Grammar | None = None  # what the output must look like
     on_tokens: OnTokens | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

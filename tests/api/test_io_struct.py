@@ -9,7 +9,9 @@ import pytest
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.io_struct import (
+    MAX_GRAMMAR_CHARS,
     FinetuneSpec,
+    Grammar,
     HttpGenerationResult,
     ModelRequest,
     ModelResponse,
@@ -48,6 +50,31 @@ def test_a_listener_belongs_to_one_call_in_this_process():
     for other in (request.copy(), pickle.loads(pickle.dumps(request))):
         assert other.on_tokens is None and other == request
     assert request.on_tokens is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "grammar: expected exactly one of json_schema, regex, lark, got none"),
+        ({"regex": "a", "lark": "b"}, "grammar: expected exactly one of .*, got regex, lark"),
+        ({"json_schema": "{}"}, "grammar.json_schema: expected an object, got '{}'"),
+        ({"regex": 3}, "grammar.regex: expected a text, got 3"),
+        ({"regex": "\ud83d"}, "grammar.regex: a lone surrogate"),
+        ({"lark": "a" * (MAX_GRAMMAR_CHARS + 1)}, "grammar.lark: expected at most"),
+        ({"json_schema": {"minimum": float("nan")}}, "grammar.json_schema: not JSON"),
+        ({"json_schema": {"enum": [{1}]}}, "grammar.json_schema: not JSON"),
+    ],
+)
+def test_a_grammar_is_one_text(fields, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        Grammar(**fields)
+
+
+def test_a_grammar_has_a_kind_and_a_text() -> None:
+    assert (Grammar(regex="").kind, Grammar(regex="").text) == ("regex", "")
+    schema = Grammar(json_schema={"type": "string"})
+    assert (schema.kind, schema.text) == ("json_schema", '{"type":"string"}')
+    assert ModelRequest([1], grammar=schema).copy().grammar == schema
 
 
 def test_response_strips_the_stop_tokens_at_its_end_only() -> None:

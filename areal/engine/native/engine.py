@@ -16,7 +16,9 @@ A step *launches* work on the device and *records* what an earlier launch has dr
 A GPU runs ahead: while the host records one launch, the next one runs. A sequence that turns out to
 have ended drew a few extra tokens, which are dropped. Its pages can be reused at once: all device
 work is ordered, so new writes come after its last ones. Operations that need every token (abort,
-preemption, new weights) first *drain*: record all launches in flight.
+preemption, new weights) first *drain*: record all launches in flight. So does every launch while a
+running request has a grammar: which tokens it allows next depends on the last one. Such launches
+are of one step.
 
 Requests with the same prompt share its computation: it is a `Prefix` with its own pages, and each
 request draws its first token from the prefix's last hidden state.
@@ -179,9 +181,12 @@ class NativeEngine:
             max_output=self._max_output(request),
             progress_tokens=request.progress_tokens,
             stop_watch=request.stop_watch,
+            grammar=request.grammar_state,
         )
         if request.so_far is not None:
             _go_on_from(sequence, request.so_far)
+        elif sequence.grammar is not None:
+            self._check_can_begin(sequence)
         self._by_rid[sequence.rid] = sequence
         if sequence.progress_tokens == 1:
             self._silent.add(sequence.rid)
@@ -295,6 +300,8 @@ class NativeEngine:
             raise ValueError(f"rid {request.rid!r} is already running: give each request its own")
         if request.gconfig.stop and request.stop_watch is None:
             raise ValueError("gconfig.stop holds texts: the request needs a stop_watch for them")
+        if request.grammar is not None and request.grammar_state is None:
+            raise ValueError("grammar: the request needs a grammar_state for it")
         if not ids:
             raise ValueError("input_ids is empty: a prompt needs at least one token")
         stop_ids = request.gconfig.stop_token_ids
@@ -326,6 +333,16 @@ class NativeEngine:
                 f"{self._max_output(request)} this request can have"
             )
 
+    def _check_can_begin(self, sequence: Sequence) -> None:
+        """An output has at least one token."""
+        if sequence.allowed(self.model.args.vocab_size) is None:
+            assert sequence.grammar is not None
+            raise ValueError(
+                sequence.grammar.fault
+                or "grammar: allows no first token; with ignore_eos or min_new_tokens the text "
+                "cannot be empty"
+            )
+
     def _max_output(self, request: GenRequest) -> int:
         room = self._max_tokens(request) - len(request.input_ids)
         return min(request.gconfig.max_new_tokens, room)
@@ -341,9 +358,12 @@ class NativeEngine:
         """Start this step's work; False when there is nothing to start."""
         self._counts["steps"] += 1
         scheduler = self._scheduler
+        is_constrained = bool(scheduler.slots.constrained.any())
+        if is_constrained:
+            self._drain()
         # While prompts wait, one token at a time, so that their samples join soon; and until a
         # stream has begun, so that it begins with its first token.
-        busy = scheduler.waiting or scheduler.filling or self._silent
+        busy = is_constrained or scheduler.waiting or scheduler.filling or self._silent
         num_steps = 1 if busy else self._present_runner.steps_per_launch
         if self._under_way:
             num_lacking = int(scheduler.num_lacking(num_steps).sum())
@@ -356,6 +376,7 @@ class NativeEngine:
         return decoded or started
 
     def _launch_decode(self, num_steps: int) -> bool:
+        self._constrain(self._scheduler.decoding)
         decoding, slots = list(self._scheduler.decoding), self._scheduler.decoding_slots()
         table = self._scheduler.slots
         remaining = table.max_cached[slots] + 1 - table.num_tokens[slots]
@@ -388,6 +409,9 @@ class NativeEngine:
         for sequence, hidden_D in self._attach():
             drawing.append(sequence)
             hidden.append(hidden_D)
+        if not self._constrain(drawing):
+            hidden = [h for s, h in zip(drawing, hidden, strict=True) if not s.has_ended]
+            drawing = [sequence for sequence in drawing if not sequence.has_ended]
         if drawing:
             slots = np.fromiter((s.slot for s in drawing), np.int64, len(drawing))
             drawn = self._present_runner.draw(slots, hidden)
@@ -396,6 +420,22 @@ class NativeEngine:
                 self._scheduler.promote(sequence)
             self._under_way.append(_Launch(drawing, drawn, self.version))
         return bool(chunks or drawing)
+
+    def _constrain(self, sequences: Iterable[Sequence]) -> bool:
+        """Before they draw: masks of those with a grammar. False if some have ended instead, for
+        want of a token that may follow."""
+        table, all_can = self._scheduler.slots, True
+        if not table.constrained.any():
+            return True
+        for sequence in [s for s in sequences if s.grammar is not None]:
+            assert sequence.slot is not None, "only running sequences draw"
+            mask = sequence.allowed(self.model.args.vocab_size)
+            if mask is None:
+                self._drained.append(self._end(sequence, "stop"))
+                all_can = False
+            else:
+                table.allowed[sequence.slot] = mask
+        return all_can
 
     def _chunks(self) -> tuple[list[Prefix | Sequence], list[Chunk]]:
         scheduler, budget = self._scheduler, self._present_runner.max_prefill_tokens
@@ -468,6 +508,10 @@ def _go_on_from(sequence: Sequence, so_far: Progress) -> None:
     """Treat it like a preempted sequence: its cache is recomputed, its draws continue."""
     if sequence.stop_watch is not None:
         sequence.stop_watch.feed(so_far.tokens)
+    if sequence.grammar is not None:
+        sequence.grammar.accept(so_far.tokens)
+        if sequence.grammar.fault:
+            raise ValueError(f"so_far: {sequence.grammar.fault}")
     sequence.output_tokens = list(so_far.tokens)
     sequence.output_logprobs = list(so_far.logprobs)
     sequence.output_versions = list(so_far.versions)

@@ -78,13 +78,12 @@ class NativeLocalEngine(InferenceEngine):
         start = time.perf_counter()
         # Copies of a request share its rid; inside the engine each has its own.
         rid = f"{req.rid}.{next(self._num_sent)}"
-        watch = None
-        if req.gconfig.stop:  # in a thread: loading the tokenizer takes seconds
-            watch = await asyncio.to_thread(self._text.stop_watch, req.gconfig)
         interval = 0 if req.on_tokens is None else 1
         request = GenRequest(
-            rid, req.input_ids, req.gconfig, progress_tokens=interval, stop_watch=watch
+            rid, req.input_ids, req.gconfig, progress_tokens=interval, grammar=req.grammar
         )
+        if req.gconfig.stop or req.grammar:  # in a thread: loading the tokenizer takes seconds
+            request = await asyncio.to_thread(self._text.prepare, request)
         with waiting("generation in this process"):
             reply = await self._generate(request, req.on_tokens)
         return reply.response(req, latency=time.perf_counter() - start)

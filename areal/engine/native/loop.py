@@ -278,6 +278,8 @@ def _result_of(finished: Finished, *, started: float, now: float) -> Reply | Ref
         # An error, never data: weights or logits are broken.
         fault = "a log-probability is not finite; look at the weights the engine was given"
         return Refusal(finished.rid, "engine", fault)
+    if finished.fault:
+        return Refusal(finished.rid, "request", finished.fault)
     first = finished.first_token_time or now
     return Reply(finished, latency=now - started, ttft=first - started)
 

@@ -174,15 +174,13 @@ def _requests(
     for prompt in prompts:
         for sample in range(gconfig.n_samples):
             seed = None if gconfig.seed is None else gconfig.seed + sample
-            requests.append(
-                GenRequest(
-                    rid=f"{completion_id}.{len(requests)}",
-                    input_ids=prompt,
-                    gconfig=gconfig.new(n_samples=1, seed=seed),
-                    progress_tokens=1 if call.stream else 0,
-                    stop_watch=text.stop_watch(gconfig),
-                )
+            request = GenRequest(
+                rid=f"{completion_id}.{len(requests)}",
+                input_ids=prompt,
+                gconfig=gconfig.new(n_samples=1, seed=seed),
+                progress_tokens=1 if call.stream else 0,
             )
+            requests.append(text.prepare(request))
     return requests
 
 

@@ -3,14 +3,15 @@
 The distribution of a row is softmax(logits / temperature), cut to the `top_k` most likely tokens,
 then to the smallest set whose probabilities reach `top_p`, and renormalised. A frequency penalty is
 taken from a logit first, once for each time its token was drawn. Tokens of `banned` have
-probability 0 (stop tokens before `min_new_tokens`). A greedy row takes the most likely token; its
-log-probability is the one under the uncut distribution.
+probability 0 (stop tokens before `min_new_tokens`), and so have those outside of `allowed` (by a
+grammar). A greedy row takes the most likely token; its log-probability is the one under the uncut
+distribution.
 
 The draw inverts the cumulative distribution at u(seed, index), a counter-based hash: the token is a
 function of the row's own logits and options, whatever else is in the batch. Arithmetic is float64,
 because a float32 cumulative sum over a large vocabulary loses the tail.
 
-Shapes: R rows, V vocabulary.
+Shapes: R rows, V vocabulary, W = ceil(V / 32) words of a bit mask.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class SamplingOptions:
     frequency_penalty: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 [R]
     # row -> tokens drawn before; rows with a penalty only, so that the others pay nothing
     history: dict[int, list[int]] = field(default_factory=dict)
+    # row -> int32 [W], bit t % 32 of word t // 32 is 1 if token t may be drawn; all may elsewhere
+    allowed: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 def sample(
@@ -88,6 +91,10 @@ def _sample_chunk(
     scaled_RV.div_(temperature_R[:, None])
     for row in options.banned.keys() & range(rows.start, rows.stop):
         scaled_RV[row - rows.start, options.banned[row]] = -torch.inf
+    for row in options.allowed.keys() & range(rows.start, rows.stop):
+        bits = options.allowed[row].view(np.uint8)
+        is_banned_V = np.unpackbits(bits, count=vocab_size, bitorder="little") == 0
+        scaled_RV[row - rows.start, torch.from_numpy(is_banned_V).to(device)] = -torch.inf
     probs_RV = torch.softmax(scaled_RV, dim=-1)
 
     greedy, top_k, top_p = options.greedy[rows], options.top_k[rows], options.top_p[rows]

@@ -53,6 +53,8 @@ class SlotTable:
         self.frequency_penalty = np.zeros(num_slots, np.float64)
         self.greedy = np.zeros(num_slots, bool)
         self.seed = np.zeros(num_slots, np.uint64)
+        self.constrained = np.zeros(num_slots, bool)  # by a grammar
+        self.allowed: dict[int, np.ndarray] = {}  # constrained slot -> mask of its next token
         self.sequences: list[Sequence | None] = [None] * num_slots
         # Counts the sequences of a slot, so that a runner detects a new one.
         self.generation = np.zeros(num_slots, np.int64)
@@ -71,6 +73,7 @@ class SlotTable:
         self.frequency_penalty[slot] = options.frequency_penalty
         self.greedy[slot] = options.greedy
         self.seed[slot] = sequence.seed
+        self.constrained[slot] = sequence.grammar is not None
 
     def set_pages(self, slot: int, pages: list[int]) -> None:
         self.pages[slot, : len(pages)] = pages
@@ -81,6 +84,8 @@ class SlotTable:
         self.pages[slot, : self.num_pages[slot]] = SCRATCH_PAGE
         self.num_pages[slot] = 0
         self.sequences[slot] = None
+        self.constrained[slot] = False
+        self.allowed.pop(slot, None)
 
     def advance(self, slots: np.ndarray, count: int) -> None:
         """Each of `slots` draws `count` tokens."""
@@ -105,6 +110,10 @@ class SlotTable:
             history={
                 row: self.sequences[slots[row]].output_tokens
                 for row in np.flatnonzero(penalty).tolist()
+            },
+            allowed={
+                row: self.allowed[slots[row]]
+                for row in np.flatnonzero(self.constrained[slots]).tolist()
             },
         )
 

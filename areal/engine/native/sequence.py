@@ -21,10 +21,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.io_struct import StopReason
+from areal.api.io_struct import Grammar, StopReason
 from areal.openai.text_stream import token_text
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from areal.engine.native.grammar import GrammarState
     from areal.engine.native.kv_cache import Prefix
 
 
@@ -86,7 +89,10 @@ class GenRequest:
     gconfig: GenerationHyperparameters
     progress_tokens: int = 0  # report `Progress` every so many new tokens; 0: never
     so_far: Progress | None = None  # start of the output, drawn by another engine
+    grammar: Grammar | None = None  # of the output
+    # Made from the above by `ModelText.prepare`, for this request alone.
     stop_watch: StopWatch | None = None  # for `gconfig.stop`, if not empty
+    grammar_state: GrammarState | None = None  # for `grammar`
 
 
 @dataclass(slots=True)
@@ -114,6 +120,7 @@ class Finished:
     output_versions: list[int]  # version of the weights that sampled each token
     stop_reason: StopReason
     first_token_time: float = 0.0  # time.monotonic() of the first token; 0.0 when there is none
+    fault: str = ""  # why the request, rather than its output, is at its end
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +136,7 @@ class Sequence:
     progress_tokens: int = 0
     num_told: int = 0  # leading output tokens already reported, or drawn elsewhere
     stop_watch: StopWatch | None = None
+    grammar: GrammarState | None = None  # has accepted all output tokens
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
@@ -171,6 +179,8 @@ class Sequence:
             stop = self.stop_watch.feed(tokens[:count])
             if stop is not None:
                 count, reason = stop + 1, "stop"
+        if self.grammar is not None and reason is None:
+            self.grammar.accept(tokens)
         self.output_tokens += tokens[:count]
         self.output_logprobs += logprobs[:count]
         self.output_versions += [version] * count
@@ -189,6 +199,12 @@ class Sequence:
             self.output_versions[start:],
         )
 
+    def allowed(self, vocab_size: int) -> np.ndarray | None:
+        """Bits of the tokens its grammar allows next; None where nothing can be drawn."""
+        assert self.grammar is not None, "only outputs under a grammar are constrained"
+        may_end = len(self.output_tokens) >= self.gconfig.min_new_tokens
+        return self.grammar.allowed(vocab_size, self.stop_ids, may_end=may_end)
+
     def finish(self, stop_reason: StopReason) -> Finished:
         self.has_ended = True
         return Finished(
@@ -198,4 +214,5 @@ class Sequence:
             output_versions=self.output_versions,
             stop_reason=stop_reason,
             first_token_time=self.first_token_time,
+            fault="" if self.grammar is None else self.grammar.fault,
         )

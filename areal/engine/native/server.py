@@ -33,7 +33,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -161,7 +160,7 @@ def create_app(
     @app.post("/generate", openapi_extra=json_body(GenerateBody))
     async def generate(request: Request) -> Response:
         items = decode_requests(await read_body(request))
-        return _ResultStream(loop, await _with_stop_watches(items, text))
+        return _ResultStream(loop, await _prepared(items, text))
 
     @app.post("/score", openapi_extra=json_body(ScoreBody))
     async def score(request: Request) -> dict[str, Any]:
@@ -205,23 +204,26 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
     asyncio.run(run())
 
 
-async def _with_stop_watches(
+async def _prepared(
     items: list[GenRequest | Refusal], text: ModelText
 ) -> list[GenRequest | Refusal]:
-    """Requests with their stop watches; those whose stop strings are unusable are refused."""
-    if not any(isinstance(item, GenRequest) and item.gconfig.stop for item in items):
-        return items
+    """Requests ready for the engine; those with unusable stop strings or grammars are refused."""
 
-    def watched(item: GenRequest | Refusal) -> GenRequest | Refusal:
+    def needs_text(item: GenRequest | Refusal) -> bool:
+        return isinstance(item, GenRequest) and bool(item.gconfig.stop or item.grammar)
+
+    def prepared(item: GenRequest | Refusal) -> GenRequest | Refusal:
         if isinstance(item, Refusal):
             return item
         try:
-            return replace(item, stop_watch=text.stop_watch(item.gconfig))
+            return text.prepare(item)
         except ValueError as err:
-            return Refusal(item.rid, "request", f"gconfig.stop: {err}")
+            return Refusal(item.rid, "request", str(err))
 
-    # In a thread: loading the tokenizer takes seconds.
-    return await asyncio.to_thread(lambda: [watched(item) for item in items])
+    if not any(map(needs_text, items)):
+        return items
+    # In a thread: loading the tokenizer takes seconds, and so may compiling a grammar.
+    return await asyncio.to_thread(lambda: [prepared(item) for item in items])
 
 
 class _TokenGate(TokenGate):

@@ -9,7 +9,8 @@ next step: only the calls are sent. `LeadingEngine` (rank 0) has the interface o
 `follow` repeats its calls on the other ranks. They are JSON in a broadcast over `orders`, a gloo
 group: additions and aborts are sent with the step that follows, so a step costs one message. Each
 message has a checksum of what the leader has finished. A follower with another one raises: its
-steps would diverge and deadlock.
+steps would diverge and deadlock. Grammars are compiled by every rank, in the order of its calls
+(also by rank 0, once more): so even the limits of a grammar are reached in the same step.
 
 Ranks 1, 2, ... are child processes on this machine. They rendezvous through a file in a folder only
 this user can read, and communicate over the loopback interface. If one ends early, the others hang
@@ -62,9 +63,10 @@ class LeadingEngine:
 
     loads_files = True
 
-    def __init__(self, engine: NativeEngine, orders: dist.ProcessGroup) -> None:
+    def __init__(self, engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> None:
         self._engine = engine
         self._group = orders
+        self._text = text
         self._orders: list[dict[str, Any]] = []  # since the last message
         self._tally = _Tally()
         self._is_whole = True
@@ -87,10 +89,10 @@ class LeadingEngine:
 
     def add(self, request: GenRequest) -> None:
         content = encode_requests([request])
-        refusal = decode_requests(content)[0]
-        if isinstance(refusal, Refusal):
-            raise ValueError(refusal.message)
-        self._engine.add(request)
+        decoded = decode_requests(content)[0]
+        if isinstance(decoded, Refusal):
+            raise ValueError(decoded.message)
+        self._engine.add(self._text.prepare(decoded))
         self._orders.append({"do": "add", "content": content.decode()})
 
     def abort(self, rid: str) -> Finished | None:
@@ -148,7 +150,7 @@ class LeadingEngine:
 
 
 def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> None:
-    """Executes the leader's calls; `text` decodes stop strings."""
+    """Executes the leader's calls; `text` is for stop strings and grammars."""
     tally = _Tally()
     while True:
         message = from_json(_receive(orders))
@@ -160,7 +162,9 @@ def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> 
         for order in message["orders"]:
             match order["do"]:
                 case "add":
-                    engine.add(_request(order["content"], text))
+                    (request,) = decode_requests(order["content"].encode())
+                    assert isinstance(request, GenRequest), request  # as the leader decoded it
+                    engine.add(text.prepare(request))
                 case "abort":
                     engine.abort(order["rid"])
                 case "step":
@@ -188,13 +192,6 @@ class _Tally:
             if isinstance(one, Finished):
                 content = to_json([one.rid, one.output_tokens])
                 self.checksum = zlib.crc32(content, self.checksum)
-
-
-def _request(content: str, text: ModelText) -> GenRequest:
-    (request,) = decode_requests(content.encode())
-    assert isinstance(request, GenRequest), request  # the leader has decoded it too
-    request.stop_watch = text.stop_watch(request.gconfig)
-    return request
 
 
 def _load(engine: NativeEngine, order: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -253,7 +250,8 @@ def leading_engine(
     followers = _Followers(num_ranks, scratch, options, on_end)
     try:
         with _joined(_Place(0, num_ranks, str(scratch.path)), options) as (engine, orders):
-            leader = LeadingEngine(engine, orders)
+            text = ModelText(options["model_path"], compile_timeout_s=None)
+            leader = LeadingEngine(engine, orders, text)
             yield leader
             leader.close()
     finally:
@@ -372,7 +370,7 @@ class _Followers:
 def run_follower(place: _Place, options: dict[str, Any]) -> None:
     """Entry point of ranks 1, 2, ...; returns when the leader closes."""
     with _joined(place, options) as (engine, orders):
-        follow(engine, orders, ModelText(options["model_path"]))
+        follow(engine, orders, ModelText(options["model_path"], compile_timeout_s=None))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """The tokenizer of a model folder, loaded when the first request needs it.
 
-The engine itself uses only token ids. Text appears in stop strings and in the OpenAI routes; a
-folder without a tokenizer serves everything else.
+The engine itself uses only token ids. Text appears in stop strings, in grammars and in the OpenAI
+routes; a folder without a tokenizer serves everything else.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import read_eos_ids
-from areal.engine.native.sequence import StopWatch
+from areal.engine.native.grammar import COMPILE_TIMEOUT_S, GrammarCompiler
+from areal.engine.native.sequence import GenRequest, StopWatch
 from areal.utils import logging
 
 logger = logging.getLogger("NativeModelText")
@@ -24,10 +25,15 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 class ModelText:
     """Loads once, from any thread; blocking, so not for an event loop."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(
+        self, folder: str | Path, *, compile_timeout_s: float | None = COMPILE_TIMEOUT_S
+    ) -> None:
+        """`compile_timeout_s`: longest wait for a grammar."""
         self._folder = Path(folder)
-        self._lock = threading.Lock()
+        self._compile_timeout_s = compile_timeout_s
+        self._lock = threading.RLock()
         self._tokenizer: Any = None
+        self._compiler: GrammarCompiler | None = None
 
     def tokenizer(self) -> Any:
         """ValueError when the folder has none."""
@@ -41,11 +47,32 @@ class ModelText:
         """The model's end tokens, which are not part of the text."""
         return read_eos_ids(self._folder)
 
-    def stop_watch(self, gconfig: GenerationHyperparameters) -> StopWatch | None:
-        """For one request; None when it has no stop strings."""
-        if not gconfig.stop:
-            return None
-        return StopWatch(self.tokenizer(), gconfig.stop, min_tokens=gconfig.min_new_tokens)
+    def prepare(self, request: GenRequest) -> GenRequest:
+        """The request with what its stop strings and its grammar need. ValueError names the field
+        that cannot be used."""
+        gconfig, grammar = request.gconfig, request.grammar
+        if gconfig.stop:
+            try:
+                tokenizer = self.tokenizer()
+            except ValueError as err:
+                raise ValueError(f"gconfig.stop: {err}") from err
+            watch = StopWatch(tokenizer, gconfig.stop, min_tokens=gconfig.min_new_tokens)
+            request = replace(request, stop_watch=watch)
+        if grammar is not None:
+            request = replace(request, grammar_state=self._grammar_compiler().state(grammar))
+        return request
+
+    def _grammar_compiler(self) -> GrammarCompiler:
+        with self._lock:
+            if self._compiler is None:
+                try:
+                    tokenizer = self.tokenizer()
+                except ValueError as err:
+                    raise ValueError(f"grammar: {err}") from err
+                self._compiler = GrammarCompiler(
+                    tokenizer, self.eos_ids, timeout_s=self._compile_timeout_s
+                )
+            return self._compiler
 
     def _load(self) -> Any:
         # transformers would create an empty tokenizer from config.json.
@@ -53,7 +80,7 @@ class ModelText:
             raise ValueError(
                 f"the model folder {self._folder} has no tokenizer, so texts cannot be read or "
                 "written: put its tokenizer.json there, or send token ids to /generate, without "
-                "stop strings"
+                "stop strings and grammars"
             )
         from transformers import AutoTokenizer
 

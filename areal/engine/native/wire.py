@@ -9,6 +9,7 @@
 A request with `"progress_tokens": 64` gets its output every 64 tokens, before the final reply:
 `{"rid": "a", "progress": {"output_tokens": ..., "output_logprobs": ..., "output_versions": ...}}`.
 After losing its server it continues on another with these in `so_far`; the reply starts with them.
+`"grammar": {"regex": "yes|no"}` (or `json_schema`, or `lark`) constrains the output.
 
 The models below are the only definition of both. For any bytes, decoding returns valid values or
 raises ValueError naming the field. An invalid request becomes a `Refusal`, so that it does not fail
@@ -28,8 +29,10 @@ from pydantic_core import to_json
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import (
+    GRAMMAR_KINDS,
     MAX_LOGPROB,
     MIN_SAMPLED_LOGPROB,
+    Grammar,
     ModelRequest,
     ModelResponse,
     StopReason,
@@ -154,12 +157,24 @@ class Tokens(Body):
         return Progress(rid, self.output_tokens, self.output_logprobs, self.output_versions)
 
 
+class GrammarBody(ClosedBody):
+    """Exactly one of the fields."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: Text | None = None
+    lark: Text | None = None
+
+    def grammar(self) -> Grammar:
+        return Grammar(**{name: getattr(self, name) for name in GRAMMAR_KINDS})
+
+
 class Request(ClosedBody):
     rid: Rid
     input_ids: Annotated[Items[TokenId], Field(min_length=1)]
     gconfig: Options = Options()
     progress_tokens: Annotated[int, Integer(0)] = 0
     so_far: Tokens | None = None
+    grammar: GrammarBody | None = None
 
     def gen_request(self) -> GenRequest:
         return GenRequest(
@@ -168,6 +183,7 @@ class Request(ClosedBody):
             self.gconfig.gconfig(),
             progress_tokens=self.progress_tokens,
             so_far=self.so_far and self.so_far.progress(self.rid),
+            grammar=self.grammar and self.grammar.grammar(),
         )
 
 
@@ -313,6 +329,8 @@ def _entry_of(request: GenRequest) -> dict[str, Any]:
         entry["progress_tokens"] = request.progress_tokens
     if request.so_far is not None:
         entry["so_far"] = _output_of(request.so_far)
+    if request.grammar is not None:
+        entry["grammar"] = {request.grammar.kind: getattr(request.grammar, request.grammar.kind)}
     return entry
 
 

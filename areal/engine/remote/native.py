@@ -199,7 +199,12 @@ def _wire_request(rid: str, draft: Draft) -> GenRequest:
     request = draft.request
     interval = PROGRESS_TOKENS if request.on_tokens is None else 1
     return GenRequest(
-        rid, request.input_ids, request.gconfig, progress_tokens=interval, so_far=so_far
+        rid,
+        request.input_ids,
+        request.gconfig,
+        progress_tokens=interval,
+        so_far=so_far,
+        grammar=request.grammar,
     )
 
 

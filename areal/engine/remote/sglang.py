@@ -58,6 +58,12 @@ class SGLangProtocol(StockProtocol):
             sampling |= {"stop": gconfig.stop, "no_stop_trim": True}
         if gconfig.seed is not None:
             sampling["sampling_seed"] = gconfig.seed
+        if request.grammar is not None:
+            if request.grammar.kind == "lark":
+                raise ValueError(
+                    f"grammar.lark: a {self.kind} takes no Lark, only json_schema and regex"
+                )
+            sampling[request.grammar.kind] = request.grammar.text
         payload: dict[str, Any] = {
             "input_ids": request.input_ids,
             "sampling_params": sampling,

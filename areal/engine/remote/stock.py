@@ -3,7 +3,7 @@
 A stock server cannot say which weights produced a token. So an update aborts in-flight requests
 (the server returns the tokens so far), loads, and lets them continue from these tokens: the prefix
 is recomputed with the new weights. A request that depends on where its output began (`stop`
-strings, a frequency penalty) starts over instead.
+strings, a frequency penalty, a grammar) starts over instead.
 
     first request   prompt                      seed s          -> tokens a b, abort
     continuation    prompt a b, budget less 2   seed s + 2      -> tokens c, stop
@@ -93,7 +93,7 @@ class StockProtocol(ServerProtocol):
                 found = self._read(content, address, rest, num_known, is_stream)
                 tokens, logprobs = found.output_tokens, found.output_logprobs
                 num_known, stop_reason = num_known + len(tokens), found.stop_reason
-                if not is_stream and stop_reason == "abort" and _depends_on_start(draft.request):
+                if not is_stream and stop_reason == "abort" and depends_on_start(draft.request):
                     tokens, logprobs = [], []
                 yield rid, Result(tokens, logprobs, [version] * len(tokens), stop_reason)
 
@@ -153,11 +153,13 @@ def continuation(draft: Draft) -> ModelRequest:
         seed=seed,
     )
     input_ids = draft.request.input_ids + draft.tokens
-    return ModelRequest(input_ids=input_ids, gconfig=rest, rid=draft.request.rid)
+    request = draft.request
+    return ModelRequest(input_ids=input_ids, gconfig=rest, rid=request.rid, grammar=request.grammar)
 
 
-def _depends_on_start(request: ModelRequest) -> bool:
-    return bool(request.gconfig.stop) or request.gconfig.frequency_penalty != 0
+def depends_on_start(request: ModelRequest) -> bool:
+    gconfig = request.gconfig
+    return bool(gconfig.stop or gconfig.frequency_penalty or request.grammar)
 
 
 def read_metrics(text: str, names: dict[str, str]) -> dict[str, float]:

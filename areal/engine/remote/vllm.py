@@ -42,6 +42,7 @@ _EXTENSION = "areal.engine.remote.vllm_worker.WeightReceiver"
 _GATE = "areal.engine.remote.token_gate.VLLMTokenGate"
 _FIRST_VERSION = "default"  # vLLM's value before any update
 _MAX_STOPS = 4
+_GRAMMAR_NAMES = {"json_schema": "json", "regex": "regex", "lark": "grammar"}  # ours -> theirs
 _STATS = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -86,6 +87,9 @@ class VLLMProtocol(StockProtocol):
         }
         if gconfig.seed is not None:
             payload["seed"] = gconfig.seed
+        if request.grammar is not None:
+            kind = _GRAMMAR_NAMES[request.grammar.kind]
+            payload["structured_outputs"] = {kind: getattr(request.grammar, request.grammar.kind)}
         return HttpRequest("/v1/completions", payload)
 
     def read(self, answer: dict[str, Any], num_known: int = 0) -> HttpGenerationResult:

@@ -7,10 +7,13 @@ import random
 import pytest
 import torch
 from tiny import tiny_model
+from tiny_tokenizer import EOS, byte_tokenizer
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.io_struct import Grammar
 from areal.engine.native import engine as engine_module
 from areal.engine.native.engine import NativeEngine
+from areal.engine.native.grammar import GrammarCompiler
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.native.torch_runner import TorchRunner
 
@@ -182,3 +185,28 @@ def test_new_weights_meet_no_half_recorded_launch(ahead):
         assert finished.output_tokens == expected[rid].output_tokens
         assert finished.output_versions == sorted(finished.output_versions)
     assert max(max(f.output_versions) for f in done.values()) > 1
+
+
+def test_under_a_grammar_the_host_knows_every_token(ahead):
+    """Beside others that run ahead as soon as they are alone again."""
+    pytest.importorskip("llguidance", reason="constrained output needs the extra `grammar`")
+    compiler, grammar = GrammarCompiler(byte_tokenizer(), [EOS]), Grammar(regex="[!-&]{2,9}")
+
+    def requests() -> list[GenRequest]:
+        plain, constrained = random_requests(3, 8), random_requests(4, 6)
+        for one in constrained:
+            one.rid, one.gconfig = f"g{one.rid}", one.gconfig.new(stop_token_ids=[])
+            one.grammar, one.grammar_state = grammar, compiler.state(grammar)
+        return [*plain, *constrained]
+
+    expected = run(make_plain(num_pages=14), requests())
+    engine = ahead(num_pages=14)
+    found = run(engine, requests())
+    assert engine.stats()["preemptions"] > 0
+    assert found.keys() == expected.keys()
+    for rid, finished in found.items():
+        assert finished.output_tokens == expected[rid].output_tokens
+        assert finished.output_logprobs == expected[rid].output_logprobs
+        assert finished.stop_reason == expected[rid].stop_reason
+    assert "stop" in {found[f"g{i}"].stop_reason for i in range(6)}
+    assert pages_left(engine) == 0

@@ -10,6 +10,7 @@ import http.client
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -168,7 +169,7 @@ def run_rank(rank, store, folders, results) -> None:
     for name, folder in folders.items():
         engine = NativeEngine.from_pretrained(folder, ranks=ranks, **ENGINE)
         if rank == 0:
-            leader = LeadingEngine(engine, group)
+            leader = LeadingEngine(engine, group, ModelText(folder))
             outcome[name] = play(leader, folder)
             leader.close()
         else:
@@ -176,7 +177,7 @@ def run_rank(rank, store, folders, results) -> None:
     # Seeds of its own for requests that bring none.
     engine = NativeEngine.from_pretrained(folder, ranks=ranks, **(ENGINE | {"seed": rank}))
     if rank == 0:
-        leader = LeadingEngine(engine, group)
+        leader = LeadingEngine(engine, group, ModelText(folder))
         leader.add(request("a", [2, 3], max_new_tokens=1, temperature=5.0))
         leader.step()
         leader.close()
@@ -257,6 +258,30 @@ def test_a_server_of_two_ranks(server, server_folder, tmp_path):
     assert line["stop_reason"] == "stop" and 0 < len(line["output_tokens"]) < 12
     (line,) = call(address, "/generate", requests=[entry])
     assert line["output_tokens"] == whole.output_tokens
+
+
+def test_a_server_of_two_ranks_samples_under_a_grammar(server, server_folder):
+    """Each rank follows the grammar; one that proves too complex ends on all of them at once."""
+    pytest.importorskip("llguidance", reason="constrained output needs the extra `grammar`")
+    _, address = server
+    rules = "\n".join(f'r{i}: "b" s{i}\ns{i}: "c{i}" | "d" s{i}' for i in range(2500))
+    too_wide = f'start: "a" ({" | ".join(f"r{i}" for i in range(2500))})\n{rules}'
+    grammars = [{"regex": "(yes|no)[a-c]{3}"}, {"lark": too_wide}, None]
+    entries = [
+        {"rid": f"{i}.{sample}", "input_ids": [5, 7], "grammar": grammar}
+        for i, grammar in enumerate(grammars)
+        for sample in range(3)
+    ]
+    for entry in entries:
+        entry["gconfig"] = {"max_new_tokens": 12}
+    decode = ModelText(server_folder).tokenizer().decode
+    for _ in range(2):
+        lines = {line["rid"]: line for line in call(address, "/generate", requests=entries)}
+        assert lines.keys() == {entry["rid"] for entry in entries}
+        for sample in range(3):
+            text = decode(lines[f"0.{sample}"]["output_tokens"])
+            assert re.match("(yes|no)[a-c]{3}", text), text
+            assert "cannot be followed" in lines[f"1.{sample}"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["xccl", "delta"])

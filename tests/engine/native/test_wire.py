@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.io_struct import ModelRequest
+from areal.api.io_struct import Grammar, ModelRequest
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import (
     Options,
@@ -122,6 +122,19 @@ def test_what_the_engine_cannot_honour_is_refused(change, field):
         check_supported(ModelRequest([1], **change))
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(json_schema={"type": "object", "properties": {"ü": {"enum": [1, 0.5, None]}}}),
+        Grammar(regex="a|ü\\d"),
+        Grammar(lark='start: "a"'),
+    ],
+)
+def test_a_grammar_travels(grammar):
+    sent = GenRequest("a", [1], GenerationHyperparameters(), grammar=grammar)
+    assert decode_requests(encode_requests([sent])) == [sent]
+
+
 def test_group_size_is_not_sent():
     gconfig = GenerationHyperparameters(n_samples=8, seed=3)
     (received,) = decode_requests(encode_requests([GenRequest("a", [1], gconfig)]))
@@ -155,6 +168,13 @@ def test_group_size_is_not_sent():
         ({"gconfig": {"seed": 2**63}}, "gconfig.seed"),
         ({"gconfig": {"stop_token_ids": [None]}}, "gconfig.stop_token_ids"),
         ({"gconfig": {"n_samples": 8}}, "gconfig.n_samples"),
+        ({"grammar": {}}, "grammar: expected exactly one of"),
+        ({"grammar": {"regex": "a", "lark": "b"}}, "grammar: expected exactly one of"),
+        ({"grammar": {"regex": None}}, "grammar: expected exactly one of"),
+        ({"grammar": {"json_schema": "{}"}}, "grammar.json_schema"),
+        ({"grammar": {"json_schema": {"minimum": float("nan")}}}, "grammar.json_schema: not JSON"),
+        ({"grammar": {"lark": "a" * 300_000}}, "grammar.lark: expected at most"),
+        ({"grammar": "a"}, "grammar"),
     ],
 )
 def test_a_bad_field_is_named_and_spares_the_others(change, field):

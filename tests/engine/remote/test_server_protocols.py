@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.io_struct import ModelRequest
+from areal.api.io_struct import Grammar, ModelRequest
+from areal.engine.remote.protocol import Draft
 from areal.engine.remote.sglang import SGLangProtocol
-from areal.engine.remote.stock import read_metrics
+from areal.engine.remote.stock import continuation, depends_on_start, read_metrics
 from areal.engine.remote.vllm import VLLMProtocol
 
 VLLM, SGLANG = VLLMProtocol("unused"), SGLangProtocol("unused")
@@ -45,6 +46,38 @@ def said(protocol, **options):
     gconfig = GenerationHyperparameters(**options)
     payload = protocol.generation(ModelRequest([2, 3], gconfig=gconfig)).payload
     return {**payload, **payload.get("sampling_params", {})}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "to_vllm", "to_sglang"),
+    [
+        (
+            Grammar(json_schema={"type": "object"}),
+            {"json": {"type": "object"}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        (Grammar(regex="a|b"), {"regex": "a|b"}, {"regex": "a|b"}),
+        (Grammar(lark='start: "a"'), {"grammar": 'start: "a"'}, None),
+    ],
+)
+def test_grammars(grammar, to_vllm, to_sglang):
+    request = ModelRequest([2, 3], grammar=grammar)
+    plain = VLLM.generation(ModelRequest([2, 3])).payload
+    assert VLLM.generation(request).payload == {**plain, "structured_outputs": to_vllm}
+    if to_sglang is None:
+        with pytest.raises(ValueError, match="^grammar.lark: a SGLang server takes no Lark"):
+            SGLANG.generation(request)
+        return
+    plain = SGLANG.generation(ModelRequest([2, 3])).payload
+    sampling = {**plain["sampling_params"], **to_sglang}
+    assert SGLANG.generation(request).payload == {**plain, "sampling_params": sampling}
+
+
+def test_a_grammar_is_sent_again_and_begins_again():
+    """A server parses the output of its own request alone."""
+    request = ModelRequest([2, 3], grammar=Grammar(regex="a|b"))
+    assert continuation(Draft(request, 10)).grammar is request.grammar
+    assert depends_on_start(request) and not depends_on_start(ModelRequest([2, 3]))
 
 
 def test_every_option_is_accounted_for():

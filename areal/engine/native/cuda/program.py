@@ -68,7 +68,9 @@ class DeviceProgram:
         self.device = weight.device
         self.cache = PagedCache(model, num_pages=num_pages, page_size=page_size)
         context = min(args.max_position_embeddings, table.pages.shape[1] * page_size)
-        self.slots = DeviceSlots(table, context=context, device=weight.device)
+        self.slots = DeviceSlots(
+            table, context=context, vocab_size=args.vocab_size, device=weight.device
+        )
         self._args = args
         self._invariant = batch_invariant
         self._decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)

@@ -1,16 +1,17 @@
 """Draw one token per row on the device, and its log-probability, without the host.
 
 Semantics are those of `areal/engine/native/sampler.py`: softmax(logits / temperature) with stop
-tokens banned before `min_output` tokens, cut to `top_k`, then to `top_p`, renormalised; greedy rows
-take the most likely token and its log-probability under the uncut distribution. The arithmetic is
+tokens banned before `min_output` tokens, and tokens that a constrained slot is not allowed, cut to
+`top_k`, then to `top_p`, renormalised; greedy rows take the most likely token and its
+log-probability under the uncut distribution. The arithmetic is
 float32, accurate to 1e-5 in a log-probability. A seed fixes the draw whatever else is in the batch,
 but not to the CPU sampler's token: the hash is per token, so that parts of the vocabulary are
 independent.
 
-`cut_kernel`, one program per row, subtracts the frequency penalty, bans stop tokens, and finds the
-top-k and top-p cut in the order (logit descending, token ascending), as a logit `threshold` and,
-among the tokens of exactly that logit, the `last` token kept. Rows without such options return at
-once. A row with a cut is read about a dozen times, mostly from the L2 cache.
+`cut_kernel`, one program per row, subtracts the frequency penalty, bans tokens (their logits become
+-inf), and finds the top-k and top-p cut in the order (logit descending, token ascending), as a
+logit `threshold` and, among the tokens of exactly that logit, the `last` token kept. Rows without
+such options return at once. A row with a cut is read about a dozen times, mostly from the L2 cache.
 
 `race_kernel`, one program per (row, part of the vocabulary), reads the logits once. Token v gets an
 exponential variable E(v), a hash of (seed, index, v), and the smallest E(v) / exp(x(v)) wins: the
@@ -21,8 +22,8 @@ A logit that is not finite makes the sum, and so the log-probability, NaN. Compa
 so that NaN is never dropped, and no loop depends on it to end.
 
 Shapes: R rows, S slots, V vocabulary, W parts (`splits`) of the vocabulary, M = MAX_STOP_IDS stop
-tokens of a slot, C tokens of history. A name without a suffix is a scalar, or a tile of the
-vocabulary.
+tokens of a slot, C tokens of history, B = ceil(V / 32) words of bits. A name without a suffix is a
+scalar, or a tile of the vocabulary.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 @triton.jit
 def cut_kernel(
     logits_RV, row_stride, slot_R, temperature_S, top_k_S, top_p_S, greedy_S, num_output_S,
-    min_output_S, frequency_penalty_S, stop_ids_SM, history_SC, history_size, threshold_R, last_R,
-    vocab_size, MAX_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    min_output_S, frequency_penalty_S, stop_ids_SM, history_SC, history_size, constrained_S,
+    allowed_SB, num_words, threshold_R, last_R, vocab_size, MAX_STOP_IDS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if OVERLAP:
@@ -71,6 +72,8 @@ def cut_kernel(
     if num_output < tl.load(min_output_S + slot):
         ids = tl.load(stop_ids_SM + slot * MAX_STOP_IDS + tl.arange(0, MAX_STOP_IDS))
         tl.store(logits + ids, -_INF, mask=(ids >= 0) & (ids < vocab_size))
+    if tl.load(constrained_S + slot) != 0:
+        _ban_others(logits, vocab_size, allowed_SB + slot * num_words, BLOCK)
 
     top_k = tl.load(top_k_S + slot)
     top_p = tl.load(top_p_S + slot)
@@ -223,6 +226,16 @@ def _penalise(logits, vocab_size, penalty, history, num_tokens):
 
 
 @triton.jit
+def _ban_others(logits, vocab_size, allowed, BLOCK: tl.constexpr):
+    """All but the tokens whose bits are set."""
+    for start in range(0, vocab_size, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        exists = token < vocab_size
+        word = tl.load(allowed + token // 32, mask=exists, other=0)
+        tl.store(logits + token, -_INF, mask=exists & (((word >> (token % 32)) & 1) == 0))
+
+
+@triton.jit
 def _find_cut(
     logits, vocab_size, temperature, top_k, top_p, threshold, last, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -357,6 +370,8 @@ class DeviceSampling:
     frequency_penalty_S: torch.Tensor  # float32
     stop_ids_SM: torch.Tensor  # int32, padded with -1
     history_SC: torch.Tensor  # int32, tokens drawn; read only with a penalty
+    constrained_S: torch.Tensor  # int32, 0 or 1
+    allowed_SB: torch.Tensor  # int32, bits of the tokens that a constrained slot may draw next
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +439,7 @@ def sample_rows(
         logits_RV, row_stride, slot_R, options.temperature_S, options.top_k_S, options.top_p_S,
         options.greedy_S, options.num_output_S, options.min_output_S, options.frequency_penalty_S,
         options.stop_ids_SM, options.history_SC, options.history_SC.shape[1],
+        options.constrained_S, options.allowed_SB, options.allowed_SB.shape[1],
         workspace.threshold_R, workspace.last_R, vocab_size, MAX_STOP_IDS=MAX_STOP_IDS,
         BLOCK=tiles.cut_block, STAGES=tiles.cut_stages, OVERLAP=OVERLAP,
         num_warps=tiles.cut_warps, launch_pdl=OVERLAP,

@@ -1,10 +1,10 @@
 """The scheduler's slot table on the device, updated row by row before each launch.
 
 The host has the sequence of a slot, its pages and its options; only the device has the newest
-token. A slot is uploaded when it has a new sequence, its page table when it has grown. The last
-slot is scratch, for padding rows of a batch.
+token. A slot is uploaded when it has a new sequence, its page table when it has grown, the tokens
+that a grammar allows before every draw. The last slot is scratch, for padding rows of a batch.
 
-Shapes: S slots (the last is scratch), P pages per slot, C context.
+Shapes: S slots (the last is scratch), P pages per slot, C context, B words of a bit mask of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _MAX_INT32 = 2**31 - 1
 
 
 class DeviceSlots:
-    def __init__(self, table: SlotTable, *, context: int, device: torch.device) -> None:
+    def __init__(
+        self, table: SlotTable, *, context: int, vocab_size: int, device: torch.device
+    ) -> None:
         num_slots, max_pages = table.pages.shape
         self.device = device
         self.scratch = num_slots
@@ -49,6 +51,8 @@ class DeviceSlots:
             frequency_penalty_S=zeros(dtype=torch.float32),
             stop_ids_SM=zeros(MAX_STOP_IDS).fill_(-1),
             history_SC=zeros(context),
+            constrained_S=zeros(),
+            allowed_SB=zeros(-(-vocab_size // 32)),
         )
 
     def update(self, slots: np.ndarray) -> None:
@@ -60,6 +64,10 @@ class DeviceSlots:
         grown = slots[self._num_pages[slots] < table.num_pages[slots]]
         if grown.size:
             self._upload_pages(grown)
+        constrained = slots[table.constrained[slots]]
+        if constrained.size:
+            masks = self.upload(np.stack([table.allowed[slot] for slot in constrained.tolist()]))
+            self.sampling.allowed_SB[self.upload(constrained)] = masks
 
     def shared_prompts(self, slots: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """First page of each, and the number of its prompt tokens in pages that may be shared."""
@@ -82,6 +90,7 @@ class DeviceSlots:
             options.min_output_S: table.min_output,
             options.top_k_S: np.minimum(table.top_k, _MAX_INT32),
             options.greedy_S: table.greedy,
+            options.constrained_S: table.constrained,
         }
         numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(np.int32))
         for target, source in zip(columns, numbers, strict=True):

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_model
+from tiny_tokenizer import EOS, byte_tokenizer
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.io_struct import Grammar
 from areal.engine.native import engine as engine_module
 from areal.engine.native.cuda import program as program_module
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.program import DeviceProgram
 from areal.engine.native.engine import NativeEngine
+from areal.engine.native.grammar import GrammarCompiler
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention import PackedAttention
 
@@ -110,12 +113,19 @@ def run(engine: NativeEngine) -> dict[str, Finished]:
 
 
 @torch.no_grad()
-def full_forward_logprobs(model, prompt, output, temperature=1.0):
+def full_forward_logprobs(model, prompt, output, temperature=1.0, allowed=None):
+    """`allowed`: the tokens that could be drawn at each step, if not all."""
     device = model.tok_embeddings.weight.device
     tokens = torch.tensor(prompt + output, device=device)
     attend = PackedAttention(torch.tensor([0, len(tokens)], device=device), len(tokens))
     hidden = model(tokens, torch.arange(len(tokens), device=device), attend)
-    logprobs = torch.log_softmax(model.logits(hidden).double() / temperature, dim=-1)
+    logits = model.logits(hidden).double() / temperature
+    for i in range(len(output) if allowed else 0):
+        row = logits[len(prompt) - 1 + i]
+        kept = row[allowed[i]]
+        row[:] = -torch.inf
+        row[allowed[i]] = kept
+    logprobs = torch.log_softmax(logits, dim=-1)
     rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
     return logprobs[rows, tokens[len(prompt) :]].tolist()
 
@@ -172,6 +182,36 @@ def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
     for request in requests:
         out = done[request.rid]
         expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens)
+        assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_rows_under_a_grammar_beside_rows_without(make_engine):
+    pytest.importorskip("llguidance", reason="constrained output needs the extra `grammar`")
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    grammar, letters = Grammar(regex="[!-&]{2,3}"), [*range(4, 10)]
+    allowed = [letters, letters, [*letters, EOS], [EOS]]
+    requests = mixed_requests(4, most=5)
+    for one in requests[1::2]:
+        one.gconfig = one.gconfig.new(max_new_tokens=8, ignore_eos=False)
+        one.grammar, one.grammar_state = grammar, compiler.state(grammar)
+    engine = make_engine(eos_ids=[EOS])
+    for one in requests:
+        engine.add(one)
+    done = run(engine)
+    for i, one in enumerate(requests):
+        out, is_constrained = done[one.rid], bool(i % 2)
+        if is_constrained:
+            assert out.stop_reason == "stop" and out.output_tokens[-1] == EOS
+            assert all(token in allowed[i] for i, token in enumerate(out.output_tokens))
+        else:
+            assert len(out.output_tokens) == one.gconfig.max_new_tokens
+        expected = full_forward_logprobs(
+            engine.model,
+            one.input_ids,
+            out.output_tokens,
+            0.8,
+            allowed=allowed if is_constrained else None,
+        )
         assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 

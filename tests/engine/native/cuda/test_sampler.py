@@ -50,8 +50,22 @@ def device_sampling(num_slots: int, device: torch.device, **changes) -> DeviceSa
         stop_ids_SM[slot, : len(ids)] = torch.tensor(ids)
     for slot, tokens in changes.pop("history", {}).items():
         history_SC[slot, : len(tokens)] = torch.tensor(tokens)
+    num_words = -(-changes.pop("vocab_size", 32) // 32)
+    allowed_SB = torch.zeros((num_slots, num_words), dtype=torch.int32, device=device)
+    constrained_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
+    for slot, tokens in changes.pop("allowed", {}).items():
+        bits = np.zeros(num_words * 32, bool)
+        bits[tokens] = True
+        words = np.packbits(bits, bitorder="little").view(np.int32)
+        allowed_SB[slot], constrained_S[slot] = torch.from_numpy(words), 1
     assert not changes
-    return DeviceSampling(**columns, stop_ids_SM=stop_ids_SM, history_SC=history_SC)
+    return DeviceSampling(
+        **columns,
+        stop_ids_SM=stop_ids_SM,
+        history_SC=history_SC,
+        constrained_S=constrained_S,
+        allowed_SB=allowed_SB,
+    )
 
 
 def draw(logits_RV: torch.Tensor, options: DeviceSampling, slots=None, tiles=TILES):
@@ -313,6 +327,44 @@ def test_penalty_and_ban_come_before_the_cut(device):
     assert kept_RV(adjusted, workspace)[0].nonzero()[:, 0].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("vocab_size", [61, 1500])
+def test_a_constrained_row_draws_allowed_tokens_alone(device, vocab_size):
+    """Before the cut, in the first and last words, and whatever other rows may draw."""
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(7, vocab_size, device=device) * 3
+    top_k = torch.tensor([OFF, OFF, 2, 50, OFF, 3, OFF])
+    top_p = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.7, 1.0, 1.0])
+    allowed = {
+        1: [0, 31, 32, vocab_size - 1],
+        2: [3, 30, 33, vocab_size - 2],
+        3: [5, vocab_size - 1],  # fewer than top-k
+        4: [*range(1, vocab_size, 3)],
+        5: [vocab_size - 1],
+        6: [7, 9],
+    }
+    options = device_sampling(
+        7,
+        device,
+        top_k=top_k,
+        top_p=top_p,
+        greedy=torch.tensor([0, 0, 0, 0, 0, 0, 1]),
+        vocab_size=vocab_size,
+        allowed=allowed,
+    )
+    tokens, logprobs, _ = draw(logits, options)
+    masked = logits.cpu().clone()
+    for row, its_tokens in allowed.items():
+        banned = torch.ones(vocab_size, dtype=torch.bool)
+        banned[its_tokens] = False
+        masked[row, banned] = -math.inf
+    expected = reference_cut(masked, 1.0, top_k, top_p)
+    times = exponentials_RV(np.arange(7), np.zeros(7), vocab_size) / expected.clamp(1e-300).numpy()
+    winners = [*times.argmin(-1)[:6].tolist(), int(masked[6].argmax())]
+    assert tokens.tolist() == winners
+    drawn = expected.gather(1, tokens.cpu()[:, None])[:, 0] / expected.sum(-1)
+    assert (logprobs.cpu() - drawn.log()).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_logit_that_is_not_finite_shows_in_the_logprob(device, bad):
     torch.manual_seed(7)
@@ -371,6 +423,26 @@ def test_a_large_vocabulary_is_cut_as_float64_cuts_it(device):
     assert (probs * (kept != (expected > 0))).sum(-1).max() < 1e-5
     drawn = probs.gather(1, tokens.cpu()[:, None])[:, 0] / (probs * kept).sum(-1)
     assert kept.gather(1, tokens.cpu()[:, None]).all()
+    assert (logprobs.cpu() - drawn.log()).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+def test_a_large_vocabulary_is_constrained_as_float64_constrains_it(device):
+    torch.manual_seed(11)
+    logits = torch.randn(24, LARGE, device=device) * 3
+    counts = [1, 2, 300, 40_000, LARGE - 1, LARGE]
+    allowed = {row: torch.randperm(LARGE)[: counts[row % 6]].tolist() for row in range(24)}
+    top_k = torch.tensor([OFF, OFF, 50, OFF]).repeat_interleave(6)
+    options = device_sampling(24, device, top_k=top_k, vocab_size=LARGE, allowed=allowed)
+    tokens, logprobs, _ = draw(logits, options, tiles=SamplingTiles())
+    masked = torch.full((24, LARGE), -math.inf)
+    for row, its_tokens in allowed.items():
+        masked[row, its_tokens] = logits[row].cpu()[its_tokens]
+    expected = reference_cut(masked, 1.0, top_k, 1.0)
+    expected /= expected.sum(-1, keepdim=True)
+    times = exponentials_RV(np.arange(24), np.zeros(24), LARGE) / expected.clamp(1e-300).numpy()
+    assert tokens.tolist() == times.argmin(-1).tolist()
+    drawn = expected.gather(1, tokens.cpu()[:, None])[:, 0]
     assert (logprobs.cpu() - drawn.log()).abs().max() < 1e-5
 
 

@@ -1,0 +1,201 @@
+"""The grammar of an output that must be tool calls, in the format of a model.
+
+    grammar = tool_call_grammar("hermes", call.tools, tokenizer=tokenizer, name="search")
+    request = ModelRequest(prompt_ids, gconfig, grammar=grammar)
+
+Arguments follow the tool's JSON schema, written as chat templates write JSON; what the schema says
+beyond the grammar's means (`uniqueItems`, formats) is left to the model. Marks that are special
+tokens of the tokenizer are written as these tokens, others as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.io_struct import Grammar
+from areal.openai.parsing.formats import TOOL_FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """NAME, ARGUMENTS, KEY and VALUE stand for what they say."""
+
+    call: str
+    before: str = ""
+    between: str = "\n"
+    after: str = ""
+    argument: str = ""  # of one argument; empty: the arguments are one JSON object
+    joint: str = ""  # between arguments
+    is_single: bool = False  # a message has one call
+
+
+_LAYOUTS = {
+    "hermes": _Layout('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),
+    "qwen": _Layout('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),
+    "qwen3_coder": _Layout(
+        "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+        argument="<parameter=KEY>\nVALUE\n</parameter>\n",
+    ),
+    "glm45": _Layout(
+        "<tool_call>NAME\nARGUMENTS</tool_call>",
+        argument="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    ),
+    "llama3_json": _Layout('{"name": "NAME", "parameters": ARGUMENTS}', between="; "),
+    "pythonic": _Layout(
+        "NAME(ARGUMENTS)",
+        before="[",
+        between=", ",
+        after="]",
+        argument="KEY=VALUE",
+        joint=", ",
+    ),
+    "mistral": _Layout(
+        '{"name": "NAME", "arguments": ARGUMENTS}',
+        before="[TOOL_CALLS][",
+        between=", ",
+        after="]",
+    ),
+    "deepseek_v3": _Layout(
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+        before="<｜tool▁calls▁begin｜>",
+        between="",
+        after="<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": _Layout(
+        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        before="<|tool_calls_section_begin|>",
+        after="<|tool_calls_section_end|>",
+        is_single=True,  # each has a number of its own
+    ),
+    "gpt-oss": _Layout(
+        "<|channel|>commentary to=functions.NAME<|message|>ARGUMENTS", is_single=True
+    ),
+}
+_JSON_OPTIONS = {
+    "lenient": True,
+    "coerce_one_of": True,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+def tool_call_grammar(
+    tool_format: str,
+    tools: Sequence[dict[str, Any]],
+    *,
+    tokenizer: Any,
+    name: str | None = None,
+    parallel: bool = True,
+    in_reasoning: bool = False,
+) -> Grammar:
+    """One call of one of `tools` (OpenAI's form), or several if `parallel`; of `name` alone if it
+    is given. `in_reasoning`: the output begins inside reasoning, which ends before the calls.
+
+    ValueError if no tool has this name.
+    """
+    functions = [tool["function"] for tool in tools]
+    functions = [one for one in functions if name is None or one["name"] == name]
+    if not functions:
+        raise ValueError(f"tools: expected one named {name!r}" if name else "tools: there is none")
+    known = TOOL_FORMATS[tool_format]
+    layout = next(one for base, one in _LAYOUTS.items() if TOOL_FORMATS[base] is known)
+    writer = _Writer(layout, tokenizer)
+    calls = writer.calls(functions, several=parallel and not layout.is_single)
+    if in_reasoning and known.reasoning:
+        close = next(iter(known.reasoning.values()))
+        calls = f"{writer.text_until(close)} /[ \\n]{{0,4}}/ {calls}"
+    return Grammar(lark="\n".join([f"start: {calls}", *writer.rules]))
+
+
+class _Writer:
+    """Collects rules of a Lark grammar."""
+
+    def __init__(self, layout: _Layout, tokenizer: Any) -> None:
+        self._layout = layout
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token.content: number for number, token in added if token.special}
+        self.rules: list[str] = []
+
+    def calls(self, functions: Iterable[Mapping[str, Any]], *, several: bool) -> str:
+        layout = self._layout
+        call = self._rule(" | ".join(map(self._call, functions)))
+        more = f"({self.literal(layout.between)} {call})*" if several else ""
+        return f"{self.literal(layout.before)} {call} {more} {self.literal(layout.after)}"
+
+    def literal(self, text: str) -> str:
+        """Its special tokens by number, the rest as text."""
+        marks = "|".join(map(re.escape, self._special)) or "(?!)"
+        parts = [part for part in re.split(f"({marks})", text) if part]
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else _quoted(part)
+            for part in parts
+        )
+
+    def text_until(self, close: str) -> str:
+        """Any text up to the first `close`, which may be a special token."""
+        if any(mark in close for mark in self._special):
+            return self._rule(f"/(.|\\n)*/ {self.literal(close)}")
+        regex = re.escape(close).replace("/", r"\/").replace("\n", "n")
+        return self._rule(f"/(.|\\n)*{regex}/", "[lazy]")
+
+    def _call(self, function: Mapping[str, Any]) -> str:
+        layout = self._layout
+        schema = function.get("parameters")
+        if not isinstance(schema, dict) or not schema:
+            schema = {"type": "object"}
+        head, _, tail = layout.call.partition("ARGUMENTS")
+        name = function["name"] if layout.argument else json.dumps(function["name"])[1:-1]
+        arguments = self._arguments(schema) if layout.argument else _json(schema)
+        head = head.replace("NAME", name)
+        return self._rule(f"{self.literal(head)} {arguments} {self.literal(tail)}")
+
+    def _arguments(self, schema: dict[str, Any]) -> str:
+        """Required ones, then any of the others, each in the order of the schema."""
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        required = set(schema.get("required") or ())
+        items = {key: self._argument(key, one, schema) for key, one in properties.items()}
+        joint = self.literal(self._layout.joint)
+        text = f" {joint} ".join(item for key, item in items.items() if key in required)
+        others = [item for key, item in items.items() if key not in required]
+        if text or not joint:
+            return " ".join([text, *(f"({joint} {item})?" for item in others)])
+        # The first of them has no joint before it.
+        tails = (
+            " ".join(f"({joint} {item})?" for item in others[i + 1 :]) for i in range(len(others))
+        )
+        lists = [f"{item} {tail}" for item, tail in zip(others, tails, strict=True)]
+        return f"({' | '.join(lists)})?" if lists else ""
+
+    def _argument(self, key: str, schema: Any, whole: dict[str, Any]) -> str:
+        head, _, tail = self._layout.argument.partition("VALUE")
+        head = self.literal(head.replace("KEY", key))
+        schema = schema if isinstance(schema, dict) else {}
+        is_text = schema.get("type") == "string" and tail
+        if is_text and not schema.keys() & {"enum", "const"}:
+            return self._rule(f"{head} {self.text_until(tail)}")
+        if is_text:
+            values = schema.get("enum", [schema.get("const")])
+            value = f"({' | '.join(_quoted(str(value)) for value in values)})"
+        else:
+            shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+            value = _json({**shared, **schema})
+        return self._rule(f"{head} {value} {self.literal(tail)}")
+
+    def _rule(self, body: str, options: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS}, ensure_ascii=False)}"

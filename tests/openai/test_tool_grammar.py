@@ -1,0 +1,135 @@
+"""Grammars of forced tool calls: what they allow is what the parser of the format reads."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from tiny_tokenizer import EOS, byte_tokenizer
+from tokenizers import AddedToken
+
+from areal.engine.native.grammar import GrammarCompiler
+from areal.openai.parsing.formats import TOOL_FORMATS
+from areal.openai.parsing.parser import parse_output
+from areal.openai.tool_grammar import tool_call_grammar
+
+pytest.importorskip("llguidance", reason="constrained output needs the extra `grammar`")
+
+COUNT = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 9},
+        "unit": {"type": "string", "enum": ["m", "km"]},
+        "deep": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["n", "unit"],
+    "additionalProperties": False,
+}
+SAY = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "maxLength": 5}, "loud": {"type": "boolean"}},
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "count", "parameters": COUNT}},
+    {"type": "function", "function": {"name": "say", "parameters": SAY}},
+    {"type": "function", "function": {"name": "wait"}},
+]
+SCHEMAS = {"count": COUNT, "say": SAY, "wait": {"type": "object"}}
+CLOSES = {"qwen3_xml": "\n</parameter>\n", "glm47": "</arg_value>\n"}  # after a text
+FORMATS = sorted({id(known): name for name, known in TOOL_FORMATS.items()}.values())
+
+
+def tokenizer_of(tool_format: str, *, special: bool):
+    """With the marks of the format as special tokens, or as text."""
+    tokenizer = byte_tokenizer()
+    if special:
+        marks = sorted(TOOL_FORMATS[tool_format].marks(has_tools=True))
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [AddedToken(mark, special=True) for mark in marks]}
+        )
+    return tokenizer
+
+
+def drawn(tokenizer, grammar, seed: int, close: str = '"') -> str:
+    """A random text; where almost any letter can follow, a few of them, then `close`."""
+    state, rng = GrammarCompiler(tokenizer, [EOS]).state(grammar), random.Random(seed)
+    tokens: list[int] = []
+    for _ in range(2000):
+        mask = state.allowed(len(tokenizer), frozenset([EOS]))
+        assert mask is not None, (state.fault, tokenizer.decode(tokens))
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        written = [rng.choice(allowed)]
+        if len(allowed) > 100:
+            written = tokenizer.encode(rng.choice(["x", "<", close]), add_special_tokens=False)
+        if written == [EOS]:
+            return tokenizer.decode(tokens, skip_special_tokens=False)
+        state.accept(written)
+        assert not state.fault, (state.fault, tokenizer.decode(tokens))
+        tokens += written
+    raise AssertionError(f"no end: {tokenizer.decode(tokens)[:300]}")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_every_format_is_read_as_it_is_constrained(tool_format, special):
+    tokenizer = tokenizer_of(tool_format, special=special)
+    grammar = tool_call_grammar(tool_format, TOOLS[:2], tokenizer=tokenizer)
+    names = set()
+    for seed in range(8):
+        text = drawn(tokenizer, grammar, seed, CLOSES.get(tool_format, '"'))
+        found = parse_output(text, tool_format, tools=TOOLS)
+        assert found.calls and not found.content.strip(), text
+        for call in found.calls:
+            names.add(call.name)
+            arguments = json.loads(call.arguments)
+            if tool_format not in CLOSES:  # a text there has no length
+                jsonschema.validate(arguments, SCHEMAS[call.name])
+            assert SCHEMAS[call.name]["properties"].keys() >= arguments.keys()
+            assert arguments.keys() >= set(SCHEMAS[call.name].get("required", ()))
+    assert names == {"count", "say"}
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "mistral", "qwen3_coder"])
+def test_one_call_of_the_tool_that_is_named(tool_format):
+    tokenizer = byte_tokenizer()
+    grammar = tool_call_grammar(
+        tool_format, TOOLS, tokenizer=tokenizer, name="count", parallel=False
+    )
+    for seed in range(6):
+        (call,) = parse_output(drawn(tokenizer, grammar, seed), tool_format, tools=TOOLS).calls
+        assert call.name == "count"
+
+
+def test_a_tool_without_a_schema_takes_any_object():
+    tokenizer = byte_tokenizer()
+    grammar = tool_call_grammar("hermes", TOOLS, tokenizer=tokenizer, name="wait", parallel=False)
+    (call,) = parse_output(drawn(tokenizer, grammar, 1), "hermes", tools=TOOLS).calls
+    assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_reasoning_that_has_begun_ends_before_the_call(special):
+    tokenizer = tokenizer_of("hermes", special=special)
+    grammar = tool_call_grammar(
+        "hermes", TOOLS[:1], tokenizer=tokenizer, in_reasoning=True, parallel=False
+    )
+    state = GrammarCompiler(tokenizer, [EOS]).state(grammar)
+    call = '<tool_call>\n{"name": "count", "arguments": {"n": 3, "unit": "km"}}\n</tool_call>'
+    text = f"<tool_call> or not?</think>\n\n{call}"
+    if special:
+        text = text.replace("<tool_call> or", "or")  # a special token is no text
+    state.accept(tokenizer.encode(text))
+    assert not state.fault
+    found = parse_output(text, "hermes", tools=TOOLS, in_reasoning=True)
+    assert found.reasoning and [one.name for one in found.calls] == ["count"]
+
+
+def test_what_cannot_be_forced():
+    with pytest.raises(ValueError, match="^tools: expected one named 'fly'"):
+        tool_call_grammar("hermes", TOOLS, tokenizer=byte_tokenizer(), name="fly")
+    with pytest.raises(ValueError, match="^tools: there is none"):
+        tool_call_grammar("hermes", [], tokenizer=byte_tokenizer())
