@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from areal.agents.streams import Completion, ReplyHead, ReplyStream, Route
 from areal.api.interaction import InteractionWithTokenLogpReward, next_created
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
 from areal.api.json_text import dumps
 from areal.openai.errors import WireError, refusal
+from areal.openai.grammars import reply_grammar
 from areal.openai.parsing.parser import Event, begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
 from areal.openai.replies import ChatReader, chat_reply
@@ -68,8 +69,14 @@ async def complete(
     input_ids, parent = await asyncio.to_thread(prompt_ids, options, call, parent)
     name = f"{route.id_prefix}{uuid.uuid4().hex}"
     head = ReplyHead(body, call, name, int(time.time()), input_ids, options.tokenizer)
-    reader = _reader(options, call, input_ids)
-    request = ModelRequest(input_ids, call.gconfig.new(seed=seed), tokenizer=options.tokenizer)
+    in_reasoning = begins_in_reasoning(options.tokenizer, input_ids)
+    reader = _reader(options, call, in_reasoning)
+    request = ModelRequest(
+        input_ids,
+        call.gconfig.new(seed=seed),
+        tokenizer=options.tokenizer,
+        grammar=_grammar(options, call, in_reasoning),
+    )
     if call.stream:
         stream.open(route.encoder(head))
         response = await generate_into(stream, reader.push, session, request)
@@ -87,14 +94,26 @@ async def complete(
     return b""
 
 
-def _reader(options: SessionOptions, call: ChatCall, input_ids: list[int]) -> ChatReader:
+def _grammar(options: SessionOptions, call: ChatCall, in_reasoning: bool) -> Grammar | None:
+    try:
+        return reply_grammar(
+            call,
+            tool_format=options.tool_format,
+            tokenizer=options.tokenizer,
+            in_reasoning=in_reasoning,
+        )
+    except ValueError as error:
+        raise WireError(400, str(error)) from None
+
+
+def _reader(options: SessionOptions, call: ChatCall, in_reasoning: bool) -> ChatReader:
     return ChatReader(
         call,
         options.tokenizer,
         tool_format=options.tool_format,
         stop_ids=call.gconfig.stop_token_ids,
         reasoning=options.config.reasoning_parser,
-        in_reasoning=begins_in_reasoning(options.tokenizer, input_ids),
+        in_reasoning=in_reasoning,
     )
 
 

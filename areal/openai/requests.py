@@ -430,14 +430,6 @@ def check_servable(call: ChatCall | CompletionCall) -> None:
         param = chosen.partition("=")[0]
         message = f"{param}: only the sampled token's log-probability is known; send {chosen}"
         raise WireError(400, message, param)
-    if not isinstance(call, ChatCall):
-        return
-    if call.forced_tool is not None:
-        message = "tool_choice: a forced call needs a grammar, which this engine does not have"
-        raise WireError(400, f"{message}; send 'auto'", "tool_choice")
-    if call.json_schema is not None:
-        message = "response_format: output by a schema needs a grammar, which this engine does not"
-        raise WireError(400, f"{message} have; leave it out", "response_format")
 
 
 def left_out(tools: list[Any]) -> None:

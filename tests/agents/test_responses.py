@@ -84,7 +84,6 @@ def test_a_stream_of_events(world):
         ("x", {"conversation": "conv_0"}, "conversation: not supported"),
         ("x", {"include": ["message.output_text.logprobs"]}, "include"),
         ("x", {"previous_response_id": "resp_0"}, "no 'resp_0' in this session"),
-        ("x", {"text": {"format": {"type": "json_object"}}}, "needs a grammar"),
     ],
 )
 def test_what_cannot_be_done_is_refused(world, given, options, message):

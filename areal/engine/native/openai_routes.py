@@ -18,16 +18,17 @@ chunks equal the reply without streaming.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from areal.api.io_struct import StopReason
+from areal.api.io_struct import Grammar, StopReason
 from areal.api.json_text import dumps
 from areal.engine.native.loop import EngineLoop, Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
@@ -35,6 +36,7 @@ from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
 from areal.openai.anthropic import PromptBody, error_of, prompt_body
 from areal.openai.errors import WireError, error_body, loads_body, refusal
+from areal.openai.grammars import reply_grammar
 from areal.openai.models import model_card, model_list
 from areal.openai.parsing.formats import format_of_template
 from areal.openai.parsing.parser import begins_in_reasoning
@@ -102,7 +104,8 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
         call, name = parse_generate(body), f"gen-{uuid.uuid4().hex}"
         check_servable(call)
         prompts = [prompt for prompt in call.prompt if not isinstance(prompt, str)]
-        requests = await asyncio.to_thread(_requests, call, name, prompts, text)
+        with _callers_fault():
+            requests = await asyncio.to_thread(_requests, call, name, prompts, text)
 
         def reply(finished: Sequence[Finished]) -> dict[str, Any]:
             outputs = [
@@ -154,22 +157,31 @@ def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[GenRequest]]:
         in_reasoning=is_chat and begins_in_reasoning(tokenizer, prompts[0]),
         prompts=prompts,
     )
-    return head, _requests(call, completion_id, prompts, text)
+    with _callers_fault():
+        return head, _requests(call, completion_id, prompts, text, head.grammar())
 
 
 def _tokenizer(text: ModelText) -> Any:
-    try:
+    with _callers_fault():
         return text.tokenizer()
+
+
+@contextlib.contextmanager
+def _callers_fault() -> Iterator[None]:
+    try:
+        yield
     except ValueError as err:
         raise WireError(400, str(err)) from err
 
 
 def _requests(
-    call: Call, completion_id: str, prompts: list[list[int]], text: ModelText
+    call: Call,
+    completion_id: str,
+    prompts: list[list[int]],
+    text: ModelText,
+    grammar: Grammar | None = None,
 ) -> list[GenRequest]:
-    """n per prompt, in the order of the choices."""
-    if call.gconfig.stop:
-        _tokenizer(text)
+    """n per prompt, in the order of the choices. ValueError names what cannot be done."""
     gconfig, requests = call.gconfig, []
     for prompt in prompts:
         for sample in range(gconfig.n_samples):
@@ -179,6 +191,7 @@ def _requests(
                 input_ids=prompt,
                 gconfig=gconfig.new(n_samples=1, seed=seed),
                 progress_tokens=1 if call.stream else 0,
+                grammar=grammar,
             )
             requests.append(text.prepare(request))
     return requests
@@ -323,6 +336,16 @@ class ReplyHead:
             self.tokenizer,
             tool_format=self.tool_format,
             stop_ids=self.stop_ids,
+            in_reasoning=self.in_reasoning,
+        )
+
+    def grammar(self) -> Grammar | None:
+        if not isinstance(self.call, ChatCall):
+            return None
+        return reply_grammar(
+            self.call,
+            tool_format=self.tool_format,
+            tokenizer=self.tokenizer,
             in_reasoning=self.in_reasoning,
         )
 

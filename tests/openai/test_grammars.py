@@ -12,9 +12,9 @@ from tiny_tokenizer import EOS, byte_tokenizer
 from tokenizers import AddedToken
 
 from areal.engine.native.grammar import GrammarCompiler
+from areal.openai.grammars import tool_call_grammar
 from areal.openai.parsing.formats import TOOL_FORMATS
 from areal.openai.parsing.parser import parse_output
-from areal.openai.tool_grammar import tool_call_grammar
 
 pytest.importorskip("llguidance", reason="constrained output needs the extra `grammar`")
 

@@ -1,11 +1,12 @@
-"""The grammar of an output that must be tool calls, in the format of a model.
+"""The grammars of replies that clients ask for: forced tool calls, and JSON by a schema.
 
-    grammar = tool_call_grammar("hermes", call.tools, tokenizer=tokenizer, name="search")
+    grammar = reply_grammar(call, tool_format="hermes", tokenizer=tokenizer)   # None: anything goes
     request = ModelRequest(prompt_ids, gconfig, grammar=grammar)
 
-Arguments follow the tool's JSON schema, written as chat templates write JSON; what the schema says
-beyond the grammar's means (`uniqueItems`, formats) is left to the model. Marks that are special
-tokens of the tokenizer are written as these tokens, others as text.
+Tool calls are in the format of the model. Arguments follow the tool's JSON schema, written as chat
+templates write JSON; what the schema says beyond the grammar's means (`uniqueItems`, formats) is
+left to the model. Marks that are special tokens of the tokenizer are written as these tokens,
+others as text.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from areal.api.io_struct import Grammar
 from areal.openai.parsing.formats import TOOL_FORMATS
+from areal.openai.requests import ChatCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,28 @@ _JSON_OPTIONS = {
 }
 
 
+def reply_grammar(
+    call: ChatCall, *, tool_format: str, tokenizer: Any, in_reasoning: bool = False
+) -> Grammar | None:
+    """What `tool_choice` and `response_format` of a chat demand of its reply.
+
+    A reply that has a schema and may call tools is either.
+    """
+    if call.forced_tool is None and call.json_schema is None:
+        return None
+    name = call.forced_tool if isinstance(call.forced_tool, str) else None
+    functions = _functions(call.tools, name) if call.tools else []
+    if call.json_schema is not None and not functions and not in_reasoning:
+        return Grammar(json_schema=call.json_schema)
+    writer = _Writer(_layout(tool_format), tokenizer)
+    bodies = []
+    if functions:
+        bodies.append(writer.calls(functions, several=call.parallel_tool_calls))
+    if call.forced_tool is None and call.json_schema is not None:
+        bodies.append(_json(call.json_schema))
+    return writer.grammar(bodies, tool_format, in_reasoning=in_reasoning)
+
+
 def tool_call_grammar(
     tool_format: str,
     tools: Sequence[dict[str, Any]],
@@ -98,18 +122,22 @@ def tool_call_grammar(
 
     ValueError if no tool has this name.
     """
+    writer = _Writer(_layout(tool_format), tokenizer)
+    calls = writer.calls(_functions(tools, name), several=parallel)
+    return writer.grammar([calls], tool_format, in_reasoning=in_reasoning)
+
+
+def _functions(tools: Sequence[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
     functions = [tool["function"] for tool in tools]
     functions = [one for one in functions if name is None or one["name"] == name]
     if not functions:
         raise ValueError(f"tools: expected one named {name!r}" if name else "tools: there is none")
+    return functions
+
+
+def _layout(tool_format: str) -> _Layout:
     known = TOOL_FORMATS[tool_format]
-    layout = next(one for base, one in _LAYOUTS.items() if TOOL_FORMATS[base] is known)
-    writer = _Writer(layout, tokenizer)
-    calls = writer.calls(functions, several=parallel and not layout.is_single)
-    if in_reasoning and known.reasoning:
-        close = next(iter(known.reasoning.values()))
-        calls = f"{writer.text_until(close)} /[ \\n]{{0,4}}/ {calls}"
-    return Grammar(lark="\n".join([f"start: {calls}", *writer.rules]))
+    return next(one for base, one in _LAYOUTS.items() if TOOL_FORMATS[base] is known)
 
 
 class _Writer:
@@ -124,8 +152,17 @@ class _Writer:
     def calls(self, functions: Iterable[Mapping[str, Any]], *, several: bool) -> str:
         layout = self._layout
         call = self._rule(" | ".join(map(self._call, functions)))
-        more = f"({self.literal(layout.between)} {call})*" if several else ""
+        may_repeat = several and not layout.is_single
+        more = f"({self.literal(layout.between)} {call})*" if may_repeat else ""
         return f"{self.literal(layout.before)} {call} {more} {self.literal(layout.after)}"
+
+    def grammar(self, bodies: list[str], tool_format: str, *, in_reasoning: bool) -> Grammar:
+        """One of `bodies`, after the end of reasoning that has begun."""
+        start, reasoning = self._rule(" | ".join(bodies)), TOOL_FORMATS[tool_format].reasoning
+        if in_reasoning and reasoning:
+            close = next(iter(reasoning.values()))
+            start = f"{self.text_until(close)} /[ \\n]{{0,4}}/ {start}"
+        return Grammar(lark="\n".join([f"start: {start}", *self.rules]))
 
     def literal(self, text: str) -> str:
         """Its special tokens by number, the rest as text."""
