@@ -23,7 +23,7 @@ demo: $(VENV)/.installed
 	$(BIN)/areal demo $(ARGS)
 
 test: lint docs
-	$(BIN)/python -m pytest -n 3 -m "not gpu and not multi_gpu"
+	$(BIN)/python -m pytest -n 3 --durations 60 -m "not gpu and not multi_gpu"
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow -rs tests/engine/remote/test_vllm_remote.py
