@@ -357,7 +357,7 @@ def test_a_wrong_key(address):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_pages(client, control, stream, address):
     wait_until(lambda: control.get("/stats")["running"] == 0)
-    before = control.get("/stats")["finished"]
+    before = control.get("/stats")
     body = {"prompt": "leaving", "n": 4, "max_tokens": 1500, "stream": stream, "ignore_eos": True}
     connection = http.client.HTTPConnection(address, timeout=10)
     connection.request(
@@ -371,8 +371,9 @@ def test_a_client_that_leaves_frees_its_pages(client, control, stream, address):
     connection.close()
     wait_until(lambda: control.get("/stats")["running"] == 0)
     stats = control.get("/stats")
-    assert stats["finished"] == before  # ended, not finished
-    assert stats["pages_in_use"] <= 2 * stats["prefixes"]  # nothing but prompts kept for later
+    assert stats["finished"] == before["finished"]  # ended, not finished
+    # Nothing but the prompt is kept for later.
+    assert stats["pages_in_use"] <= before["pages_in_use"] + 2
 
 
 async def test_thirty_streams_while_weights_change(address, control, tmp_path):
