@@ -477,7 +477,7 @@ def told_and_ended(entries):
 
 
 async def ask_two(address):
-    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=5)
+    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=60)
     calls = [engine.agenerate(request(seed, max_new_tokens=9)) for seed in range(2)]
     replies = await asyncio.gather(*calls)
     counts = engine.take_counts()
