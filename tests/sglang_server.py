@@ -27,9 +27,10 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop, Receiver
 from areal.engine.native.sequence import Finished, GenRequest, Progress
-from areal.engine.native.server import bind, serve
+from areal.engine.native.server import serve
 from areal.engine.native.wire import Refusal
 from areal.models.hf_io import weight_files
+from areal.utils.addresses import bind
 
 SAMPLING = {
     "max_new_tokens",

@@ -13,13 +13,15 @@
 | POST /rl/end_session           | session | {"reward"?}: the episode is over                     |
 | POST /rl/start_session         | admin   | {"session_id", "api_key", "base_url", "session_url", |
 |                                |         | "data"} of the next                                  |
+| GET /rl/sessions               | admin   | {"sessions": [...]}: those that live                 |
 | GET or HEAD /, /api/hello      |         | 200: clients look whether somebody is there          |
 
 A key is sent as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path, for clients that
 cannot set one: /sessions/KEY/v1/... Statuses: 400 invalid request, 401 missing or wrong key, 409
-session ended, 413 body too large, 429 no session to start now, 500 internal error; errors have the
-shape of the route's API. Listens on localhost only. If a client disconnects, its generation is
-cancelled and not recorded; if it tries again, it gets the answer of its first try (retries.py).
+session ended, 413 body too large, 429 no session to start now, 500 internal error, 504 took too
+long; errors have the shape of the route's API. The key of the proxy's entry (registry.py) opens
+what the admin key opens. If a client disconnects, its generation is cancelled and not recorded; if
+it tries again, it gets the answer of its first try (retries.py).
 A stream begins with the first token, with status 200; a later failure is an error event of its API.
 While nothing happens there are keep-alives: comments, or pings in Anthropic's API.
 """
@@ -29,12 +31,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import socket
+import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
@@ -42,11 +44,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal.agents.completions import complete
+from areal.agents.registry import ID_LENGTH, Entry, session_id_of
 from areal.agents.retries import Attempt, SharedCall
 from areal.agents.routes import ROUTES, TOKEN_ROUTES
-from areal.agents.session import Session, SessionEndedError
+from areal.agents.serving import AppServer, key_of
+from areal.agents.session import AgentTimeoutError, Session, SessionEndedError
 from areal.agents.streams import ReplyStream, Route
 from areal.agents.token_routes import TokenRoute, complete_tokens
+from areal.api.config.inference import AgentConfig
 from areal.api.json_text import dumps
 from areal.openai import anthropic
 from areal.openai.errors import WireError, error_body, loads_body, parse_body
@@ -56,18 +61,10 @@ from areal.openai.requests import parse_chat
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_body import Body, Expect, Text, json_body
-from areal.utils.http_server import (
-    JsonReply,
-    new_app,
-    read_body,
-    server_config,
-    trust,
-)
+from areal.utils.http_server import JsonReply, new_app, read_body, trust
 
 logger = logging.getLogger("AgentProxy")
 
-_HOST = "127.0.0.1"
-_KEEP_ALIVE_S = 5  # of idle connections
 _SILENCE_S = 10.0  # until a stream shows that it is alive
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -93,7 +90,7 @@ class EndBody(Body):
 class AgentProxy:
     """Runs on the event loop of the first `start`.
 
-    proxy = AgentProxy(port=0)
+    proxy = AgentProxy(AgentConfig())
     await proxy.start()
     proxy.admit(session)             # its key is accepted from now on
     ...                              # an agent calls proxy.base_url
@@ -101,56 +98,69 @@ class AgentProxy:
     await proxy.stop()
     """
 
-    _server: _Server  # while it runs
-
     def __init__(
-        self, *, port: int = 0, admin_key: str | None = None, silence_s: float = _SILENCE_S
+        self,
+        config: AgentConfig,
+        *,
+        admin_key: str | None = None,
+        folder: Path | None = None,
+        silence_s: float = _SILENCE_S,
     ) -> None:
-        """With an `admin_key` clients may start the sessions that are passed to `offer`.
+        """With `mode: online` clients may start the sessions that are passed to `offer`, by
+        `admin_key`, or by the key of the entry in `folder`.
 
         A stream without news gets a keep-alive every `silence_s`.
         """
+        self.config = config
         self.silence_s = silence_s
-        self._port = port
-        self._admin_key = admin_key
+        self.max_body = int(config.max_body_mb * (1 << 20))
+        self.id = secrets.token_hex(ID_LENGTH // 2)
+        self._folder = folder
+        self._admin_keys = [secrets.token_urlsafe(24)]  # that of the entry, and the user's
+        if admin_key is not None:
+            self._admin_keys.append(admin_key)
         self._sessions: dict[str, Session] = {}
         self._offered: deque[Session] = deque()
+        most = config.max_sessions
+        self._room = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
+        self._server = AppServer(config.host, config.port, config.advertise_url)
         self._starting = asyncio.Lock()
-        self._serving: asyncio.Task[None] | None = None
+        self._has_started = False
 
     @property
     def base_url(self) -> str:
         """What an OpenAI client calls `base_url`."""
-        return f"http://{_HOST}:{self._port}/v1"
+        return f"{self._server.url}/v1"
 
     async def start(self) -> None:
         """Returns when requests are accepted. Idempotent."""
         async with self._starting:
-            if self._serving is not None:
+            if self._has_started:
                 return
             # Before the first agent, whose timeout it would use up.
             await asyncio.to_thread(wait_until_warm)
-            listener = _bind(self._port)
-            self._port = listener.getsockname()[1]
-            config = server_config(create_app(self), keep_alive_s=_KEEP_ALIVE_S)
-            self._server = _Server(config)
-            self._serving = asyncio.create_task(
-                self._server.serve(sockets=[listener]), name="agent-proxy"
-            )
-            while not self._server.started:
-                if self._serving.done():
-                    self._serving.result()
-                    raise RuntimeError("the server for agents ended while it was starting")
-                await asyncio.sleep(0.005)
+            await self._server.start(create_app(self))
+            if self._folder is not None:
+                self._entry().write(self._folder)
             logger.info("agents talk to %s", self.base_url)
+            self._has_started = True
 
     async def stop(self) -> None:
         for session in [*self._sessions.values(), *self._offered]:
             session.close()
-        if self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-            self._serving = None
+        if self._folder is not None:
+            self._entry().remove(self._folder)
+        await self._server.stop()
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, session: Session) -> AsyncIterator[None]:
+        """Accept the session's key meanwhile; waits while there are `max_sessions`."""
+        async with self._room:
+            self.admit(session)
+            try:
+                yield
+            finally:
+                self.release(session)
 
     def admit(self, session: Session) -> None:
         self._sessions[session.id] = session
@@ -170,6 +180,12 @@ class AgentProxy:
         """What a client needs to use the session it was just given."""
         if not self._offered:
             raise WireError(429, "no session can start now: the run has enough; ask again later")
+        if not self._has_room:
+            raise WireError(
+                429,
+                f"no session can start now: {self.config.max_sessions} are open "
+                "(rollout.agent.max_sessions); ask again later",
+            )
         session = self._offered.popleft()
         session.started.set()
         try:
@@ -188,36 +204,48 @@ class AgentProxy:
         }
 
     def session_of(self, request: Request) -> Session:
-        key = _key_of(request)
+        key = key_of(request)
         # Looked up by the public part of the key, then compared as a whole.
-        session = self._sessions.get(key.removeprefix("sk-areal-").partition("-")[0])
+        session = self._sessions.get(session_id_of(key))
         if session is None or not session.has_key(key):
             raise WireError(401, "expected 'Authorization: Bearer KEY' with the key of a session")
         trust(request.scope)
+        session.touch()
         return session
 
     def check_admin(self, request: Request) -> None:
-        expected = self._admin_key
-        if expected is None:
-            raise WireError(404, "sessions are started by the run itself (rollout.agent.mode)")
-        if not hmac.compare_digest(_key_of(request).encode(), expected.encode()):
+        key = key_of(request).encode()
+        if not any([hmac.compare_digest(key, known.encode()) for known in self._admin_keys]):
             raise WireError(401, "expected 'Authorization: Bearer KEY' with the admin key")
         trust(request.scope)
+
+    def live_sessions(self) -> list[dict[str, Any]]:
+        return [session.describe() for session in [*self._sessions.values(), *self._offered]]
+
+    def _entry(self) -> Entry:
+        return Entry.of(self.id, self._server.local_url, self._admin_keys[0])
+
+    @property
+    def _has_room(self) -> bool:
+        if self.config.max_sessions is None:
+            return True
+        is_open = [not session.ended.is_set() for session in self._sessions.values()]
+        return sum(is_open) < self.config.max_sessions
 
 
 def create_app(proxy: AgentProxy) -> FastAPI:
     app = new_app(openapi_url=None)
-    app.add_middleware(_Paths)
-    app.add_exception_handler(WireError, _answer(lambda error: error))
+    app.add_middleware(SessionPaths)
+    app.add_exception_handler(WireError, answer_with(lambda error: error))
     app.add_exception_handler(
-        HTTPException, _answer(lambda error: WireError(error.status_code, error.detail))
+        HTTPException, answer_with(lambda error: WireError(error.status_code, error.detail))
     )
-    app.add_exception_handler(SessionEndedError, _answer(lambda error: _ended()))
+    app.add_exception_handler(SessionEndedError, answer_with(lambda error: _ended()))
 
     async def answer_fault(request: Request, error: Exception) -> Response:
         with contextlib.suppress(WireError):  # the request has no session
             proxy.session_of(request).fail(request.scope["path"], error)
-        return _error(request, _fault(error))
+        return error_reply(request, _fault(error))
 
     app.add_exception_handler(Exception, answer_fault)
 
@@ -227,7 +255,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
 
     @app.post("/v1/messages/count_tokens", openapi_extra=json_body(anthropic.PromptBody))
     async def count_tokens(request: Request) -> dict[str, int]:
-        session, content = proxy.session_of(request), await _body(request)
+        session, content = proxy.session_of(request), await _body(proxy, request)
         call = parse_chat(anthropic.prompt_body(content))
         tokenizer = session.options.tokenizer
         return {"input_tokens": len(await asyncio.to_thread(chat_prompt_ids, tokenizer, call))}
@@ -243,12 +271,12 @@ def create_app(proxy: AgentProxy) -> FastAPI:
         return model_card(name)
 
     for path in ("/", "/api/hello"):
-        app.add_api_route(path, _hello, methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, hello, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.post("/rl/set_reward", openapi_extra=json_body(RewardBody))
     async def set_reward(request: Request) -> dict[str, Any]:
-        session, content = proxy.session_of(request), await _body(request)
-        if session.ended.is_set():
+        session, content = proxy.session_of(request), await _body(proxy, request)
+        if session.ended.is_set() and not session.awaits_reward:
             raise SessionEndedError
         body = parse_body(RewardBody, content)
         name, reward = body.interaction_id, body.reward
@@ -258,7 +286,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
 
     @app.post("/rl/end_session", openapi_extra=json_body(EndBody, required=False))
     async def end_session(request: Request) -> dict[str, Any]:
-        session, content = proxy.session_of(request), await _body(request)
+        session, content = proxy.session_of(request), await _body(proxy, request)
         reward = parse_body(EndBody, content).reward
         if not session.cache:
             # Nothing to reward, but the client is done: a session that nobody ends again would
@@ -270,35 +298,20 @@ def create_app(proxy: AgentProxy) -> FastAPI:
 
     @app.post("/rl/start_session")
     async def start_session(request: Request) -> Response:
+        if proxy.config.mode != "online":
+            raise WireError(404, "sessions are started by the run itself (rollout.agent.mode)")
         proxy.check_admin(request)
         return JsonReply(proxy.start_offered())
+
+    @app.get("/rl/sessions")
+    async def sessions(request: Request) -> dict[str, Any]:
+        proxy.check_admin(request)
+        return {"sessions": proxy.live_sessions()}
 
     return app
 
 
-class _Server(uvicorn.Server):
-    """Leaves signal handling to the hosting process."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-def _bind(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((_HOST, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise ValueError(
-            f"rollout.agent.port: cannot listen on {_HOST}:{port} ({error.strerror}); choose "
-            "another port, or 0"
-        ) from None
-    return listener
-
-
-class _Paths:
+class SessionPaths:
     """A key in the path, /sessions/KEY/v1/..., and a base URL that ends with /v1 where the client
     adds it itself, /v1/v1/..."""
 
@@ -316,13 +329,13 @@ class _Paths:
         await self._app(scope, receive, send)
 
 
-async def _hello() -> dict[str, str]:
+async def hello() -> dict[str, str]:
     return {"server": "areal"}
 
 
 def _endpoint(proxy: AgentProxy, route: Route | TokenRoute):
     async def answer(request: Request) -> Response:
-        session, body = proxy.session_of(request), await _body(request)
+        session, body = proxy.session_of(request), await _body(proxy, request)
         attempt = Attempt.of(request.scope["path"], request.headers, dumps(body).encode())
         return _ModelReply(session, route, body, attempt, proxy.silence_s)
 
@@ -349,7 +362,7 @@ class _ModelReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._session.attempts.join(self._attempt, self._start) as call:
-            await _while_connected(receive, self._answer(call, scope, receive, send))
+            await while_connected(receive, self._answer(call, scope, receive, send))
 
     def _start(self) -> SharedCall:
         stream = ReplyStream(self._route.events)
@@ -376,7 +389,7 @@ class _ModelReply(Response):
                 work = complete_tokens(session, self._route, self._body, stream)
             else:
                 work = complete(session, self._route, self._body, stream)
-            whole = await session.call(work)
+            whole = await _in_time(session.call(work), session.options.config)
             if session.has_failures:
                 session.succeed(self._request_text())
             return whole
@@ -384,6 +397,9 @@ class _ModelReply(Response):
             error = refused
         except SessionEndedError:
             error = _ended()
+        except AgentTimeoutError as late:
+            session.fail(self._request_text(), late)
+            error = WireError(504, str(late))
         except Exception as fault:  # internal: reported to the agent and recorded by the session
             logger.warning("a call of an agent failed", exc_info=fault)
             session.fail(self._request_text(), fault)
@@ -397,7 +413,7 @@ class _ModelReply(Response):
         return f"{self._route.id_prefix}{dumps(self._body)}"
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Runs `work`; cancels it if the client disconnects first."""
     task = asyncio.create_task(work, name="agent-reply")
     watcher = asyncio.create_task(_left(receive), name="client-watch")
@@ -415,15 +431,22 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    return loads_body(await read_body(request) or b"{}")
+async def _in_time(call: Coroutine[Any, Any, bytes], config: AgentConfig) -> bytes:
+    limit_s = config.request_timeout_seconds
+    deadline = asyncio.timeout(limit_s)
+    try:
+        async with deadline:
+            return await call
+    except TimeoutError:
+        if not deadline.expired():  # raised by the call itself
+            raise
+        raise AgentTimeoutError(
+            f"the call took longer than {limit_s:g} s (rollout.agent.request_timeout_seconds)"
+        ) from None
 
 
-def _key_of(request: Request) -> str:
-    if (key := request.scope.get("session_key")) is not None:
-        return key
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+async def _body(proxy: AgentProxy, request: Request) -> dict[str, Any]:
+    return loads_body(await read_body(request, proxy.max_body) or b"{}")
 
 
 @contextlib.contextmanager
@@ -434,14 +457,14 @@ def _callers_fault(param: str):
         raise WireError(400, str(error), param) from None
 
 
-def _answer(wire_error: Callable[[Any], WireError]):
+def answer_with(wire_error: Callable[[Any], WireError]):
     async def answer(request: Request, error: Exception) -> Response:
-        return _error(request, wire_error(error))
+        return error_reply(request, wire_error(error))
 
     return answer
 
 
-def _error(request: Request, error: WireError) -> Response:
+def error_reply(request: Request, error: WireError) -> Response:
     """The error in the format of this route's API."""
     path = request.scope["path"]
     is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in request.headers

@@ -4,6 +4,8 @@ In: calls that carry the session's key. Out: the interactions, with rewards, as 
 
     open -> calls, each recorded when its reply is complete -> ended with a reward -> exported
 
+An online session may end first and get its reward later (`awaits_reward`).
+
 Invariant: a session contains only its own calls, and nothing is recorded after its end. A request
 that failed with an internal error (status 500) fails the episode, even if the agent went on without
 it, unless an equal request succeeded later (an SDK's retry): behaviour against a broken model is
@@ -16,6 +18,7 @@ import asyncio
 import contextvars
 import hmac
 import secrets
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,10 +65,13 @@ class SessionOptions:
 class Session:
     """Opened inside an episode, from whose seeds its calls draw. Used on one event loop."""
 
-    def __init__(self, options: SessionOptions, engine: InferenceEngine) -> None:
+    def __init__(
+        self, options: SessionOptions, engine: InferenceEngine, proxy_id: str = ""
+    ) -> None:
+        """`proxy_id`: its server's, by which a router finds that (registry.py)."""
         self.options = options
         self.engine = engine
-        self.id = secrets.token_hex(8)
+        self.id = proxy_id + secrets.token_hex(6)
         self.key = f"sk-areal-{self.id}-{secrets.token_urlsafe(24)}"
         self.cache = InteractionCache(options.matcher)
         # Requests that failed with an internal error and have not succeeded since.
@@ -74,12 +80,43 @@ class Session:
         self.data: dict[str, Any] | None = None  # the row, for an external client to read
         self.started = asyncio.Event()  # set by such a client
         self.ended = asyncio.Event()
+        self.rewarded = asyncio.Event()
+        self.awaits_reward = False  # ended, and a reward may still come
+        self._opened_at = self._asked_at = time.monotonic()
         # A call arrives on its own connection, outside the episode's context.
         self._context = contextvars.copy_context()
         self._calls: set[asyncio.Task] = set()
 
     def has_key(self, key: str) -> bool:
         return hmac.compare_digest(key.encode(), self.key.encode())
+
+    def touch(self) -> None:
+        """A request came."""
+        self._asked_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Since the newest request; 0 while a call runs."""
+        return 0.0 if self._calls else time.monotonic() - self._asked_at
+
+    def describe(self) -> dict[str, Any]:
+        """For people who watch the run."""
+        episode = self._context.run(workflow_context.get)
+        if self.ended.is_set():
+            state = "awaits reward" if self.awaits_reward else "ended"
+        elif self.data is not None and not self.started.is_set():
+            state = "offered"  # to the next client
+        else:
+            state = "generating" if self._calls else "open"
+        return {
+            "id": self.id,
+            "task_id": None if episode is None else episode.task_id,
+            "sample": None if episode is None else episode.sample,
+            "state": state,
+            "age_s": round(time.monotonic() - self._opened_at, 3),
+            "completions": len(self.cache),
+            "last_request_s": round(time.monotonic() - self._asked_at, 3),
+        }
 
     def next_seed(self) -> int | None:
         return self._context.run(workflow_context.next_seed)
@@ -120,6 +157,8 @@ class Session:
             raise SessionEndedError
         if reward is not None:
             self.set_reward(reward)
+        may_be_late = self.options.config.set_reward_finish_timeout > 0
+        self.awaits_reward = may_be_late and bool(self.cache) and not self.rewarded.is_set()
         self.close()
 
     def close(self) -> None:
@@ -132,11 +171,13 @@ class Session:
         """A number for the newest completion, or a dict of numbers by completion id or turn."""
         if not isinstance(reward, dict):
             self.cache.set_last_reward(checked_reward(reward))
-            return
-        if not reward:
+        elif not reward:
             raise ValueError("an empty dict of rewards: give one completion its reward")
-        for interaction_id, value in reward.items():
-            self.cache.set_reward(interaction_id, value)
+        else:
+            for interaction_id, value in reward.items():
+                self.cache.set_reward(interaction_id, value)
+        self.rewarded.set()
+        self.awaits_reward = False
 
     def export(self) -> dict[str, InteractionWithTokenLogpReward]:
         """The samples of a finished episode, with discounted rewards."""

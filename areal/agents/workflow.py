@@ -6,14 +6,18 @@
                        interactions  <-------  proxy -> engine.agenerate
 
 `inline` and `subproc` run the user's agent; `online` hands sessions to external clients. Each
-workflow has its own proxy, on the loop of its episodes, until `close`. `check_agent_options` is
-also used by `areal check`, so this file must not import torch.
+workflow has its own proxy, on the loop of its episodes, until `close`; `folder` is where proxies
+register (registry.py). `check_agent_options` is also used by `areal check`, so this file must not
+import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.agents.preconditions import admin_key, check_agent_options
@@ -44,8 +48,10 @@ def agent_workflow(
     config: AgentConfig,
     tokenizer: Any,
     gconfig: GenerationHyperparameters,
+    folder: Path | None = None,
 ) -> RolloutWorkflow:
     """`agent` is an object with an async `run`, or a class to build with `kwargs`."""
+    check_agent_options(config)
     options = _session_options(config, tokenizer, gconfig)
     timeout_s = config.session_timeout_seconds
     if config.mode == "subproc":
@@ -55,32 +61,49 @@ def agent_workflow(
         )
     else:
         place = InlineAgent(agent, kwargs, timeout_s=timeout_s)
-    return AgentEpisodes(place, options)
+    return AgentEpisodes(place, options, folder)
 
 
 def online_workflow(
-    *, config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
+    *,
+    config: AgentConfig,
+    tokenizer: Any,
+    gconfig: GenerationHyperparameters,
+    folder: Path | None = None,
+    is_routed: bool = False,
 ) -> RolloutWorkflow:
-    """Sessions for clients that hold the admin key, which comes from the environment."""
-    return OnlineEpisodes(_session_options(config, tokenizer, gconfig), admin_key=admin_key())
+    """Sessions for clients that hold the admin key, which comes from the environment.
+
+    With `is_routed` clients come through a router (router.py), which has the admin key and the
+    address of the config; this process has a port of its own.
+    """
+    if is_routed:
+        config, key = dataclasses.replace(config, port=0, advertise_url=None), None
+    else:
+        check_agent_options(config)
+        key = admin_key()
+    options = _session_options(config, tokenizer, gconfig)
+    return OnlineEpisodes(options, admin_key=key, folder=folder)
 
 
 class AgentEpisodes(RolloutWorkflow):
     """The user's agent: any object with `async run(data, **kwargs) -> reward`."""
 
-    def __init__(self, place: InlineAgent | SubprocAgent, options: SessionOptions) -> None:
+    def __init__(
+        self,
+        place: InlineAgent | SubprocAgent,
+        options: SessionOptions,
+        folder: Path | None = None,
+    ) -> None:
         self._place = place
         self._options = options
-        self._proxy = _ProxyOfLoop(port=options.config.port)
+        self._proxy = _ProxyOfLoop(options.config, folder=folder)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions:
         proxy = await self._proxy.get()
-        session = Session(self._options, engine)
-        proxy.admit(session)
-        try:
+        session = Session(self._options, engine, proxy.id)
+        async with proxy.admitted(session):
             await self._place.run(data, session, proxy.base_url)
-        finally:
-            proxy.release(session)
         return _result(session)
 
     def close(self) -> None:
@@ -91,28 +114,30 @@ class AgentEpisodes(RolloutWorkflow):
 class OnlineEpisodes(RolloutWorkflow):
     """Episodes driven by external clients: start a session, call the model, set a reward, end it.
 
-    A session that ends without a reward is a rejected episode.
+    A session that ends and gets no reward, or not in time, is a rejected episode.
     """
 
-    def __init__(self, options: SessionOptions, *, admin_key: str) -> None:
+    def __init__(
+        self, options: SessionOptions, *, admin_key: str | None, folder: Path | None = None
+    ) -> None:
         self._options = options
-        self._proxy = _ProxyOfLoop(port=options.config.port, admin_key=admin_key)
+        self._proxy = _ProxyOfLoop(options.config, admin_key=admin_key, folder=folder)
 
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> Interactions | None:
         proxy = await self._proxy.get()
-        session = Session(self._options, engine)
+        session = Session(self._options, engine, proxy.id)
         session.data = data
         proxy.offer(session)
         try:
             await session.started.wait()
             await self._until_ended(session)
+            await self._until_rewarded(session)
         finally:
             proxy.release(session)
         session.raise_if_failed()
-        rewarded = any(item.reward is not None for item in session.cache.values())
-        return _result(session) if rewarded else None
+        return _result(session) if session.rewarded.is_set() else None
 
     def close(self) -> None:
         self._proxy.close()
@@ -121,18 +146,37 @@ class OnlineEpisodes(RolloutWorkflow):
         timeout_s = self._options.config.session_timeout_seconds
         try:
             async with asyncio.timeout(timeout_s):
-                await session.ended.wait()
+                await self._until_over(session)
         except TimeoutError:
             raise AgentTimeoutError(
                 f"a client did not end session {session.id} within {timeout_s:g} s "
                 "(rollout.agent.session_timeout_seconds)"
             ) from None
 
+    async def _until_over(self, session: Session) -> None:
+        """Ended, or rewarded and without a request for `set_reward_finish_timeout`."""
+        late_s = self._options.config.set_reward_finish_timeout
+        if late_s == 0:
+            await session.ended.wait()
+        while not session.ended.is_set():
+            left_s = late_s - session.idle_s if session.rewarded.is_set() else late_s
+            if left_s <= 0:
+                session.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(session.ended.wait(), left_s)
+
+    async def _until_rewarded(self, session: Session) -> None:
+        if session.awaits_reward:
+            late_s = self._options.config.set_reward_finish_timeout
+            with suppress(TimeoutError):
+                await asyncio.wait_for(session.rewarded.wait(), late_s)
+
 
 class _ProxyOfLoop:
     """One proxy per event loop that runs episodes: a training run has one, a notebook several."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, config: AgentConfig, **options: Any) -> None:
+        self._config = config
         self._options = options
         self._proxy: AgentProxy | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,7 +187,7 @@ class _ProxyOfLoop:
             raise RuntimeError("the workflow of this agent is closed")
         loop = asyncio.get_running_loop()
         if self._proxy is None or self._loop is not loop:
-            self._proxy, self._loop = AgentProxy(**self._options), loop
+            self._proxy, self._loop = AgentProxy(self._config, **self._options), loop
         await self._proxy.start()
         return self._proxy
 
@@ -182,7 +226,6 @@ def _result(session: Session) -> Interactions:
 def _session_options(
     config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
 ) -> SessionOptions:
-    check_agent_options(config)
     tokenizer("")  # initialises its internal state: only then may threads share it
     warm_up()
     matcher = None

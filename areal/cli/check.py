@@ -81,7 +81,7 @@ def check_environment(
             find_interpreter(config.rollout.engine, server.python)
         if config.workflow in WORKFLOWS and tokenizer is not None:
             check_chat_template(config.tokenizer_path, tokenizer)
-        _check_port(config.rollout.agent.port)
+        _check_address(config.rollout.agent.host, config.rollout.agent.port)
     check_fileroot("cluster.fileroot", config.cluster.fileroot)
     return found
 
@@ -246,19 +246,14 @@ def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = N
         call.require(signature, f"{key}: {name}")
 
 
-def _check_port(port: int) -> None:
-    """The port of the agent server is free."""
-    import socket
+def _check_address(host: str, port: int) -> None:
+    """The server for agents can listen there."""
+    from areal.utils.addresses import bind
 
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(
-                f"rollout.agent.port: cannot listen on 127.0.0.1:{port} ({error.strerror}); choose "
-                "another port, or 0 for a free one"
-            ) from None
+    try:
+        bind(host, port).close()
+    except OSError as error:
+        raise ValueError(f"rollout.agent.host, rollout.agent.port: {error.strerror}") from None
 
 
 def _check_trackers(config: BaseExperimentConfig) -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "launch": "train on this machine, on a Ray cluster, or as a Slurm job",
     "check": "validate a YAML file and its overrides, without loading torch",
     "ledger": "show the state of every prompt of a run, and verify that none is lost",
+    "agents": "list the agent sessions of a run that is alive",
     "replay": "train a recorded step again and compare losses and weights bit for bit",
     "serve": "serve a model with the native inference engine",
     "env": "make the environment of a stock inference server (vLLM, SGLang)",

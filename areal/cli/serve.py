@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     token = _token(args)
     _check(args)
     from areal.engine.native.loop import EngineLoop
-    from areal.engine.native.server import bind, create_app, serve
+    from areal.engine.native.server import create_app, serve
     from areal.utils import stacks
+    from areal.utils.addresses import bind
 
     stacks.listen()
     # Bind before loading the model, so that a port in use fails at once.

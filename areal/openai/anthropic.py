@@ -31,6 +31,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 # Claude Code's note to Anthropic's billing: no prompt, and different in every conversation.

@@ -9,6 +9,7 @@
     model/           the final weights, Hugging Face format
     weights/         published weights for the servers
     tmp/             temporary folders of the run's processes (api/scratch.py)
+    agents/          servers for agents that run now, and their keys
     logs/            main.log, server logs, and dumped trajectories
     traces/          the Chrome trace of the controller (JSONL)
 
@@ -103,6 +104,11 @@ class RunPaths:
     def servers(self) -> Path:
         """Addresses of the running inference servers."""
         return self.root / "servers.json"
+
+    @property
+    def agents(self) -> Path:
+        """Entries of the running servers for agents."""
+        return self.root / "agents"
 
     @property
     def stacks(self) -> Path:

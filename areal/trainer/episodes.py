@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,20 +41,21 @@ def build_workflow(
     kwargs: dict[str, Any] | None,
     *,
     is_eval: bool,
+    agents_folder: Path | None = None,
 ) -> RolloutWorkflow:
     """The workflow `given`, or the config's; `kwargs` extend `workflow_kwargs`.
 
     With `rollout.agent.mode: online` external clients drive training episodes; evaluation still
-    uses a workflow.
+    uses a workflow. `agents_folder` is where servers for agents register.
     """
     if config.rollout.agent.mode == "online" and not is_eval:
-        return _online(config, tokenizer, given)
+        return _online(config, tokenizer, given, agents_folder)
     _, found = _chosen(config, given, is_eval)
     if isinstance(found, RolloutWorkflow):
         return resolve.build_workflow(found, kwargs)
     if is_agent(found):
         own = {**config.workflow_kwargs, **(kwargs or {})}
-        return _agent_episodes(config, tokenizer, found, own, is_eval=is_eval)
+        return _agent_episodes(config, tokenizer, found, own, agents_folder, is_eval=is_eval)
     arguments = {
         "gconfig": config.eval_gconfig if is_eval else config.gconfig,
         "tokenizer": tokenizer,
@@ -100,7 +102,13 @@ def _chosen(config: PPOConfig, given: WorkflowLike | None, is_eval: bool) -> tup
 
 
 def _agent_episodes(
-    config: PPOConfig, tokenizer: Any, agent: Any, kwargs: dict[str, Any], *, is_eval: bool
+    config: PPOConfig,
+    tokenizer: Any,
+    agent: Any,
+    kwargs: dict[str, Any],
+    folder: Path | None,
+    *,
+    is_eval: bool,
 ) -> RolloutWorkflow:
     if not isinstance(agent, type) and kwargs:
         raise ValueError(
@@ -118,19 +126,26 @@ def _agent_episodes(
         agent,
         kwargs,
         # A fixed port is for external clients, and only one server can bind it.
-        config=dataclasses.replace(options, port=0) if is_eval else options,
+        config=dataclasses.replace(options, port=0, advertise_url=None) if is_eval else options,
         tokenizer=tokenizer,
         gconfig=gconfig,
+        folder=folder,
     )
 
 
-def _online(config: PPOConfig, tokenizer: Any, given: Any) -> RolloutWorkflow:
+def _online(config: PPOConfig, tokenizer: Any, given: Any, folder: Path | None) -> RolloutWorkflow:
     if given is not None:
         raise ValueError(
             "workflow must be left out with rollout.agent.mode=online: clients run the episodes; "
             f"got {given!r:.200}"
         )
-    return online_workflow(config=config.rollout.agent, tokenizer=tokenizer, gconfig=config.gconfig)
+    return online_workflow(
+        config=config.rollout.agent,
+        tokenizer=tokenizer,
+        gconfig=config.gconfig,
+        folder=folder,
+        is_routed=config.rollout.workers > 0,
+    )
 
 
 def build_filter(

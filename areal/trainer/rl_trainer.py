@@ -12,6 +12,7 @@ run/run.py and rollout/ledger.py.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from areal.agents.preconditions import admin_key
+from areal.agents.router import AgentRouter
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal.infra.jobs import rollout_worker_job
 from areal.rollout.event_loop import TaskRunner, tune_gc
@@ -51,6 +54,9 @@ if TYPE_CHECKING:
     from areal.rollout.executor import Batch
 
 
+_CLOSE_S = 10.0  # for the router's last replies
+
+
 class PPOTrainer(Trainer):
     """Trains a policy with PPO or GRPO on episodes that run while it trains.
 
@@ -79,6 +85,8 @@ class PPOTrainer(Trainer):
         self.reward_spread = RewardSpread()
         self.ledger = Ledger(self.run.database)
         self.run.on_settled = self.ledger.prune
+        # Of servers that a kill has ended.
+        shutil.rmtree(self.run.paths.agents, ignore_errors=True)
         self.workers = self._start_workers(runner, stack)
         self.rollout = self._open_executor(runner, stack)
 
@@ -182,7 +190,17 @@ class PPOTrainer(Trainer):
         stack.callback(workers.close)
         with stage(f"{config.workers} rollout workers", limit_s=config.setup_timeout):
             workers.start()
+        if config.agent.mode == "online":
+            self._start_router(runner, stack)
         return workers
+
+    def _start_router(self, runner: TaskRunner, stack: ExitStack) -> None:
+        """The one address of the workers' sessions."""
+        router = AgentRouter(
+            self.config.rollout.agent, admin_key=admin_key(), folder=self.run.paths.agents
+        )
+        runner.run(router.start()).result(self.config.rollout.setup_timeout)
+        stack.callback(lambda: runner.run(router.stop()).result(_CLOSE_S))
 
     def _open_executor(self, runner: TaskRunner, stack: ExitStack) -> WorkflowExecutor:
         config = self.config.rollout
@@ -215,6 +233,7 @@ class PPOTrainer(Trainer):
         """The workflow, or the recipe by which workers build it."""
         choice = {"given": given, "kwargs": kwargs, "is_eval": is_eval}
         choice |= {"config": self.config, "tokenizer": self.tokenizer}
+        choice["agents_folder"] = self.run.paths.agents
         if self.workers is not None:
             return WorkflowRecipe("areal.trainer.episodes.build_workflow", choice)
         workflow = build_workflow(**choice)

@@ -39,6 +39,9 @@ logger = logging.getLogger("HttpServer")
 
 CLIENT_LEFT = 499  # status that no client reads
 _MAX_BODY = 256 << 20  # bytes: hundreds of prompts of the longest context
+# Of a body too large that is thrown away, so that its sender reads why: a connection that is closed
+# while it sends may take the answer with it.
+_MAX_UNREAD = 32 << 20
 _MAX_FILES = 1 << 20  # if the limit of file descriptors is "none"
 _SHUTDOWN_S = 1  # for streams open at shutdown
 _SWEEP_S = 1.0
@@ -63,14 +66,18 @@ def new_app(**options: Any) -> FastAPI:
     return app
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int = _MAX_BODY) -> bytes:
     """HTTPException 413 if it is too large."""
+    refusal = HTTPException(413, f"expected a body of at most {max_bytes} bytes")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > _MAX_BODY:
-            raise HTTPException(413, f"expected a body of at most {_MAX_BODY} bytes")
-        chunks.append(chunk)
+        if size <= max_bytes:
+            chunks.append(chunk)
+        elif size > max_bytes + _MAX_UNREAD:
+            raise refusal
+    if size > max_bytes:
+        raise refusal
     return b"".join(chunks)
 
 

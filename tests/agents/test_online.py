@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import httpx
 import pytest
 from openai import OpenAI
@@ -15,16 +17,24 @@ from areal.api.config.inference import AgentConfig, GenerationHyperparameters
 SECRET = "a secret of the test"
 
 
-@pytest.fixture
-def online(world, monkeypatch):
+@contextmanager
+def opened(world, monkeypatch, **config):
     monkeypatch.setenv(ADMIN_KEY, SECRET)
     workflow = online_workflow(
-        config=AgentConfig(mode="online", turn_discount=0.5, session_timeout_seconds=2.0),
+        config=AgentConfig(mode="online", turn_discount=0.5, **config),
         tokenizer=world.tokenizer,
         gconfig=GenerationHyperparameters(max_new_tokens=4),
     )
-    yield workflow
-    workflow.close()
+    try:
+        yield workflow
+    finally:
+        workflow.close()
+
+
+@pytest.fixture
+def online(world, monkeypatch):
+    with opened(world, monkeypatch, session_timeout_seconds=2.0) as workflow:
+        yield workflow
 
 
 class Outside:
@@ -37,6 +47,11 @@ class Outside:
     def post(self, route: str, key: str, body: dict | None = None) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.post(f"{self.root}/rl/{route}", headers=headers, json=body or {})
+
+    def sessions(self) -> list[dict]:
+        answer = httpx.get(f"{self.root}/rl/sessions", headers={"x-api-key": SECRET})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["sessions"]
 
     def start(self) -> dict:
         answer = self.post("start_session", SECRET)
@@ -144,3 +159,77 @@ def test_a_row_that_is_no_json_fails_its_episode(online, world):
     assert answer.status_code == 500 and "cannot be sent as JSON" in answer.text
     with pytest.raises(AgentError, match="not JSON serializable"):
         running.result(30)
+
+
+def test_a_reward_may_come_late(world, monkeypatch):
+    with opened(world, monkeypatch, set_reward_finish_timeout=60.0) as online:
+        running = world.start(online)
+        outside = Outside(online, world)
+        session = outside.start()
+        first, _ = talk(session, 2)
+        assert outside.post("end_session", session["api_key"]).status_code == 200
+        (shown,) = outside.sessions()
+        assert (shown["state"], shown["completions"]) == ("awaits reward", 2)
+        headers = {"Authorization": f"Bearer {session['api_key']}"}
+        body = {"messages": QUESTION}
+        refused = httpx.post(f"{outside.root}/v1/chat/completions", headers=headers, json=body)
+        assert refused.status_code == 409, "ended, but for its reward"
+        unknown = {"reward": 1, "interaction_id": "none"}
+        assert outside.post("set_reward", session["api_key"], unknown).status_code == 400
+        assert not running.done()
+        rewards = {"reward": {first: 1.0, "1": 2.0}}
+        assert outside.post("set_reward", session["api_key"], rewards).status_code == 200
+        assert [item.reward for item in running.result(10).values()] == [2.0, 2.0]
+
+
+def test_a_reward_that_does_not_come_is_a_rejection(world, monkeypatch):
+    with opened(world, monkeypatch, set_reward_finish_timeout=0.2) as online:
+        running = world.start(online)
+        outside = Outside(online, world)
+        session = outside.start()
+        talk(session)
+        outside.post("end_session", session["api_key"])
+        assert running.result(10) is None
+        late = outside.post("set_reward", session["api_key"], {"reward": 1.0})
+        assert late.status_code in (401, 409)
+
+
+def test_a_rewarded_session_that_is_left_ends_by_itself(world, monkeypatch):
+    with opened(world, monkeypatch, set_reward_finish_timeout=0.2) as online:
+        running = world.start(online)
+        outside = Outside(online, world)
+        session = outside.start()
+        talk(session)
+        assert outside.post("set_reward", session["api_key"], {"reward": 3.0}).status_code == 200
+        assert [item.reward for item in running.result(10).values()] == [3.0]
+
+
+def test_open_sessions_have_a_limit(world, monkeypatch):
+    with opened(world, monkeypatch, max_sessions=1) as online:
+        running = [world.start(online) for _ in range(2)]
+        outside = Outside(online, world)
+        for _ in running:
+            session = outside.start()
+            refused = outside.post("start_session", SECRET)
+            assert refused.status_code == 429, refused.text
+            outside.post("end_session", session["api_key"])
+        assert [future.result(10) for future in running] == [None, None]
+
+
+def test_sessions_are_listed_for_the_admin_key(online, world):
+    running = world.start(online, {"question": "2+2="})
+    outside = Outside(online, world)
+    (offered,) = outside.sessions()
+    assert (offered["task_id"], offered["sample"], offered["state"]) == (3, 1, "offered")
+    session = outside.start()
+    talk(session)
+    (shown,) = outside.sessions()
+    assert shown["id"] == session["session_id"] == offered["id"]
+    assert (shown["state"], shown["completions"]) == ("open", 1)
+    assert 0 <= shown["last_request_s"] <= shown["age_s"]
+    assert session["api_key"] not in str(shown)
+    for key in ("wrong", session["api_key"]):
+        assert httpx.get(f"{outside.root}/rl/sessions", headers={"x-api-key": key}).is_error
+    outside.post("end_session", session["api_key"])
+    assert running.result(10) is None
+    assert outside.sessions() == []

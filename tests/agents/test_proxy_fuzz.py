@@ -100,7 +100,7 @@ LENGTHS = {  # what bounds the answer
 @pytest.fixture(scope="module")
 def proxy(world):
     async def start():
-        proxy = AgentProxy(admin_key=ADMIN)
+        proxy = AgentProxy(AgentConfig(mode="online"), admin_key=ADMIN)
         await proxy.start()
         return proxy
 

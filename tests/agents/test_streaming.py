@@ -300,7 +300,7 @@ def test_a_long_wait_is_not_silent(world, path, count):
     engine = Gated(world.tokenizer, "well, then", count=count)
 
     async def act():
-        proxy = AgentProxy(silence_s=0.02)
+        proxy = AgentProxy(AgentConfig(), silence_s=0.02)
         await proxy.start()
         session = Session(options, engine)
         proxy.admit(session)

@@ -136,6 +136,7 @@ AGENT = "workflow=my.Agent"
         ("sft", ["perf_tracer.save_interval=2"], "perf_tracer.enabled is false"),
         ("ppo", [AGENT, "rollout.agent.subproc_max_workers=2"], "mode is not subproc"),
         ("ppo", [AGENT, "rollout.agent.limits={memory_gb: 2}"], "mode is not subproc"),
+        ("ppo", [AGENT, "rollout.agent.set_reward_finish_timeout=9"], "mode is not online"),
         ("ppo", ["gconfig.skip_special_tokens=false"], "workflow 'rlvr' reads tokens"),
         ("ppo", ["rollout.agent.mode=online", "reward_fn=math_verify"], "clients run the episodes"),
         ("ppo", ["gconfig={greedy: true, top_p: 0.9, n_samples: 2}"], "gconfig.greedy is true"),
@@ -217,7 +218,7 @@ def test_a_key_that_must_be_a_mistake_is_refused(
         ("ppo", ["vllm={max_num_seqs: 256}", "sglang={mem_fraction_static: 0.9}"]),  # defaults
         ("ppo", ["rollout.agent.turn_discount=0.9", AGENT]),
         ("ppo", ["rollout.agent={mode: subproc, subproc_max_workers: 2}", AGENT]),
-        ("ppo", ["rollout.agent={mode: online, port: 9000}"]),
+        ("ppo", ["rollout.agent={mode: online, port: 9000, set_reward_finish_timeout: 60}"]),
         ("ppo", ["actor.use_sapo_loss=true", "actor.sapo_tau_pos=2"]),
         ("ppo", ["actor.kl_ctl=0.1", "ref={}", "actor.kl_estimator=k2"]),
         ("ppo", ["actor.temperature=${gconfig.temperature}", "critic.temperature=1.0"]),

@@ -50,7 +50,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "says"),
     [
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["zzz"], "unknown command 'zzz'; commands are demo, train, launch, check, ledger, replay"),
+        (
+            ["zzz"],
+            "unknown command 'zzz'; commands are demo, train, launch, check, ledger, agents, ",
+        ),
         (["--zzz"], "unknown argument '--zzz'"),
         (["check", "a.yaml", "--actor.lr=1"], "overrides have no dashes: key=value"),
         (["check"], "expected one config file"),

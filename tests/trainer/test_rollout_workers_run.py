@@ -36,8 +36,22 @@ def test_workers_give_the_trajectories_of_the_controller(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("actor.weight_update_mode", "direct"), ("rollout.agent.port", "8000")]
+    ("key", "value"),
+    [
+        ("actor.weight_update_mode", "direct"),
+        ("rollout.agent.port", "8000"),
+        ("rollout.agent.advertise_url", "http://here:8000"),
+    ],
 )
 def test_workers_need_servers_and_proxies_of_their_own(tmp_path, key, value):
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         grpo_config(tmp_path, "rollout.workers=2", f"{key}={value}")
+
+
+def test_online_workers_of_several_machines_listen_for_others(tmp_path):
+    several = ("rollout.workers=2", "rollout.agent.mode=online", "actor.weight_update_mode=disk")
+    several += ("scheduler.type=ray", "cluster.n_nodes=2")
+    with pytest.raises(ValueError, match=r"rollout\.agent\.host must be 0\.0\.0\.0"):
+        grpo_config(tmp_path, *several)
+    config = grpo_config(tmp_path, *several, "rollout.agent={host: 0.0.0.0, port: 8700}")
+    assert config.rollout.agent.port == 8700, "the router's"

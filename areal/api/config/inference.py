@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import field, replace
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.section import (
@@ -101,8 +102,25 @@ class AgentConfig:
     """Processes of `subproc`; each runs one episode at a time."""
     limits: ProcessLimits | None = None
     """Limits of a process of `subproc`. Default: no limits."""
+    host: str = "127.0.0.1"
+    """Address that the server for agents listens on; `0.0.0.0` for containers and other machines.
+    Every request needs a key."""
     port: int = 0
-    """Port of the server that agents talk to, on this machine only. 0: a free port."""
+    """Port of the server for agents. 0: a free port."""
+    advertise_url: str | None = None
+    """Where agents reach that server, as `http://NAME:PORT`. Default: made from `host` and `port`;
+    for `0.0.0.0` with this machine's address."""
+    max_sessions: int | None = None
+    """Most sessions open at a time in one server: further episodes wait, clients of `online` get
+    status 429. Default: no limit of its own."""
+    max_body_mb: float = 64.0
+    """A larger request is refused with status 413."""
+    request_timeout_seconds: float = 3600.0
+    """A call to the model that takes longer fails with status 504."""
+    set_reward_finish_timeout: float = 0.0
+    """`online`: seconds that a reward may come late. A session that ended without one waits this
+    long for it, and one that has its reward ends after this long without a request. 0: rewards come
+    before `/rl/end_session`, which alone ends a session."""
 
     def __post_init__(self) -> None:
         require(
@@ -119,6 +137,32 @@ class AgentConfig:
             False,
         )
         require(0 <= self.port < 65536, "port must lie between 0 and 65535", self.port)
+        require(bool(self.host), "host must be an address, like 127.0.0.1 or 0.0.0.0", self.host)
+        require_at_least(1, max_sessions=self.max_sessions)
+        require_above(
+            0, max_body_mb=self.max_body_mb, request_timeout_seconds=self.request_timeout_seconds
+        )
+        require_at_least(0, set_reward_finish_timeout=self.set_reward_finish_timeout)
+        self._check_advertise_url()
+
+    def _check_advertise_url(self) -> None:
+        if self.advertise_url is None:
+            return
+        try:
+            parts = urlsplit(self.advertise_url)
+            is_address = parts.port is None or parts.port > 0  # ValueError for no number
+        except ValueError:
+            parts, is_address = None, False
+        require(
+            parts is not None
+            and is_address
+            and parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and not (parts.query or parts.fragment or parts.username),
+            "advertise_url must be an address like http://NAME:PORT",
+            self.advertise_url,
+        )
+        self.advertise_url = self.advertise_url.rstrip("/").removesuffix("/v1")
 
 
 @config_section

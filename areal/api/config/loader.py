@@ -393,6 +393,13 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        ("rollout.agent.set_reward_finish_timeout",),
+        _unless(
+            lambda p: p.config.rollout.agent.mode == "online",
+            "rollout.agent.mode is not online",
+        ),
+    ),
+    Row(
         ("gconfig.skip_special_tokens", "eval_gconfig.skip_special_tokens"),
         lambda p: None if _has_agent(p) else f"workflow {p.config.workflow!r} reads tokens",
         by_workflow=True,

@@ -152,15 +152,23 @@ def _check_workers(config: RLExperiment) -> None:
         f"actor.weight_update_mode must not be direct {in_workers}: they need a server",
         mode,
     )
-    require(
-        agent.mode != "online",
-        f"rollout.agent.mode must not be online {in_workers}: clients need one address",
-        agent.mode,
-    )
+    if agent.mode == "online":  # a router has the address, and passes on to the workers
+        require(
+            config.cluster.n_nodes == 1 or agent.host in ("0.0.0.0", "::"),
+            f"rollout.agent.host must be 0.0.0.0 {in_workers} on several machines "
+            "(cluster.n_nodes): each listens on its own",
+            agent.host,
+        )
+        return
     require(
         agent.port == 0,
         f"rollout.agent.port must be 0 {in_workers}: each has a proxy of its own",
         agent.port,
+    )
+    require(
+        agent.advertise_url is None,
+        f"rollout.agent.advertise_url must be left out {in_workers}: each has a proxy of its own",
+        agent.advertise_url,
     )
 
 

@@ -75,7 +75,6 @@ _ABSENT = {
     "engine_max_tokens": "use gconfig.max_tokens",
     "message_preprocessors": "use prefix_matcher, or change the messages in the agent",
     "admin_api_key": "it comes from the environment variable AREAL_ADMIN_API_KEY; remove it",
-    "set_reward_finish_timeout": "a session ends by POST /rl/end_session; remove it",
     "num_workers": "rows are loaded by the controller itself; remove it",
 }
 

@@ -174,21 +174,6 @@ def create_app(
     return app
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, so that a port in use is detected before a model is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as err:
-        listener.close()
-        reason = f"cannot listen on {host}:{port} ({err.strerror}); choose another port, or 0"
-        raise OSError(err.errno, reason) from None
-    return listener
-
-
 def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
     """Answers until SIGINT or SIGTERM; calls `on_ready` once requests are accepted."""
     server = uvicorn.Server(server_config(app, keep_alive_s=_KEEP_ALIVE_S))

@@ -13,9 +13,10 @@ from tiny import tiny_model, write_tiny_model
 
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
-from areal.engine.native.server import bind, create_app
+from areal.engine.native.server import create_app
 from areal.engine.remote.native import launch_native_server
 from areal.engine.remote.server_control import ControlClient, ServerError, ServerRefusedError
+from areal.utils.addresses import bind
 from areal.weight_sync.publication import publish
 
 TOKEN = "token-of-this-run"

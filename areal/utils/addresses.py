@@ -1,0 +1,39 @@
+"""Where a server of this machine listens, and where others reach it. Loads nothing."""
+
+from __future__ import annotations
+
+import socket
+
+ANY_ADDRESS = ("0.0.0.0", "::", "")  # hosts that mean all addresses of the machine
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a port in use is detected before the server is made."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reason = f"cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0"
+        raise OSError(error.errno, reason) from None
+    return listener
+
+
+def reachable_url(host: str, port: int) -> str:
+    """The address of a server on this machine that listens on `host`, which may be any of its
+    addresses (0.0.0.0): then the one that packets to other machines are sent from."""
+    if host in ANY_ADDRESS:
+        host = _own_address()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; an address of no machine
+        except OSError:  # without a network
+            return "127.0.0.1"
+        return probe.getsockname()[0]
