@@ -157,6 +157,7 @@ class AgentWorld:
         *,
         max_new_tokens: int = 6,
         ignore_eos: bool = False,
+        logs: Path | None = None,
         **config: Any,
     ) -> Iterator[Any]:
         workflow = agent_workflow(
@@ -165,6 +166,7 @@ class AgentWorld:
             config=AgentConfig(**config),
             tokenizer=self.tokenizer,
             gconfig=GenerationHyperparameters(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
+            logs=logs,
         )
         try:
             yield workflow

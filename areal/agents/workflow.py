@@ -16,10 +16,12 @@ import asyncio
 import concurrent.futures
 from typing import TYPE_CHECKING, Any
 
+from areal.agents.episode_log import EpisodeLog
 from areal.agents.preconditions import admin_key, check_agent_options
 from areal.agents.proxy import AgentProxy
 from areal.agents.runners import InlineAgent, SubprocAgent
 from areal.agents.session import AgentTimeoutError, Session, SessionOptions
+from areal.agents.silent_tools import SilentTools
 from areal.api.interaction import InteractionWithTokenLogpReward
 from areal.api.workflow_api import RolloutWorkflow
 from areal.api.workflow_context import workflow_context
@@ -28,6 +30,8 @@ from areal.utils.chat_template import warm_up
 from areal.utils.import_path import load
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from areal.api.config.inference import AgentConfig, GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
 
@@ -44,8 +48,12 @@ def agent_workflow(
     config: AgentConfig,
     tokenizer: Any,
     gconfig: GenerationHyperparameters,
+    logs: Path | None = None,
 ) -> RolloutWorkflow:
-    """`agent` is an object with an async `run`, or a class to build with `kwargs`."""
+    """`agent` is an object with an async `run`, or a class to build with `kwargs`.
+
+    With `logs` the training episodes are kept there (episode_log.py).
+    """
     options = _session_options(config, tokenizer, gconfig)
     timeout_s = config.session_timeout_seconds
     if config.mode == "subproc":
@@ -55,22 +63,30 @@ def agent_workflow(
         )
     else:
         place = InlineAgent(agent, kwargs, timeout_s=timeout_s)
-    return AgentEpisodes(place, options)
+    return AgentEpisodes(place, options, logs)
 
 
 def online_workflow(
-    *, config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
+    *,
+    config: AgentConfig,
+    tokenizer: Any,
+    gconfig: GenerationHyperparameters,
+    logs: Path | None = None,
 ) -> RolloutWorkflow:
     """Sessions for clients that hold the admin key, which comes from the environment."""
-    return OnlineEpisodes(_session_options(config, tokenizer, gconfig), admin_key=admin_key())
+    options = _session_options(config, tokenizer, gconfig)
+    return OnlineEpisodes(options, logs, admin_key=admin_key())
 
 
 class AgentEpisodes(RolloutWorkflow):
     """The user's agent: any object with `async run(data, **kwargs) -> reward`."""
 
-    def __init__(self, place: InlineAgent | SubprocAgent, options: SessionOptions) -> None:
+    def __init__(
+        self, place: InlineAgent | SubprocAgent, options: SessionOptions, logs: Path | None
+    ) -> None:
         self._place = place
         self._options = options
+        self._outcomes = _Outcomes(options, logs)
         self._proxy = _ProxyOfLoop(port=options.config.port)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions:
@@ -81,7 +97,7 @@ class AgentEpisodes(RolloutWorkflow):
             await self._place.run(data, session, proxy.base_url)
         finally:
             proxy.release(session)
-        return _result(session)
+        return await self._outcomes.take(session)
 
     def close(self) -> None:
         self._proxy.close()
@@ -94,8 +110,9 @@ class OnlineEpisodes(RolloutWorkflow):
     A session that ends without a reward is a rejected episode.
     """
 
-    def __init__(self, options: SessionOptions, *, admin_key: str) -> None:
+    def __init__(self, options: SessionOptions, logs: Path | None, *, admin_key: str) -> None:
         self._options = options
+        self._outcomes = _Outcomes(options, logs)
         self._proxy = _ProxyOfLoop(port=options.config.port, admin_key=admin_key)
 
     async def arun_episode(
@@ -112,7 +129,7 @@ class OnlineEpisodes(RolloutWorkflow):
             proxy.release(session)
         session.raise_if_failed()
         rewarded = any(item.reward is not None for item in session.cache.values())
-        return _result(session) if rewarded else None
+        return await self._outcomes.take(session) if rewarded else None
 
     def close(self) -> None:
         self._proxy.close()
@@ -163,20 +180,33 @@ class _ProxyOfLoop:
             stopped.cancel()
 
 
-def _result(session: Session) -> Interactions:
-    exported = session.export()
-    outcome_id = list(session.cache)[-1]
-    reward = session.cache[outcome_id].reward
-    assert reward is not None  # discounting assigned one to every completion
-    stats_tracker.get(workflow_context.stat_scope()).scalar(
-        reward=reward,
-        num_turns=len(session.cache),
-        num_branches=len(session.cache.leaves()) - 1,
-    )
-    if workflow_context.is_eval:
-        # Not trained on; as one sample, a long episode counts once in the mean over episodes.
-        return {outcome_id: session.cache[outcome_id]}
-    return exported
+class _Outcomes:
+    """What finished sessions leave: samples, statistics, and lines in the run's logs."""
+
+    def __init__(self, options: SessionOptions, logs: Path | None) -> None:
+        self._silent_tools = SilentTools(options.tool_format)
+        self._log = None if logs is None else EpisodeLog(logs)
+
+    async def take(self, session: Session) -> Interactions:
+        exported, cache = session.export(), session.cache
+        outcome_id = list(cache)[-1]
+        reward = cache[outcome_id].reward
+        assert reward is not None  # discounting assigned one to every completion
+        stats_tracker.get(workflow_context.stat_scope()).scalar(
+            reward=reward,
+            num_turns=len(cache),
+            num_branches=len(cache.leaves()) - 1,
+        )
+        if workflow_context.is_eval:
+            # Not trained on; as one sample, a long episode counts once in the mean over episodes.
+            return {outcome_id: cache[outcome_id]}
+        self._silent_tools.note(cache.values())
+        current = workflow_context.get()
+        if self._log is not None and current is not None:
+            place = {"task_id": current.task_id, "sample": current.sample}
+            # In a thread: a long episode takes milliseconds.
+            await asyncio.to_thread(self._log.write, cache, reward=reward, **place)
+        return exported
 
 
 def _session_options(

@@ -20,12 +20,15 @@ from areal.algorithm.normalization import are_equal, episode_means
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.reward import get_reward_fn
+from areal.run.paths import RunPaths
 from areal.utils import logging
 from areal.utils.import_path import load_named
 from areal.workflow import resolve
 from areal.workflow.chat import has_images
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from areal.api.config.experiment import PPOConfig
 
     Trajectory = dict[str, torch.Tensor]
@@ -121,7 +124,12 @@ def _agent_episodes(
         config=dataclasses.replace(options, port=0) if is_eval else options,
         tokenizer=tokenizer,
         gconfig=gconfig,
+        logs=_episode_logs(config),
     )
+
+
+def _episode_logs(config: PPOConfig) -> Path | None:
+    return RunPaths.of(config).logs if config.rollout.dump_to_file else None
 
 
 def _online(config: PPOConfig, tokenizer: Any, given: Any) -> RolloutWorkflow:
@@ -130,7 +138,12 @@ def _online(config: PPOConfig, tokenizer: Any, given: Any) -> RolloutWorkflow:
             "workflow must be left out with rollout.agent.mode=online: clients run the episodes; "
             f"got {given!r:.200}"
         )
-    return online_workflow(config=config.rollout.agent, tokenizer=tokenizer, gconfig=config.gconfig)
+    return online_workflow(
+        config=config.rollout.agent,
+        tokenizer=tokenizer,
+        gconfig=config.gconfig,
+        logs=_episode_logs(config),
+    )
 
 
 def build_filter(
