@@ -28,12 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "replies to learn; pairs: two replies to one chat, of the best and the worst episode",
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="replaced if it is there")
-    parser.add_argument(
-        "--min-reward", type=float, default=-math.inf, metavar="R", help="of an episode"
-    )
-    parser.add_argument(
-        "--max-reward", type=float, default=math.inf, metavar="R", help="of an episode"
-    )
+    for bound in ("min", "max"):
+        parser.add_argument(
+            f"--{bound}-reward", type=float, metavar="R", help="leave out episodes beyond it"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     episodes = read_episodes(paths.logs)
     if not episodes:
         raise ValueError(_nothing_kept(paths))
-    kept = [one for one in episodes if args.min_reward <= one.reward <= args.max_reward]
+    least = -math.inf if args.min_reward is None else args.min_reward
+    most = math.inf if args.max_reward is None else args.max_reward
+    kept = [one for one in episodes if least <= one.reward <= most]
     lines = [dumps(line) for line in FORMATS[args.format](kept)]
     if not lines:
         raise ValueError(_nothing_left(args, episodes, kept))

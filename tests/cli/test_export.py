@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 from agent_world import ADD_CALL, Does, ScriptedEngine, open_agent_world
@@ -15,7 +17,14 @@ from areal.api.workflow_context import episode
 from areal.cli.main import main
 from areal.dataset import get_custom_dataset
 
+ROOT = Path(__file__).resolve().parents[2]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+VALIDATE = """
+import sys
+from openenv.core.harness.training import TrainingTrace
+lines = open(sys.argv[1], encoding="utf-8")
+print([len(TrainingTrace.model_validate_json(line).turns) for line in lines])
+"""
 THOUGHT = "<think>\nI add.\n</think>\n\n"
 
 
@@ -157,10 +166,15 @@ def test_a_trace_has_every_sampled_token_once(tmp_path):
 
 
 def test_openenv_takes_the_traces(run_folder):
-    training = pytest.importorskip("openenv.core.harness.training")
+    """Its package has an environment of its own: its pins and ours need not agree."""
+    python = ROOT / ".venv-agents" / "bin" / "python"
+    if not python.exists() or subprocess.run([python, "-c", "import openenv"]).returncode:
+        pytest.skip("needs openenv in .venv-agents")
     lines = export(run_folder)
-    traces = [training.TrainingTrace.model_validate(line) for line in lines]
-    assert [len(trace.turns) for trace in traces] == [3, 1, 1, 1]
+    told = subprocess.run(
+        [python, "-c", VALIDATE, run_folder / "out.jsonl"], check=True, capture_output=True
+    )
+    assert json.loads(told.stdout) == [len(line["turns"]) for line in lines] == [3, 1, 1, 1]
 
 
 def test_a_trace_keeps_to_the_schema(run_folder):
