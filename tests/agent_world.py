@@ -7,8 +7,9 @@ tools); everything else is the real thing.
 from __future__ import annotations
 
 import asyncio
+import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,15 +42,21 @@ CHAT_TEMPLATE = """
 {% endif %}""".lstrip("\n")
 
 
-def build_chat_tokenizer(folder: Path) -> Any:
-    """One token per character of printable ASCII, and the marks of turns."""
+def build_chat_tokenizer(folder: Path, words: Sequence[str] = ()) -> Any:
+    """One token per character of printable ASCII, and the marks of turns.
+
+    `words` are tokens too, and a text that has several is cut into the longest: the tokens of a
+    text that was sampled in smaller pieces are then others.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<|im_end|>", "<unk>", "<|im_start|>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *string.printable])}
+    vocabulary = {token: i for i, token in enumerate([*special, *string.printable, *words])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    pieces = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
+    pattern = "|".join([*pieces, r"[\s\S]"])
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -150,6 +157,7 @@ class AgentWorld:
         *,
         max_new_tokens: int = 6,
         ignore_eos: bool = False,
+        logs: Path | None = None,
         **config: Any,
     ) -> Iterator[Any]:
         workflow = agent_workflow(
@@ -158,6 +166,7 @@ class AgentWorld:
             config=AgentConfig(**config),
             tokenizer=self.tokenizer,
             gconfig=GenerationHyperparameters(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
+            logs=logs,
         )
         try:
             yield workflow
@@ -175,6 +184,13 @@ def open_agent_world(folder: Path) -> Iterator[AgentWorld]:
         pad_token_id=tokenizer.pad_token_id,
         max_position_embeddings=2048,
     )
+    with world_of(folder, tokenizer) as world:
+        yield world
+
+
+@contextmanager
+def world_of(folder: Path, tokenizer: Any) -> Iterator[AgentWorld]:
+    """`folder` has a model and its tokenizer."""
     runner = TaskRunner("agents")
     runner.start()
     engine = NativeLocalEngine(folder, seed=5)

@@ -111,13 +111,11 @@ class AgentRouter:
     async def forward(
         self, entry: Entry, request: Request, body: bytes, scope: Scope, send: Send
     ) -> None:
-        headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_HEADERS]
-        headers.append(("Authorization", f"Bearer {key_of(request)}"))  # also if it was in the path
+        headers = {k: v for k, v in request.headers.items() if k not in _HOP_HEADERS}
+        headers["authorization"] = f"Bearer {key_of(request)}"  # also if it was in the path
         query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""
         url = f"{entry.url}{scope['path']}{query}"
-        async with self._client.request(
-            request.method, url, headers=dict(headers), data=body
-        ) as reply:
+        async with self._client.request(request.method, url, headers=headers, data=body) as reply:
             if reply.status != 401:
                 trust(scope)
             raw = [(k.lower(), v) for k, v in reply.raw_headers]

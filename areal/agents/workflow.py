@@ -20,10 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.agents.episode_log import EpisodeLog
 from areal.agents.preconditions import admin_key, check_agent_options
 from areal.agents.proxy import AgentProxy
 from areal.agents.runners import InlineAgent, SubprocAgent
 from areal.agents.session import AgentTimeoutError, Session, SessionOptions
+from areal.agents.silent_tools import SilentTools
 from areal.api.interaction import InteractionWithTokenLogpReward
 from areal.api.workflow_api import RolloutWorkflow
 from areal.api.workflow_context import workflow_context
@@ -32,6 +34,8 @@ from areal.utils.chat_template import warm_up
 from areal.utils.import_path import load
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from areal.api.config.inference import AgentConfig, GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
 
@@ -49,8 +53,13 @@ def agent_workflow(
     tokenizer: Any,
     gconfig: GenerationHyperparameters,
     folder: Path | None = None,
+    logs: Path | None = None,
 ) -> RolloutWorkflow:
-    """`agent` is an object with an async `run`, or a class to build with `kwargs`."""
+    """`agent` is an object with an async `run`, or a class to build with `kwargs`.
+
+    `folder` is where the server for agents has its entry (registry.py). With `logs` the training
+    episodes are kept there (episode_log.py).
+    """
     check_agent_options(config)
     options = _session_options(config, tokenizer, gconfig)
     timeout_s = config.session_timeout_seconds
@@ -61,7 +70,7 @@ def agent_workflow(
         )
     else:
         place = InlineAgent(agent, kwargs, timeout_s=timeout_s)
-    return AgentEpisodes(place, options, folder)
+    return AgentEpisodes(place, options, folder=folder, logs=logs)
 
 
 def online_workflow(
@@ -70,12 +79,13 @@ def online_workflow(
     tokenizer: Any,
     gconfig: GenerationHyperparameters,
     folder: Path | None = None,
+    logs: Path | None = None,
     is_routed: bool = False,
 ) -> RolloutWorkflow:
     """Sessions for clients that hold the admin key, which comes from the environment.
 
     With `is_routed` clients come through a router (router.py), which has the admin key and the
-    address of the config; this process has a port of its own.
+    address of the config; this process has a port of its own. The folders are `agent_workflow`'s.
     """
     if is_routed:
         config, key = dataclasses.replace(config, port=0, advertise_url=None), None
@@ -83,7 +93,7 @@ def online_workflow(
         check_agent_options(config)
         key = admin_key()
     options = _session_options(config, tokenizer, gconfig)
-    return OnlineEpisodes(options, admin_key=key, folder=folder)
+    return OnlineEpisodes(options, admin_key=key, folder=folder, logs=logs)
 
 
 class AgentEpisodes(RolloutWorkflow):
@@ -93,10 +103,13 @@ class AgentEpisodes(RolloutWorkflow):
         self,
         place: InlineAgent | SubprocAgent,
         options: SessionOptions,
-        folder: Path | None = None,
+        *,
+        folder: Path | None,
+        logs: Path | None,
     ) -> None:
         self._place = place
         self._options = options
+        self._outcomes = _Outcomes(options, logs)
         self._proxy = _ProxyOfLoop(options.config, folder=folder)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions:
@@ -104,7 +117,7 @@ class AgentEpisodes(RolloutWorkflow):
         session = Session(self._options, engine, proxy.id)
         async with proxy.admitted(session):
             await self._place.run(data, session, proxy.base_url)
-        return _result(session)
+        return await self._outcomes.take(session)
 
     def close(self) -> None:
         self._proxy.close()
@@ -118,9 +131,15 @@ class OnlineEpisodes(RolloutWorkflow):
     """
 
     def __init__(
-        self, options: SessionOptions, *, admin_key: str | None, folder: Path | None = None
+        self,
+        options: SessionOptions,
+        *,
+        admin_key: str | None,
+        folder: Path | None,
+        logs: Path | None,
     ) -> None:
         self._options = options
+        self._outcomes = _Outcomes(options, logs)
         self._proxy = _ProxyOfLoop(options.config, admin_key=admin_key, folder=folder)
 
     async def arun_episode(
@@ -137,7 +156,7 @@ class OnlineEpisodes(RolloutWorkflow):
         finally:
             proxy.release(session)
         session.raise_if_failed()
-        return _result(session) if session.rewarded.is_set() else None
+        return await self._outcomes.take(session) if session.rewarded.is_set() else None
 
     def close(self) -> None:
         self._proxy.close()
@@ -207,20 +226,33 @@ class _ProxyOfLoop:
             stopped.cancel()
 
 
-def _result(session: Session) -> Interactions:
-    exported = session.export()
-    outcome_id = list(session.cache)[-1]
-    reward = session.cache[outcome_id].reward
-    assert reward is not None  # discounting assigned one to every completion
-    stats_tracker.get(workflow_context.stat_scope()).scalar(
-        reward=reward,
-        num_turns=len(session.cache),
-        num_branches=len(session.cache.leaves()) - 1,
-    )
-    if workflow_context.is_eval:
-        # Not trained on; as one sample, a long episode counts once in the mean over episodes.
-        return {outcome_id: session.cache[outcome_id]}
-    return exported
+class _Outcomes:
+    """What finished sessions leave: samples, statistics, and lines in the run's logs."""
+
+    def __init__(self, options: SessionOptions, logs: Path | None) -> None:
+        self._silent_tools = SilentTools(options.tool_format)
+        self._log = None if logs is None else EpisodeLog(logs)
+
+    async def take(self, session: Session) -> Interactions:
+        exported, cache = session.export(), session.cache
+        outcome_id = list(cache)[-1]
+        reward = cache[outcome_id].reward
+        assert reward is not None  # discounting assigned one to every completion
+        stats_tracker.get(workflow_context.stat_scope()).scalar(
+            reward=reward,
+            num_turns=len(cache),
+            num_branches=len(cache.leaves()) - 1,
+        )
+        if workflow_context.is_eval:
+            # Not trained on; as one sample, a long episode counts once in the mean over episodes.
+            return {outcome_id: cache[outcome_id]}
+        self._silent_tools.note(cache.values())
+        current = workflow_context.get()
+        if self._log is not None and current is not None:
+            place = {"task_id": current.task_id, "sample": current.sample}
+            # In a thread: a long episode takes milliseconds.
+            await asyncio.to_thread(self._log.write, cache, reward=reward, **place)
+        return exported
 
 
 def _session_options(

@@ -29,6 +29,7 @@ COMMANDS = {
     "ledger": "show the state of every prompt of a run, and verify that none is lost",
     "agents": "list the agent sessions of a run that is alive",
     "replay": "train a recorded step again and compare losses and weights bit for bit",
+    "export": "write the episodes of a run's agents as traces, chats for SFT or preference pairs",
     "serve": "serve a model with the native inference engine",
     "env": "make the environment of a stock inference server (vLLM, SGLang)",
 }

@@ -14,10 +14,9 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from areal.api.json_text import loads_written
 from areal.openai.errors import WireError
 from areal.openai.requests import ChatCall
-from areal.utils.chat_template import TemplateError, render_chat
+from areal.utils.chat_template import TemplateError, for_template, render_chat
 
 Message = dict[str, Any]
 
@@ -66,7 +65,7 @@ def chat_prompt_text(tokenizer: Any, call: ChatCall) -> str:
 def _rendered(tokenizer: Any, call: ChatCall, messages: list[Message]) -> str:
     first: str | None = None
     error: TemplateError | None = None
-    for variant in _variants([_for_template(message) for message in messages]):
+    for variant in _variants([for_template(message) for message in messages]):
         try:
             text = render_chat(
                 tokenizer, variant, tools=call.tools or None, variables=call.chat_template_kwargs
@@ -127,24 +126,3 @@ def _joined(message: Message, text: str) -> Message:
 
 def _is_system(message: Message) -> bool:
     return message["role"] in ("system", "developer")
-
-
-def _for_template(message: Message) -> Message:
-    """Templates have no "developer" role and serialise a call's arguments to JSON themselves."""
-    message = dict(message)
-    if message["role"] == "developer":
-        message["role"] = "system"
-    if "tool_calls" in message:
-        message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-    return message
-
-
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        try:
-            arguments = loads_written(arguments)
-        except ValueError:  # the model wrote invalid JSON: keep its text
-            return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -10,7 +10,7 @@
     weights/         published weights for the servers
     tmp/             temporary folders of the run's processes (api/scratch.py)
     agents/          servers for agents that run now, and their keys
-    logs/            main.log, server logs, and dumped trajectories
+    logs/            main.log, server logs, dumped trajectories and episodes
     traces/          the Chrome trace of the controller (JSONL)
 
 The folder is private to its user (0700), and so is every file in it (0600), whatever the umask.

@@ -21,12 +21,15 @@ from areal.algorithm.normalization import are_equal, episode_means
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.reward import get_reward_fn
+from areal.run.paths import RunPaths
 from areal.utils import logging
 from areal.utils.import_path import load_named
 from areal.workflow import resolve
 from areal.workflow.chat import has_images
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from areal.api.config.experiment import PPOConfig
 
     Trajectory = dict[str, torch.Tensor]
@@ -130,7 +133,12 @@ def _agent_episodes(
         tokenizer=tokenizer,
         gconfig=gconfig,
         folder=folder,
+        logs=_episode_logs(config),
     )
+
+
+def _episode_logs(config: PPOConfig) -> Path | None:
+    return RunPaths.of(config).logs if config.rollout.dump_to_file else None
 
 
 def _online(config: PPOConfig, tokenizer: Any, given: Any, folder: Path | None) -> RolloutWorkflow:
@@ -144,6 +152,7 @@ def _online(config: PPOConfig, tokenizer: Any, given: Any, folder: Path | None) 
         tokenizer=tokenizer,
         gconfig=config.gconfig,
         folder=folder,
+        logs=_episode_logs(config),
         is_routed=config.rollout.workers > 0,
     )
 

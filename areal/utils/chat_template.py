@@ -35,6 +35,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
+from areal.api.json_text import loads_written
 from areal.utils.channel import Channel
 from areal.utils.child_process import describe_exit, module_argv, spawn
 from areal.utils.waits import waiting
@@ -92,6 +93,27 @@ def render_chat(
     variables: Mapping[str, Any],
 ) -> str:
     return render_chats(tokenizer, [chat], tools=tools, variables=variables)[0]
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates have no "developer" role and serialise a call's arguments to JSON themselves."""
+    message = dict(message)
+    if message["role"] == "developer":
+        message["role"] = "system"
+    if "tool_calls" in message:
+        message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+    return message
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = loads_written(arguments)
+        except ValueError:  # the model wrote invalid JSON: keep its text
+            return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def warm_up() -> None:

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_run import grpo_config, query
 
+from areal.agents.episode_log import FOLDER, read_episodes
 from areal.rollout.failures import RolloutFailedError
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode
@@ -39,6 +40,7 @@ def test_an_agent_trains(tmp_path, mode, style):
         f"rollout.agent.export_style={style}",
         "rollout.agent.turn_discount=0.5",
         "recover={mode: on, freq_steps: 1, keep: 9}",  # keeps trajectories
+        "rollout.dump_to_file=true",
         "evaluator.freq_steps=3",
         "valid_dataset.dataset_kwargs={num_rows: 4}",
     )
@@ -59,6 +61,33 @@ def test_an_agent_trains(tmp_path, mode, style):
     assert rows
     for step, data in rows:
         check_group(decode(data), step, style)
+    check_episodes(read_episodes(paths.logs))
+
+
+def check_episodes(episodes):
+    """Every training episode is kept for `areal export`, and only those."""
+    assert len(episodes) >= STEPS * BATCH * GROUP
+    assert {episode.sample for episode in episodes} == set(range(GROUP))
+    for episode in episodes:
+        first, second = episode.turns
+        assert second.parent == first.id and first.reward == pytest.approx(second.reward / 2)
+        assert second.messages == [*first.messages, first.reply, second.messages[-1]]
+
+
+@pytest.mark.slow
+def test_rollout_workers_keep_their_episodes(tmp_path):
+    config = grpo_config(
+        tmp_path,
+        *SMALL,
+        "actor.weight_update_mode=disk",
+        "rollout.workers=2",
+        "rollout.dump_to_file=true",
+        "rollout.agent.turn_discount=0.5",
+    )
+    run_experiment(config)
+    logs = RunPaths.of(config).logs
+    check_episodes(read_episodes(logs))
+    assert 1 <= len(list((logs / FOLDER).iterdir())) <= 2, "one file for each process"
 
 
 def check_group(group, step, style):

@@ -419,7 +419,8 @@ class InferenceEngineConfig:
     setup_timeout: float = 300.0
     """Timeout of the server's start, in seconds."""
     dump_to_file: bool = False
-    """Write every trajectory as text under the run's logs."""
+    """Write every trajectory as text under the run's logs, and keep agents' episodes there for
+    `areal export`."""
     workers: int = 0
     """Processes that run the episodes, each with an event loop of its own: beside the controller,
     with Ray on whatever machines have a CPU for them. 0: the controller's event loop runs them,
