@@ -99,14 +99,13 @@ def score_of(reply: str) -> float:
     """The score in a judge's reply, from 0 to 10; ValueError if there is none."""
     text = _THOUGHT.sub("", reply).strip()
     try:
-        found = json.loads(text)["score"]
+        found: Any = json.loads(text)["score"]
     except (ValueError, TypeError, KeyError):
         named = _SCORE.findall(text)
         found = float(named[-1]) if named else None
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not is_number or not 0 <= found <= MAX_SCORE:
-        raise ValueError(f"the judge gave no score from 0 to {MAX_SCORE}: {reply!r:.200}")
-    return float(found)
+    if type(found) in (int, float) and 0 <= found <= MAX_SCORE:  # true is no score
+        return float(found)
+    raise ValueError(f"the judge gave no score from 0 to {MAX_SCORE}: {reply!r:.200}")
 
 
 def llm_judge_reward_fn(
