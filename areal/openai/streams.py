@@ -165,8 +165,9 @@ class TextEncoder:
 def _usage_chunks(
     call: ChatCall | CompletionCall, name: str, created: int, usage: Usage | None
 ) -> list[WireEvent]:
-    wants = usage is not None and call.include_usage
-    return [usage_chunk(call, name, created, usage)] if wants else []
+    if usage is None or not call.include_usage:
+        return []
+    return [usage_chunk(call, name, created, usage)]
 
 
 class PartEncoder(ABC):
