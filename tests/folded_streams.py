@@ -9,13 +9,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from areal.agents.routes import ROUTES
-from areal.agents.streams import Completion, ReplyHead, Route
-from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward
-from areal.api.io_struct import ModelResponse
 from areal.api.json_text import loads
-from areal.openai.replies import ChatReader, chat_reply
+from areal.openai.apis import CHAT_APIS
+from areal.openai.replies import ChatReader
 from areal.openai.requests import parse_chat
+from areal.openai.streams import Completion, ReplyHead
 
 Events = list[dict[str, Any]]
 
@@ -135,20 +133,16 @@ def completed(
 
     `options` are those of ChatReader.
     """
-    route: Route = ROUTES[path]
-    call = parse_chat(route.chat_body(body, InteractionCache()))
-    head = ReplyHead(body, call, f"{route.id_prefix}1", 17, [1] * 5, tokenizer)
-    reader, encoder = ChatReader(call, tokenizer, **options), route.encoder(head)
+    api = CHAT_APIS[path]
+    call = parse_chat(api.chat_body(body, None))
+    head = ReplyHead(body, call, f"{api.id_prefix}1", 17, [[1] * 5], tokenizer)
+    reader, encoder = ChatReader(call, tokenizer, **options), api.encoder(head)
     events, tokens, logprobs = [*encoder.begin()], [], []
     for piece in pieces:
         told = [-0.125 * len(tokens) - 0.5] * len(piece)
         events += encoder.push(reader.push(piece), piece, told)
         tokens, logprobs = tokens + piece, logprobs + told
     events += encoder.push(reader.finish(), [], [])
-    output = reader.output(tokens, logprobs, stop_reason)
-    reply = chat_reply(call, head.id, head.created, [output], 5, tokenizer)
-    response = ModelResponse([1] * 5, tokens, logprobs, [0] * len(tokens), stop_reason)
-    interaction = InteractionWithTokenLogpReward(response)
-    done = Completion(head, reader.parts, reply, interaction)
-    events += encoder.finish(done)
-    return done, events_of(b"".join(map(route.events.frame, events)))
+    done = Completion(head, [reader.output(tokens, logprobs, stop_reason)])
+    events += encoder.finish(done.outputs[0], done.usage)
+    return done, events_of(api.events.framed(events))

@@ -20,19 +20,22 @@ import functools
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal.agents.streams import Completion, ReplyHead, ReplyStream, Route
+from areal.agents.streams import ReplyStream
 from areal.api.interaction import InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
 from areal.api.json_text import dumps
+from areal.openai.apis import ChatApi
 from areal.openai.errors import WireError, refusal
 from areal.openai.grammars import reply_grammar
-from areal.openai.parsing.parser import Event, begins_in_reasoning
+from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
-from areal.openai.replies import ChatReader, chat_reply
+from areal.openai.replies import ChatOutput, ChatReader, chat_message
 from areal.openai.requests import ChatCall, CompletionCall, check_servable, parse_chat
+from areal.openai.streams import Completion, ReplyHead
 from areal.utils import logging
 
 if TYPE_CHECKING:
@@ -46,6 +49,13 @@ logger = logging.getLogger("AgentProxy")
 _REPLY_PLACE = f"@reply-{secrets.token_hex(8)}@"
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    api: ChatApi
+    # note(item, asked, reply) stores in the interaction what the client sent and received.
+    note: Callable[[InteractionWithTokenLogpReward, dict[str, Any], dict[str, Any]], None]
+
+
 async def complete(
     session: Session, route: Route, body: dict[str, Any], stream: ReplyStream
 ) -> bytes:
@@ -54,8 +64,8 @@ async def complete(
     A WireError is the caller's fault, anything else is ours. Recording comes last, with all that is
     left to send at hand: a reply that the agent never gets is not part of its episode.
     """
-    created, options = next_created(), session.options
-    call = parse_call(options, route.chat_body(body, session.cache))
+    created, options, api = next_created(), session.options, route.api
+    call = parse_call(options, api.chat_body(body, session.cache))
     parent = session.cache.find_parent(call.messages, call.tools)
     if parent is not None:
         messages = _with_reasoning(call.messages, parent.whole_chat())
@@ -67,8 +77,8 @@ async def complete(
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
     input_ids, parent = await asyncio.to_thread(prompt_ids, options, call, parent)
-    name = f"{route.id_prefix}{uuid.uuid4().hex}"
-    head = ReplyHead(body, call, name, int(time.time()), input_ids, options.tokenizer)
+    name = f"{api.id_prefix}{uuid.uuid4().hex}"
+    head = ReplyHead(body, call, name, int(time.time()), [input_ids], options.tokenizer)
     in_reasoning = begins_in_reasoning(options.tokenizer, input_ids)
     reader = _reader(options, call, in_reasoning)
     request = ModelRequest(
@@ -78,16 +88,19 @@ async def complete(
         grammar=_grammar(options, call, in_reasoning),
     )
     if call.stream:
-        stream.open(route.encoder(head))
+        stream.open(api.encoder(head))
         response = await generate_into(stream, reader.push, session, request)
     else:
         response = await generate(session, request)
         reader.push(response.output_tokens)
     last = reader.finish()
-    done = _completion(session, head, reader, response, parent=parent, created=created)
-    route.note(done)
-    rest = stream.last(last, done) if call.stream else dumps(route.reply(done)).encode()
-    session.cache.add(name, done.interaction)
+    output = reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)
+    done = Completion(head, [output])
+    item = _interaction(session, call, output, response, parent=parent, created=created)
+    reply = api.reply(done)
+    route.note(item, body, reply)
+    rest = stream.last(last, output, done.usage) if call.stream else dumps(reply).encode()
+    session.cache.add(name, item)
     if not call.stream:
         return rest
     stream.put(rest)
@@ -117,36 +130,25 @@ def _reader(options: SessionOptions, call: ChatCall, in_reasoning: bool) -> Chat
     )
 
 
-def _completion(
+def _interaction(
     session: Session,
-    head: ReplyHead,
-    reader: ChatReader,
+    call: ChatCall,
+    output: ChatOutput,
     response: ModelResponse,
     *,
     parent: InteractionWithTokenLogpReward | None,
     created: int,
-) -> Completion:
-    call = head.call
-    reply = chat_reply(
-        call,
-        head.id,
-        head.created,
-        [reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)],
-        len(head.prompt_ids),
-        head.tokenizer,
-        prompt_ids=head.prompt_ids,
-    )
-    messages, said = _recorded(call, reply["choices"][0]["message"])
-    interaction = InteractionWithTokenLogpReward(
+) -> InteractionWithTokenLogpReward:
+    messages, said = _recorded(call, chat_message(output.parts))
+    return InteractionWithTokenLogpReward(
         response,
         messages=messages,
         output_message_list=[said],
         parent=parent,
         chat_template_type=session.options.config.chat_template_type,
-        tools=head.call.tools,
+        tools=call.tools,
         created=created,
     )
-    return Completion(head, reader.parts, reply, interaction)
 
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
@@ -249,7 +251,7 @@ async def generate(session: Session, request: ModelRequest) -> ModelResponse:
 
 async def generate_into(
     stream: ReplyStream,
-    read: Callable[[list[int]], Sequence[Event]],
+    read: Callable[[list[int]], Any],
     session: Session,
     request: ModelRequest,
 ) -> ModelResponse:

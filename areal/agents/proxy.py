@@ -43,33 +43,37 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal.agents.completions import complete
+from areal.agents.completions import Route, complete
 from areal.agents.registry import ID_LENGTH, Entry, session_id_of
 from areal.agents.retries import Attempt, SharedCall
 from areal.agents.routes import ROUTES, TOKEN_ROUTES
 from areal.agents.serving import AppServer, key_of
 from areal.agents.session import AgentTimeoutError, Session, SessionEndedError
-from areal.agents.streams import ReplyStream, Route
+from areal.agents.streams import ReplyStream
 from areal.agents.token_routes import TokenRoute, complete_tokens
 from areal.api.config.inference import AgentConfig
 from areal.api.json_text import dumps
-from areal.openai import anthropic
-from areal.openai.errors import WireError, error_body, loads_body, parse_body
+from areal.openai.anthropic_requests import PromptBody, prompt_body
+from areal.openai.apis import error_for
+from areal.openai.errors import WireError, loads_body, parse_body
 from areal.openai.models import model_card, model_list
 from areal.openai.prompts import chat_prompt_ids
 from areal.openai.requests import parse_chat
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_body import Body, Expect, Text, json_body
-from areal.utils.http_server import JsonReply, new_app, read_body, trust
+from areal.utils.http_server import (
+    SILENCE_S,
+    STREAM_HEADERS,
+    JsonReply,
+    OneV1,
+    add_hello,
+    new_app,
+    read_body,
+    trust,
+)
 
 logger = logging.getLogger("AgentProxy")
-
-_SILENCE_S = 10.0  # until a stream shows that it is alive
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-]
 
 _Score = float | bool
 Reward = Annotated[
@@ -104,7 +108,7 @@ class AgentProxy:
         *,
         admin_key: str | None = None,
         folder: Path | None = None,
-        silence_s: float = _SILENCE_S,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """With `mode: online` clients may start the sessions that are passed to `offer`, by
         `admin_key`, or by the key of the entry in `folder`.
@@ -235,6 +239,7 @@ class AgentProxy:
 
 def create_app(proxy: AgentProxy) -> FastAPI:
     app = new_app(openapi_url=None)
+    app.add_middleware(OneV1)
     app.add_middleware(SessionPaths)
     app.add_exception_handler(WireError, answer_with(lambda error: error))
     app.add_exception_handler(
@@ -250,13 +255,13 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     app.add_exception_handler(Exception, answer_fault)
 
     for path, route in {**ROUTES, **TOKEN_ROUTES}.items():
-        schema = json_body(route.body)
+        schema = json_body(route.api.body)
         app.add_api_route(path, _endpoint(proxy, route), methods=["POST"], openapi_extra=schema)
 
-    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(anthropic.PromptBody))
+    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
     async def count_tokens(request: Request) -> dict[str, int]:
         session, content = proxy.session_of(request), await _body(proxy, request)
-        call = parse_chat(anthropic.prompt_body(content))
+        call = parse_chat(prompt_body(content))
         tokenizer = session.options.tokenizer
         return {"input_tokens": len(await asyncio.to_thread(chat_prompt_ids, tokenizer, call))}
 
@@ -270,8 +275,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
         proxy.session_of(request)
         return model_card(name)
 
-    for path in ("/", "/api/hello"):
-        app.add_api_route(path, hello, methods=["GET", "HEAD"], include_in_schema=False)
+    add_hello(app)
 
     @app.post("/rl/set_reward", openapi_extra=json_body(RewardBody))
     async def set_reward(request: Request) -> dict[str, Any]:
@@ -312,8 +316,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
 
 
 class SessionPaths:
-    """A key in the path, /sessions/KEY/v1/..., and a base URL that ends with /v1 where the client
-    adds it itself, /v1/v1/..."""
+    """A key in the path: /sessions/KEY/v1/..."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -324,13 +327,7 @@ class SessionPaths:
             _, _, key, *rest = path.split("/", 3)
             path = f"/{'/'.join(rest)}"
             scope = {**scope, "path": path, "session_key": key}
-        if path.startswith("/v1/v1/"):
-            scope = {**scope, "path": path.removeprefix("/v1")}
         await self._app(scope, receive, send)
-
-
-async def hello() -> dict[str, str]:
-    return {"server": "areal"}
 
 
 def _endpoint(proxy: AgentProxy, route: Route | TokenRoute):
@@ -365,11 +362,11 @@ class _ModelReply(Response):
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     def _start(self) -> SharedCall:
-        stream = ReplyStream(self._route.events)
+        stream = ReplyStream(self._route.api.events)
         return SharedCall(self._ask(stream), stream)
 
     async def _answer(self, call: SharedCall, scope: Scope, receive: Receive, send: Send) -> None:
-        head = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+        head = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
         async for data in call.stream.read(self._silence_s):
             if head:
                 await send(head)
@@ -410,7 +407,7 @@ class _ModelReply(Response):
 
     def _request_text(self) -> str:
         """Equal for a retry of the same request by an SDK."""
-        return f"{self._route.id_prefix}{dumps(self._body)}"
+        return f"{self._route.api.id_prefix}{dumps(self._body)}"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -466,9 +463,7 @@ def answer_with(wire_error: Callable[[Any], WireError]):
 
 def error_reply(request: Request, error: WireError) -> Response:
     """The error in the format of this route's API."""
-    path = request.scope["path"]
-    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in request.headers
-    body = anthropic.error_of(error) if is_anthropic else error_body(error)
+    body = error_for(request.scope["path"], request.headers, error)
     # SDKs take a conflict for a reason to try again; a session that has ended stays so.
     headers = {"x-should-retry": "false"} if error.status == 409 else None
     return JsonReply(body, status_code=error.status, headers=headers)

@@ -1,121 +1,22 @@
-"""How a reply leaves: the APIs that agents speak, and the events of a reply that is streamed.
+"""The streamed reply of one call, from the call that writes it to the responses that read it.
 
-    the call       stream.open(encoder); stream.push(events, tokens, logprobs); ...; stream.put(end)
-                      |  an `Encoder` of the route turns parser events into events of its API
+    the call       stream.open(encoder); stream.push(read, tokens, logprobs); ...; stream.put(end)
+                      |  the `Encoder` of the route's API makes its events
     the response   async for data in stream.read(keep_alive_s): ...
 
-`ReplyStream` consumes parser events as tokens are sampled; produces bytes of server-sent events;
-its readers wait for the next event. It begins with the first token, or after a long wait, so that a
-request that fails before gets an error status.
-
-Invariant: the events of a stream fold to the reply that the same output has without one.
+`ReplyStream` produces bytes of server-sent events; its readers wait for the next event. It
+begins with the first token, or after a long wait, so that a request that fails before gets an error
+status.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
-from areal.api.json_text import dumps
-from areal.openai.errors import WireError, error_body
-from areal.openai.parsing.parser import Event, ToolCall, joined
-from areal.openai.replies import ChatStream, usage_chunk
-from areal.openai.requests import ChatCall
-
-if TYPE_CHECKING:
-    from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward
-    from areal.utils.http_body import Body
-
-WireEvent = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyHead:
-    """What is known of a reply before its first token."""
-
-    asked: dict[str, Any]  # the request body, in its route's format
-    call: ChatCall
-    id: str
-    created: int  # Unix seconds
-    prompt_ids: list[int]
-    tokenizer: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Result of one call: the reply for the client and the interaction for the session."""
-
-    head: ReplyHead
-    parts: list[Event]  # the output, see ChatReader
-    reply: dict[str, Any]  # a chat completion in OpenAI's format, whatever the route
-    interaction: InteractionWithTokenLogpReward
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return self.reply["choices"][0]["message"]
-
-    @property
-    def finish_reason(self) -> str:
-        return self.reply["choices"][0]["finish_reason"]
-
-    @property
-    def stop_string(self) -> str | None:
-        """At which its text ends."""
-        return self.reply["choices"][0]["stop_reason"]
-
-
-class Encoder(Protocol):
-    """One reply as the events of its API. `fail` takes the place of what is left."""
-
-    def begin(self) -> Sequence[WireEvent]: ...
-
-    def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> Sequence[WireEvent]: ...
-
-    def finish(self, done: Any) -> Sequence[WireEvent]:
-        """`done`: the result of the call, see Completion."""
-        ...
-
-    def fail(self, error: WireError) -> Sequence[WireEvent]: ...
-
-
-def data_event(event: WireEvent) -> bytes:
-    return f"data: {dumps(event)}\n\n".encode()
-
-
-def named_event(event: WireEvent) -> bytes:
-    """An event that carries its type twice, as Anthropic and /v1/responses clients expect."""
-    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
-
-
-@dataclass(frozen=True, slots=True)
-class EventFormat:
-    """How the events of an API are written."""
-
-    frame: Callable[[WireEvent], bytes] = named_event
-    keep_alive: bytes = b": keep-alive\n\n"  # a comment, which clients skip
-    end: bytes = b""  # after the last event of a stream that did not fail
-
-
-DATA_EVENTS = EventFormat(data_event, end=b"data: [DONE]\n\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One API of chats. `chat_body(body, cache)` may read the session's earlier interactions."""
-
-    id_prefix: str  # of the ids by which clients assign rewards
-    body: type[Body]
-    chat_body: Callable[[dict[str, Any], InteractionCache], dict[str, Any]]
-    reply: Callable[[Completion], dict[str, Any]]
-    encoder: Callable[[ReplyHead], Encoder]
-    note: Callable[[Completion], None]  # stores in the interaction what the client received
-    error: Callable[[WireError], dict[str, Any]] = error_body
-    events: EventFormat = EventFormat()
+from areal.openai.errors import WireError
+from areal.openai.streams import Encoder, EventFormat, Usage
 
 
 class ReplyStream:
@@ -137,18 +38,17 @@ class ReplyStream:
         """The request is understood, and wants a stream."""
         self._encoder = encoder
 
-    def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
-        self.put(self._begun() + self._framed(self._open.push(events, tokens, logprobs)))
+    def push(self, read: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        begun = self._begun()  # before `push`: an encoder may number its events
+        self.put(begun + self._format.framed(self._open.push(read, tokens, logprobs)))
 
-    def last(self, events: Sequence[Event], done: Any) -> bytes:
-        """What is left to `put`, with the last parser events."""
-        rest = [*self._open.push(events, [], []), *self._open.finish(done)]
-        return self._framed(rest) + self._format.end
+    def last(self, read: Any, output: Any, usage: Usage) -> bytes:
+        """What is left to `put`, with what the reader had held back."""
+        events = [*self._open.push(read, [], []), *self._open.finish(output, usage)]
+        return self._format.framed(events) + self._format.end
 
     def fail(self, error: WireError) -> None:
-        self.put(self._framed(self._open.fail(error)))
+        self.put(self._format.framed(self._open.fail(error)))
 
     def put(self, data: bytes) -> None:
         if data:
@@ -188,81 +88,8 @@ class ReplyStream:
         return self._encoder
 
     def _begun(self) -> bytes:
-        return b"" if self.has_begun else self._framed(self._open.begin())
-
-    def _framed(self, events: Sequence[WireEvent]) -> bytes:
-        return b"".join(map(self._format.frame, events))
+        return b"" if self.has_begun else self._format.framed(self._open.begin())
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class ChatEncoder:
-    """OpenAI's chat completions: chunks."""
-
-    def __init__(self, head: ReplyHead) -> None:
-        self._head = head
-        self._stream = ChatStream(
-            head.call, head.id, head.created, head.tokenizer, prompt_ids=head.prompt_ids
-        )
-
-    def begin(self) -> list[WireEvent]:
-        return self._stream.begin()
-
-    def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> list[WireEvent]:
-        return self._stream.push(events, tokens, logprobs)
-
-    def finish(self, done: Completion) -> list[WireEvent]:
-        head = self._head
-        stop_reason = done.interaction.model_response.stop_reason
-        chunks = self._stream.finish(stop_reason, done.stop_string)
-        if head.call.include_usage:
-            chunks.append(usage_chunk(head.call, head.id, head.created, done.reply["usage"]))
-        return chunks
-
-    def fail(self, error: WireError) -> list[WireEvent]:
-        return [error_body(error)]
-
-
-class PartEncoder(ABC):
-    """For an API whose replies are lists of parts: each part is opened, extended and closed."""
-
-    def __init__(self, head: ReplyHead) -> None:
-        self.head = head
-        self.index = -1  # of the part that is open, or was last
-        self._part: list[Event] = []  # the pieces of the open part
-
-    @abstractmethod
-    def opened(self, event: Event) -> Iterator[WireEvent]: ...
-
-    @abstractmethod
-    def delta(self, event: Event) -> Iterator[WireEvent]: ...
-
-    @abstractmethod
-    def closed(self, part: Event, *, is_cut: bool) -> Iterator[WireEvent]:
-        """`is_cut`: the reply ended by length, within this part."""
-
-    def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> list[WireEvent]:
-        found: list[WireEvent] = []
-        for event in events:
-            if self._part and type(event) is not type(self._part[0]):
-                found += self.close_part()
-            if not self._part:
-                self.index += 1
-                found += self.opened(event)
-            self._part.append(event)
-            found += self.delta(event)
-            if isinstance(event, ToolCall):
-                found += self.close_part()
-        return found
-
-    def close_part(self, *, is_cut: bool = False) -> list[WireEvent]:
-        if not self._part:
-            return []
-        (part,), self._part = joined(self._part), []
-        return list(self.closed(part, is_cut=is_cut))

@@ -28,7 +28,8 @@ TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Serves a model with the native inference engine: /generate takes token ids, "
-        "/v1/chat/completions, /v1/completions and /v1/models speak OpenAI's API. "
+        "/v1/chat/completions, /v1/responses, /v1/completions and /v1/models speak OpenAI's API, "
+        "/v1/messages speaks Anthropic's. "
         "docs/native_server.md shows every route."
     )
     parser.add_argument("--model", required=True, help="folder or hub name of a model")

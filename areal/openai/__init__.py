@@ -1,4 +1,4 @@
-"""OpenAI's chat and completion API as plain dicts: requests in, replies and stream chunks out.
+"""The APIs of OpenAI and Anthropic as plain dicts: requests in, replies and stream events out.
 
     call = requests.parse_chat(body)                         # or WireError, for error_body
     prompt_ids = prompts.chat_prompt_ids(tokenizer, call)
@@ -8,6 +8,9 @@
         call, "chatcmpl-1", created, [Output(token_ids, logprobs, "stop", text)],
         prompt_tokens=len(prompt_ids), tokenizer=tokenizer,
     )
+
+`apis.CHAT_APIS` has OpenAI's chats and responses and Anthropic's messages, all as chats: requests
+of the latter two are in *_requests.py, replies in *_replies.py.
 
 Pure translation: no HTTP, no torch, and not the `openai` package.
 """

@@ -57,6 +57,11 @@ class ChatOutput:
     parts: list[Event]
     stop_string: str | None = None  # that ended it
 
+    @property
+    def finish_reason(self) -> str:
+        has_calls = any(isinstance(part, ToolCall) for part in self.parts)
+        return finish_reason(self.stop_reason, has_calls=has_calls)
+
 
 class TextReader:
     """The tokens of one output, read as visible text.
@@ -75,20 +80,34 @@ class TextReader:
         self._text = TextStream(tokenizer, gconfig, keep=keep)
         self._stop_ids = stop_ids
         self._held: list[int] = []  # a stop token, unless more follow
+        self._texts: list[str] = []
 
     def push(self, tokens: Sequence[int]) -> str:
         """What is final now, without what was returned before."""
         tokens = [*self._held, *tokens]
         self._held = tokens[-1:] if tokens and tokens[-1] in self._stop_ids else []
-        return self._text.push(tokens[: len(tokens) - len(self._held)])
+        return self._note(self._text.push(tokens[: len(tokens) - len(self._held)]))
 
     def finish(self) -> str:
-        return self._text.finish()
+        return self._note(self._text.finish())
+
+    @property
+    def text(self) -> str:
+        """All of it, so far."""
+        return "".join(self._texts)
 
     @property
     def stop_string(self) -> str | None:
         """The stop string at which the text ends."""
         return self._text.stop_string
+
+    def output(self, tokens: list[int], logprobs: list[float], stop_reason: StopReason) -> Output:
+        """What was read, of these tokens."""
+        return Output(tokens, logprobs, stop_reason, self.text, self.stop_string)
+
+    def _note(self, text: str) -> str:
+        self._texts.append(text)
+        return text
 
 
 class ChatReader:
@@ -166,21 +185,14 @@ def chat_reply(
     """`created` in Unix seconds. `prompt_ids` are told to who asks for token ids."""
     choices = []
     for index, output in enumerate(outputs):
-        parsed = fold(output.parts)
-        content = None if parsed.calls and not parsed.content else parsed.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            message["tool_calls"] = [tool_call.as_dict() for tool_call in parsed.calls]
         choices.append(
             {
                 "index": index,
-                "message": message,
+                "message": chat_message(output.parts),
                 "logprobs": chat_logprobs(tokenizer, output.token_ids, output.logprobs)
                 if call.logprobs
                 else None,
-                "finish_reason": finish_reason(output.stop_reason, has_calls=bool(parsed.calls)),
+                "finish_reason": output.finish_reason,
                 "stop_reason": output.stop_string,
                 **({"token_ids": output.token_ids} if call.return_token_ids else {}),
             }
@@ -191,6 +203,17 @@ def chat_reply(
         "choices": choices,
         "usage": _usage(outputs, prompt_tokens, cached_tokens),
     }
+
+
+def chat_message(parts: Sequence[Event]) -> dict[str, Any]:
+    parsed = fold(parts)
+    content = None if parsed.calls and not parsed.content else parsed.content
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [tool_call.as_dict() for tool_call in parsed.calls]
+    return message
 
 
 def completion_reply(

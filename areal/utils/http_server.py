@@ -29,6 +29,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from areal.api.json_text import dumps
@@ -37,6 +38,11 @@ from areal.utils.fs import raise_file_limit
 
 logger = logging.getLogger("HttpServer")
 
+SILENCE_S = 10.0  # until a stream of events shows that it is alive
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 CLIENT_LEFT = 499  # status that no client reads
 _MAX_BODY = 256 << 20  # bytes: hundreds of prompts of the longest context
 # Of a body too large that is thrown away, so that its sender reads why: a connection that is closed
@@ -64,6 +70,30 @@ def new_app(**options: Any) -> FastAPI:
     )
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     return app
+
+
+def add_hello(app: FastAPI) -> None:
+    """Where clients look whether somebody is there."""
+    for path in ("/", "/api/hello"):
+        app.add_api_route(path, _hello, methods=["GET", "HEAD"], include_in_schema=False)
+
+
+async def _hello() -> dict[str, str]:
+    return {"server": "areal"}
+
+
+class OneV1:
+    """Middleware for clients whose base URL ends with /v1, and who add it themselves: their
+    /v1/v1/... is /v1/..."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path", "").startswith("/v1/v1/"):
+            # In place: error handlers outside of this middleware look at the path too.
+            scope["path"] = scope["path"].removeprefix("/v1")
+        await self._app(scope, receive, send)
 
 
 async def read_body(request: Request, max_bytes: int = _MAX_BODY) -> bytes:

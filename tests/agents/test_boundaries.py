@@ -17,6 +17,7 @@ from areal.agents.routes import ROUTES
 from areal.agents.session import AgentError
 from areal.api.json_text import dumps, loads
 from areal.openai.parsing.formats import TOOL_FORMATS
+from areal.openai.replies import chat_message
 from areal.openai.requests import parse_chat
 
 HALF_CALL = r'<tool_call>{"name": "f\ud83d", "arguments": {"x\udc00": "\ud83d!"}}</tool_call>'
@@ -227,6 +228,6 @@ def test_any_output_can_be_answered(text, parser, path, stream):
     body = {**BODIES[path], "stream": stream}
     pieces = [[ord(letter)] for letter in text]
     done, _ = completed(path, body, pieces, Letters(), tool_format=parser, stop_ids=[])
-    loads(dumps(ROUTES[path].reply(done)))
+    loads(dumps(ROUTES[path].api.reply(done)))
     # An agent hands the reply back: it is understood.
-    parse_chat({"messages": [*QUESTION, loads(dumps(done.message))]})
+    parse_chat({"messages": [*QUESTION, loads(dumps(chat_message(done.outputs[0].parts)))]})

@@ -9,7 +9,8 @@ from agent_world import Does, ScriptedEngine
 from sample_agents import QUESTION
 
 from areal.agents.retries import Attempt, Attempts, SharedCall
-from areal.agents.streams import EventFormat, ReplyStream
+from areal.agents.streams import ReplyStream
+from areal.openai.streams import EventFormat
 
 
 class Gated(ScriptedEngine):

@@ -8,7 +8,8 @@ import pytest
 
 from areal.api.interaction import InteractionCache
 from areal.openai import requests
-from areal.openai.anthropic import chat_body, error_of, prompt_body
+from areal.openai.anthropic_replies import error_of
+from areal.openai.anthropic_requests import chat_body, prompt_body
 from areal.openai.errors import WireError, refusal
 from areal.openai.requests import parse_chat
 

@@ -7,7 +7,7 @@ import pytest
 from areal.api.interaction import InteractionCache
 from areal.openai.errors import WireError
 from areal.openai.requests import parse_chat
-from areal.openai.responses import chat_body
+from areal.openai.responses_requests import chat_body
 
 EXEC = {"type": "function", "name": "exec", "strict": False, "parameters": {"type": "object"}}
 

@@ -1,18 +1,22 @@
-"""The OpenAI-compatible routes of the native server.
+"""The routes of the native server for clients made for OpenAI, Anthropic and vLLM.
 
 | route                          | answer                                                      |
 |--------------------------------|-------------------------------------------------------------|
-| POST /v1/completions           | prompts as texts or token ids, streamed or not              |
 | POST /v1/chat/completions      | messages, by the model's chat template, streamed or not     |
+| POST /v1/responses             | OpenAI's responses, streamed or not                         |
+| POST /v1/messages              | Anthropic's messages, streamed or not                       |
 | POST /v1/messages/count_tokens | the number of tokens of Anthropic's messages                |
+| POST /v1/completions           | prompts as texts or token ids, streamed or not              |
 | POST /inference/v1/generate    | tokens for tokens, as vLLM spells it                        |
 | GET /v1/models                 | the one model; /v1/models/NAME: by any name                 |
+| GET or HEAD /, /api/hello      | 200: clients look whether somebody is there                 |
 
-Requests and replies are translated by `areal.openai`; errors have OpenAI's shape. The n samples of
-a prompt are n requests that share its pages; with a seed, sample i draws with seed + i.
+Requests and replies are translated by `areal.openai`; errors have the shape of the route's API.
+There are no sessions: nothing is remembered between two requests. The n samples of a prompt are n
+requests that share its pages; with a seed, sample i draws with seed + i.
 
-`CompletionChoice` and `ChatChoice` turn the tokens of one streamed choice into chunks; joined, the
-chunks equal the reply without streaming.
+A stream begins with the first results, so that a refused request gets an error status, or after a
+long wait, with a keep-alive; a later failure is an error event of its API.
 """
 
 from __future__ import annotations
@@ -23,61 +27,89 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from areal.api.io_struct import Grammar, StopReason
-from areal.api.json_text import dumps
 from areal.engine.native.loop import EngineLoop, Receiver, Result
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
-from areal.openai.anthropic import PromptBody, error_of, prompt_body
-from areal.openai.errors import WireError, error_body, loads_body, refusal
+from areal.openai.anthropic_requests import PromptBody, prompt_body
+from areal.openai.apis import CHAT_APIS, PROMPT_APIS, Api, ChatApi, error_for
+from areal.openai.errors import WireError, loads_body, refusal
 from areal.openai.grammars import reply_grammar
 from areal.openai.models import model_card, model_list
 from areal.openai.parsing.formats import format_of_template
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids
-from areal.openai.replies import (
-    ChatOutput,
-    ChatReader,
-    ChatStream,
-    Chunk,
-    CompletionStream,
-    Output,
-    TextReader,
-    chat_reply,
-    completion_reply,
-    generate_reply,
-    usage_chunk,
-    usage_of,
-)
+from areal.openai.replies import ChatOutput, ChatReader, Output, TextReader
 from areal.openai.requests import (
-    ChatBody,
     ChatCall,
-    CompletionBody,
     CompletionCall,
-    GenerateBody,
     check_servable,
     parse_chat,
     parse_completion,
     parse_generate,
 )
+from areal.openai.streams import C, Completion, Encoder, ReplyHead, WireEvent
 from areal.utils.chat_template import warm_up
 from areal.utils.http_body import json_body
-from areal.utils.http_server import JsonReply, read_body
+from areal.utils.http_server import STREAM_HEADERS, JsonReply, add_hello, read_body
 
 Call = ChatCall | CompletionCall
+Parse = Callable[[dict[str, Any]], Call]
+Prepare = Callable[[Api, dict[str, Any], Any, ModelText], "Prepared"]
 
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+class Reader(Protocol):
+    """ChatReader, TextReader, or `_Unread`."""
+
+    def push(self, tokens: Sequence[int]) -> Any: ...
+
+    def finish(self) -> Any: ...
+
+    def output(
+        self, tokens: list[int], logprobs: list[float], stop_reason: StopReason
+    ) -> ChatOutput | Output: ...
 
 
-def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str) -> None:
-    """`model` is the folder; requests may give it any name."""
+def add_openai_routes(
+    app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str, silence_s: float
+) -> None:
+    """`model` is the folder; requests may give it any name. A stream without news gets a keep-alive
+    every `silence_s`."""
     app.exception_handler(WireError)(_answer_wire_error)
+
+    def add(path: str, api: Api, parse: Parse, prepare: Prepare) -> None:
+        async def answer(request: Request) -> Response:
+            body = loads_body(await read_body(request))
+            call = parse(body)
+            check_servable(call)
+            call = replace(call, model=call.model or model)
+            # In a thread: loading the tokenizer takes seconds, encoding a long prompt milliseconds.
+            ready = await asyncio.to_thread(prepare, api, body, call, text)
+            return (
+                _StreamedReply(loop, ready, silence_s) if call.stream else _WholeReply(loop, ready)
+            )
+
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=json_body(api.body))
+
+    for path, api in CHAT_APIS.items():
+        add(path, api, partial(_parse_chat, api), _prepare_chat)
+    path = "/v1/completions"
+    add(path, PROMPT_APIS[path], parse_completion, _prepare_completion)
+    path = "/inference/v1/generate"
+    add(path, PROMPT_APIS[path], parse_generate, _prepare_generation)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        call = parse_chat(prompt_body(loads_body(await read_body(request))))
+        prompt = await asyncio.to_thread(lambda: chat_prompt_ids(_tokenizer(text), call))
+        return {"input_tokens": len(prompt)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -87,78 +119,68 @@ def add_openai_routes(app: FastAPI, loop: EngineLoop, text: ModelText, *, model:
     async def one_model(name: str) -> dict[str, Any]:
         return model_card(name)
 
-    @app.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
-    async def chat(request: Request) -> Response:
-        call = parse_chat(loads_body(await read_body(request)))
-        return await _answer(call, loop, text, model)
-
-    @app.post("/v1/completions", openapi_extra=json_body(CompletionBody))
-    async def completions(request: Request) -> Response:
-        return await _answer(
-            parse_completion(loads_body(await read_body(request))), loop, text, model
-        )
-
-    @app.post("/inference/v1/generate", openapi_extra=json_body(GenerateBody))
-    async def generate(request: Request) -> Response:
-        body = loads_body(await read_body(request))
-        call, name = parse_generate(body), f"gen-{uuid.uuid4().hex}"
-        check_servable(call)
-        prompts = [prompt for prompt in call.prompt if not isinstance(prompt, str)]
-        with _callers_fault():
-            requests = await asyncio.to_thread(_requests, call, name, prompts, text)
-
-        def reply(finished: Sequence[Finished]) -> dict[str, Any]:
-            outputs = [
-                Output(one.output_tokens, one.output_logprobs, one.stop_reason, "")
-                for one in finished
-            ]
-            return generate_reply(call, body.get("request_id") or name, outputs)
-
-        return _WholeReply(loop, requests, reply)
-
-    @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
-    async def count_tokens(request: Request) -> dict[str, int]:
-        call = parse_chat(prompt_body(loads_body(await read_body(request))))
-        prompt = await asyncio.to_thread(lambda: chat_prompt_ids(_tokenizer(text), call))
-        return {"input_tokens": len(prompt)}
+    add_hello(app)
 
 
-async def _answer(call: Call, loop: EngineLoop, text: ModelText, model: str) -> Response:
-    check_servable(call)
-    call = replace(call, model=call.model or model)
-    # In a thread: loading the tokenizer takes seconds, encoding a long prompt milliseconds.
-    head, requests = await asyncio.to_thread(_prepare, call, text)
-    return (
-        _StreamedReply(loop, head, requests)
-        if call.stream
-        else _WholeReply(loop, requests, head.reply)
-    )
+def _parse_chat(api: ChatApi, body: dict[str, Any]) -> ChatCall:
+    return parse_chat(api.chat_body(body, None))
 
 
-def _prepare(call: Call, text: ModelText) -> tuple[ReplyHead, list[GenRequest]]:
-    is_chat = isinstance(call, ChatCall)
-    if is_chat:
-        warm_up()
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is understood: what the engine is asked, and how its outputs are told."""
+
+    api: Api
+    head: ReplyHead[Any]
+    requests: list[GenRequest]  # in the order of the choices
+    reader: Callable[[], Reader]  # of one output
+
+
+def _prepare_chat(api: Api, body: dict[str, Any], call: ChatCall, text: ModelText) -> Prepared:
+    warm_up()
     tokenizer = _tokenizer(text)
-    if is_chat:
-        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
-        prompts = [chat_prompt_ids(tokenizer, call)]
-    else:
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
-        prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in call.prompt]
-    eos_ids = [] if call.gconfig.ignore_eos else text.eos_ids
-    head = ReplyHead(
-        call=call,
-        completion_id=completion_id,
-        created=int(time.time()),
-        tokenizer=tokenizer,
-        tool_format=format_of_template(tokenizer.chat_template),
-        stop_ids=frozenset([*call.gconfig.stop_token_ids, *eos_ids]),
-        in_reasoning=is_chat and begins_in_reasoning(tokenizer, prompts[0]),
-        prompts=prompts,
-    )
+    prompt = chat_prompt_ids(tokenizer, call)
+    head = _head(api, body, call, [prompt], tokenizer)
+    form = format_of_template(tokenizer.chat_template)
+    options = {"tool_format": form, "in_reasoning": begins_in_reasoning(tokenizer, prompt)}
+    reader = partial(ChatReader, call, tokenizer, stop_ids=_stop_ids(call, text), **options)
     with _callers_fault():
-        return head, _requests(call, completion_id, prompts, text, head.grammar())
+        grammar = reply_grammar(call, tokenizer=tokenizer, **options)
+        return Prepared(api, head, _requests(head, text, grammar), reader)
+
+
+def _prepare_completion(
+    api: Api, body: dict[str, Any], call: CompletionCall, text: ModelText
+) -> Prepared:
+    tokenizer = _tokenizer(text)
+    prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in call.prompt]
+    head = _head(api, body, call, prompts, tokenizer)
+    reader = partial(TextReader, call.gconfig, tokenizer, stop_ids=_stop_ids(call, text))
+    with _callers_fault():
+        return Prepared(api, head, _requests(head, text), reader)
+
+
+def _prepare_generation(
+    api: Api, body: dict[str, Any], call: CompletionCall, text: ModelText
+) -> Prepared:
+    """Needs no tokenizer."""
+    prompts = [prompt for prompt in call.prompt if not isinstance(prompt, str)]
+    head = _head(api, body, call, prompts, None)
+    with _callers_fault():
+        return Prepared(api, head, _requests(head, text), _Unread)
+
+
+def _head(
+    api: Api, body: dict[str, Any], call: C, prompts: list[list[int]], tokenizer: Any
+) -> ReplyHead[C]:
+    name = f"{api.id_prefix}{uuid.uuid4().hex}"
+    return ReplyHead(body, call, name, int(time.time()), prompts, tokenizer)
+
+
+def _stop_ids(call: Call, text: ModelText) -> frozenset[int]:
+    """Tokens that end an output and are not part of its text."""
+    eos_ids = [] if call.gconfig.ignore_eos else text.eos_ids
+    return frozenset([*call.gconfig.stop_token_ids, *eos_ids])
 
 
 def _tokenizer(text: ModelText) -> Any:
@@ -175,19 +197,16 @@ def _callers_fault() -> Iterator[None]:
 
 
 def _requests(
-    call: Call,
-    completion_id: str,
-    prompts: list[list[int]],
-    text: ModelText,
-    grammar: Grammar | None = None,
+    head: ReplyHead[Any], text: ModelText, grammar: Grammar | None = None
 ) -> list[GenRequest]:
     """n per prompt, in the order of the choices. ValueError names what cannot be done."""
+    call: Call = head.call
     gconfig, requests = call.gconfig, []
-    for prompt in prompts:
+    for prompt in head.prompts:
         for sample in range(gconfig.n_samples):
             seed = None if gconfig.seed is None else gconfig.seed + sample
             request = GenRequest(
-                rid=f"{completion_id}.{len(requests)}",
+                rid=f"{head.id}.{len(requests)}",
                 input_ids=prompt,
                 gconfig=gconfig.new(n_samples=1, seed=seed),
                 progress_tokens=1 if call.stream else 0,
@@ -197,101 +216,149 @@ def _requests(
     return requests
 
 
-class _WholeReply(Response):
-    """One JSON object, made by `reply` when all choices are complete."""
+class _Unread:
+    """The reader of an output whose reply has no text."""
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        requests: list[GenRequest],
-        reply: Callable[[Sequence[Finished]], dict[str, Any]],
-    ) -> None:
+    def push(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+    def output(self, tokens: list[int], logprobs: list[float], stop_reason: StopReason) -> Output:
+        return Output(tokens, logprobs, stop_reason, "")
+
+
+class _WholeReply(Response):
+    """One JSON object, when all choices are complete."""
+
+    def __init__(self, loop: EngineLoop, ready: Prepared) -> None:
         super().__init__()
         self._loop = loop
-        self._requests = requests
-        self._reply = reply
+        self._ready = ready
 
     async def __call__(self, scope, receive, send) -> None:
         finished: dict[str, Finished] = {}
         async with Receiver(self._loop, receive) as receiver:
-            receiver.submit(self._requests)
+            receiver.submit(self._ready.requests)
             while receiver.unfinished:
                 results = await receiver.next()
                 if results is None:
                     return
                 if fault := _fault(results):
-                    await _error_response(fault)(scope, receive, send)
+                    await _error_response(self._ready.api, fault)(scope, receive, send)
                     return
                 replies = (one for one in results if isinstance(one, Reply))
                 finished.update({reply.rid: reply.finished for reply in replies})
-        ordered = [finished[request.rid] for request in self._requests]
+        ordered = [finished[request.rid] for request in self._ready.requests]
         # In a thread: decoding many long outputs would block the event loop.
         response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered)))
         await response(scope, receive, send)
 
+    def _reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        ready, outputs = self._ready, []
+        for one in finished:
+            reader = ready.reader()
+            reader.push(one.output_tokens)
+            reader.finish()
+            outputs.append(reader.output(one.output_tokens, one.output_logprobs, one.stop_reason))
+        return ready.api.reply(Completion(ready.head, outputs))
+
 
 class _StreamedReply(Response):
-    """Server-sent events, one chunk per step and choice.
+    """Server-sent events, those of one step together.
 
-    The status is sent with the first results, so that a refused request gets an error status.
+    The status is sent with the first results, so that a refused request gets an error status, or
+    with the first keep-alive.
     """
 
-    def __init__(self, loop: EngineLoop, head: ReplyHead, requests: list[GenRequest]) -> None:
+    def __init__(self, loop: EngineLoop, ready: Prepared, silence_s: float) -> None:
         super().__init__()
         self._loop = loop
-        self._head = head
-        self._requests = requests
-        kind = ChatChoice if isinstance(head.call, ChatCall) else CompletionChoice
-        self._choices = {request.rid: kind(head, i) for i, request in enumerate(requests)}
-        self._num_tokens = {request.rid: 0 for request in requests}
+        self._ready = ready
+        self._silence_s = silence_s
+        heads = map(ready.head.of_choice, range(len(ready.requests)))
+        self._choices = {
+            request.rid: _Choice(ready.reader(), ready.api.encoder(head))
+            for request, head in zip(ready.requests, heads, strict=True)
+        }
+        self._has_begun = False
 
     async def __call__(self, scope, receive, send) -> None:
         async with Receiver(self._loop, receive) as receiver:
-            receiver.submit(self._requests)
-            results = await receiver.next()
-            if results is None:
-                return
-            if fault := _fault(results):
-                await _error_response(fault)(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            chunks = [chunk for choice in self._choices.values() for chunk in choice.begin()]
-            while results is not None:
-                fault = _fault(results)
-                chunks += [error_body(fault)] if fault else self._chunks(results)
-                done = fault is not None or not receiver.unfinished
-                body = _events(chunks) + (b"" if fault or not done else self._last_events())
-                if body or done:
-                    message = {"type": "http.response.body", "body": body, "more_body": not done}
-                    await send(message)
-                if done:
+            receiver.submit(self._ready.requests)
+            is_done = False
+            while not is_done:
+                results = await self._next(receiver)
+                if results is None:
                     return
-                results, chunks = await receiver.next(), []
+                fault = _fault(results)
+                if not self._has_begun:
+                    if fault is not None:
+                        await _error_response(self._ready.api, fault)(scope, receive, send)
+                        return
+                    head = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+                    await send(head)
+                is_done = fault is not None or not receiver.unfinished
+                body = self._data(results, fault, is_done=is_done)
+                if body or is_done:
+                    message = {"type": "http.response.body", "body": body}
+                    await send({**message, "more_body": not is_done})
 
-    def _chunks(self, results: list[Result]) -> list[Chunk]:
-        chunks = []
+    async def _next(self, receiver: Receiver) -> list[Result] | None:
+        """As `Receiver.next`, but nothing after a long wait."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await receiver.next()
+        except TimeoutError:
+            return []
+
+    def _data(self, results: list[Result], fault: WireError | None, *, is_done: bool) -> bytes:
+        wire, choices = self._ready.api.events, self._choices.values()
+        events: list[WireEvent] = []
+        if not self._has_begun:
+            events += [event for choice in choices for event in choice.encoder.begin()]
+            self._has_begun = True
+        if fault is not None:
+            first = next(iter(choices))
+            return wire.framed([*events, *first.encoder.fail(fault)])
         for one in results:
-            choice, start = self._choices[one.rid], self._num_tokens[one.rid]
-            if isinstance(one, Progress):
-                self._num_tokens[one.rid] += len(one.tokens)
-                chunks += choice.advance(one.tokens, one.logprobs)
-            elif isinstance(one, Reply):  # refusals are handled by `_fault`
-                finished = one.finished
-                self._num_tokens[one.rid] = len(finished.output_tokens)
-                tokens, logprobs = finished.output_tokens[start:], finished.output_logprobs[start:]
-                chunks += choice.end(tokens, logprobs, finished.stop_reason)
-        return chunks
+            events += self._events(one)
+        alive = b"" if results else wire.keep_alive
+        return wire.framed(events) + alive + (wire.end if is_done else b"")
 
-    def _last_events(self) -> bytes:
-        head, last = self._head, b"data: [DONE]\n\n"
-        if not head.call.include_usage:
-            return last
-        usage = usage_of(head.num_prompt_tokens, sum(self._num_tokens.values()))
-        return _events([usage_chunk(head.call, head.completion_id, head.created, usage)]) + last
+    def _events(self, one: Result) -> Sequence[WireEvent]:
+        choice = self._choices[one.rid]
+        if isinstance(one, Progress):
+            return choice.advance(one.tokens, one.logprobs)
+        assert isinstance(one, Reply), "`_fault` has found the refusals"
+        events = choice.end(one.finished)
+        outputs = [choice.output for choice in self._choices.values()]
+        is_last = all(output is not None for output in outputs)
+        usage = Completion(self._ready.head, outputs).usage if is_last else None
+        return [*events, *choice.encoder.finish(choice.output, usage)]
 
 
-def _events(chunks: list[Chunk]) -> bytes:
-    return "".join(f"data: {dumps(chunk)}\n\n" for chunk in chunks).encode()
+class _Choice:
+    """One choice of a stream: its tokens, as they come, to events."""
+
+    def __init__(self, reader: Reader, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.output: ChatOutput | Output | None = None  # when it is complete
+        self._reader = reader
+        self._num_tokens = 0
+
+    def advance(self, tokens: list[int], logprobs: list[float]) -> Sequence[WireEvent]:
+        self._num_tokens += len(tokens)
+        return self.encoder.push(self._reader.push(tokens), tokens, logprobs)
+
+    def end(self, finished: Finished) -> list[WireEvent]:
+        """The rest of it but for the encoder's `finish`."""
+        tokens, logprobs = finished.output_tokens, finished.output_logprobs
+        rest = tokens[self._num_tokens :], logprobs[self._num_tokens :]
+        events = [*self.advance(*rest), *self.encoder.push(self._reader.finish(), [], [])]
+        self.output = self._reader.output(tokens, logprobs, finished.stop_reason)
+        return events
 
 
 def _fault(results: list[Result]) -> WireError | None:
@@ -305,119 +372,9 @@ def _fault(results: list[Result]) -> WireError | None:
     return None
 
 
+def _error_response(api: Api, err: WireError) -> Response:
+    return JsonReply(api.error(err), err.status)
+
+
 async def _answer_wire_error(request: Request, err: WireError) -> Response:
-    if request.scope["path"].startswith("/v1/messages"):
-        return JsonReply(error_of(err), err.status)
-    return _error_response(err)
-
-
-def _error_response(err: WireError) -> Response:
-    return JsonReply(error_body(err), err.status)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyHead:
-    """Fields shared by all choices of one reply."""
-
-    call: ChatCall | CompletionCall
-    completion_id: str
-    created: int  # Unix seconds
-    tokenizer: Any
-    tool_format: str
-    stop_ids: frozenset[int]  # tokens that end an output and are not part of its text
-    in_reasoning: bool = False  # outputs of a chat begin inside reasoning
-    prompts: Sequence[list[int]] = ()
-
-    def reader(self) -> ChatReader:
-        """Of one output of a chat."""
-        assert isinstance(self.call, ChatCall)
-        return ChatReader(
-            self.call,
-            self.tokenizer,
-            tool_format=self.tool_format,
-            stop_ids=self.stop_ids,
-            in_reasoning=self.in_reasoning,
-        )
-
-    def grammar(self) -> Grammar | None:
-        if not isinstance(self.call, ChatCall):
-            return None
-        return reply_grammar(
-            self.call,
-            tool_format=self.tool_format,
-            tokenizer=self.tokenizer,
-            in_reasoning=self.in_reasoning,
-        )
-
-    def text_reader(self) -> TextReader:
-        return TextReader(self.call.gconfig, self.tokenizer, stop_ids=self.stop_ids)
-
-    def prompt_of(self, choice: int) -> list[int]:
-        return self.prompts[choice // self.call.gconfig.n_samples]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    def reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        place, call = (self.completion_id, self.created), self.call
-        rest = (self.num_prompt_tokens, self.tokenizer)
-        if isinstance(call, ChatCall):
-            chats = [self._chat_output(one) for one in finished]
-            return chat_reply(call, *place, chats, *rest, prompt_ids=self.prompts[0])
-        texts = [self._text_output(one) for one in finished]
-        return completion_reply(call, *place, texts, *rest, prompts=self.prompts)
-
-    def _chat_output(self, one: Finished) -> ChatOutput:
-        reader = self.reader()
-        reader.push(one.output_tokens)
-        reader.finish()
-        return reader.output(one.output_tokens, one.output_logprobs, one.stop_reason)
-
-    def _text_output(self, one: Finished) -> Output:
-        reader = self.text_reader()
-        text = reader.push(one.output_tokens) + reader.finish()
-        output = one.output_tokens, one.output_logprobs, one.stop_reason
-        return Output(*output, text, reader.stop_string)
-
-
-class CompletionChoice:
-    def __init__(self, head: ReplyHead, index: int) -> None:
-        assert isinstance(head.call, CompletionCall)
-        self._reader = head.text_reader()
-        self._stream = CompletionStream(
-            head.call, head.completion_id, head.created, head.tokenizer, index,
-            prompt_ids=head.prompt_of(index),
-        )  # fmt: skip
-
-    def begin(self) -> list[Chunk]:
-        return []
-
-    def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
-        return self._stream.push(self._reader.push(tokens), tokens, logprobs)
-
-    def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
-        text = self._reader.push(tokens) + self._reader.finish()
-        chunks = self._stream.push(text, tokens, logprobs)
-        return [*chunks, *self._stream.finish(reason, self._reader.stop_string)]
-
-
-class ChatChoice:
-    def __init__(self, head: ReplyHead, index: int) -> None:
-        assert isinstance(head.call, ChatCall)
-        self._reader = head.reader()
-        self._stream = ChatStream(
-            head.call, head.completion_id, head.created, head.tokenizer, index,
-            prompt_ids=head.prompt_of(index),
-        )  # fmt: skip
-
-    def begin(self) -> list[Chunk]:
-        return self._stream.begin()
-
-    def advance(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
-        return self._stream.push(self._reader.push(tokens), tokens, logprobs)
-
-    def end(self, tokens: list[int], logprobs: list[float], reason: StopReason) -> list[Chunk]:
-        events = [*self._reader.push(tokens), *self._reader.finish()]
-        chunks = self._stream.push(events, tokens, logprobs)
-        return [*chunks, *self._stream.finish(reason, self._reader.stop_string)]
+    return JsonReply(error_for(request.scope["path"], request.headers, err), err.status)

@@ -4,7 +4,8 @@
 |--------------------------|-------------------------------------|---------------------------------|
 | POST /generate           | see wire.py                         | JSON lines of progress, results |
 | POST /score              | sequences: lists of token ids       | logprobs of them, version       |
-| /v1/...                  | see openai_routes.py                | as OpenAI's API                 |
+| /v1/..., /inference/...  | see openai_routes.py                | as the APIs of OpenAI,          |
+|                          |                                     | Anthropic and vLLM              |
 | POST /pause              |                                     | when no step runs any more      |
 | POST /continue           |                                     |                                 |
 | POST /abort              | rid, or all=true                    | the number of requests ended    |
@@ -21,11 +22,11 @@
 |                          | recompute_kv=true                   |                                 |
 | GET /openapi.json        |                                     | all of this, with body schemas  |
 
-Every route requires `Authorization: Bearer TOKEN`. Errors are `{"error": "..."}` (under /v1
-OpenAI's object instead of the text): 400 invalid request, 401 no or a wrong token, 409 the base of
-a delta or the group is missing, 502 the group broke, 503 the engine has ended. The engine never
-waits for the network: results are passed to this event loop (`loop.Receiver`), and a client
-disconnect discards its requests.
+Every route requires `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`. Errors are
+`{"error": "..."}` (under /v1 the object of OpenAI or Anthropic instead of the text): 400 invalid
+request, 401 no or a wrong token, 409 the base of a delta or the group is missing, 502 the group
+broke, 503 the engine has ended. The engine never waits for the network: results are passed to this
+event loop (`loop.Receiver`), and a client disconnect discards its requests.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from areal.engine.native.loop import EngineEndedError, EngineLoop, Receiver, Result
 from areal.engine.native.openai_routes import add_openai_routes
@@ -49,12 +52,20 @@ from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.weight_loader import Kind, WeightLoader, WeightUpdate, WrongGroupError
 from areal.engine.native.wire import GenerateBody, Refusal, TokenId, decode_requests, encode_lines
 from areal.engine.remote.token_gate import WRONG_TOKEN, TokenGate
-from areal.openai.anthropic import error_of
-from areal.openai.errors import WireError, error_body
+from areal.openai.apis import error_for
+from areal.openai.errors import WireError
 from areal.utils.chat_template import TemplateLimitError
 from areal.utils.device import device_identity
 from areal.utils.http_body import Body, Expect, Integer, Items, Text, json_body, parse_json, wrong
-from areal.utils.http_server import JsonReply, new_app, read_body, server_config, trust
+from areal.utils.http_server import (
+    SILENCE_S,
+    JsonReply,
+    OneV1,
+    new_app,
+    read_body,
+    server_config,
+    trust,
+)
 from areal.weight_sync.collective import GroupError, GroupPlace
 from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
@@ -142,16 +153,25 @@ class UpdateBody(Body):
 
 
 def create_app(
-    loop: EngineLoop, token: str, *, model: str, folder: str | Path | None = None
+    loop: EngineLoop,
+    token: str,
+    *,
+    model: str,
+    folder: str | Path | None = None,
+    silence_s: float = SILENCE_S,
 ) -> FastAPI:
-    """`model` is its name in /health and /v1/models; `folder` (default: `model`) has its files."""
+    """`model` is its name in /health and /v1/models; `folder` (default: `model`) has its files.
+
+    A stream of events without news gets a keep-alive every `silence_s`.
+    """
     app = new_app(title="areal native server")
     app.add_middleware(_TokenGate, token=token)
+    app.add_middleware(OneV1)
     app.exception_handler(HTTPException)(_answer_no_route)
     for kind, status in _STATUS_OF_ERROR.items():
         app.add_exception_handler(kind, _answer_error(status))
     text = ModelText(folder or model)
-    add_openai_routes(app, loop, text, model=model)
+    add_openai_routes(app, loop, text, model=model, silence_s=silence_s)
     app.state.weights = WeightLoader(loop)  # to be closed with the app
     add_weight_routes(app, app.state.weights)
     add_control_routes(app, loop)
@@ -217,7 +237,7 @@ class _TokenGate(TokenGate):
         await super().admit(scope, receive, send)
 
     async def refuse(self, scope, receive, send) -> None:
-        await _error(scope["path"], 401, WRONG_TOKEN)(scope, receive, send)
+        await _error(scope, 401, WRONG_TOKEN)(scope, receive, send)
 
 
 class _ResultStream(Response):
@@ -261,23 +281,21 @@ def _common_fault(results: list[Result]) -> Refusal | None:
 
 def _answer_error(status: int):
     async def answer(request: Request, err: Exception) -> Response:
-        return _error(request.scope["path"], status, str(err))
+        return _error(request.scope, status, str(err))
 
     return answer
 
 
 async def _answer_no_route(request: Request, err: HTTPException) -> Response:
-    path = request.scope["path"]
-    return _error(path, err.status_code, f"{request.method} {path}: {err.detail}")
+    message = f"{request.method} {request.scope['path']}: {err.detail}"
+    return _error(request.scope, err.status_code, message)
 
 
-def _error(path: str, status: int, message: str) -> Response:
+def _error(scope: Scope, status: int, message: str) -> Response:
     """An error in the shape that clients of this route expect."""
-    content: dict[str, Any] = {"error": message}
-    if path.startswith("/v1/messages"):
-        content = error_of(WireError(status, message))
-    elif path.startswith(("/v1/", "/inference/")):
-        content = error_body(WireError(status, message))
+    path, content = scope["path"], {"error": message}
+    if path.startswith(("/v1/", "/inference/")):
+        content = error_for(path, Headers(scope=scope), WireError(status, message))
     return JsonReply(content, status_code=status)
 
 

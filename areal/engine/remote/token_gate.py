@@ -17,20 +17,31 @@ WRONG_TOKEN = "Authorization: expected 'Bearer TOKEN' with this server's token"
 
 
 class TokenGate:
-    """Requires `Authorization: Bearer TOKEN`, compared in constant time."""
+    """Requires `Authorization: Bearer TOKEN`, or `x-api-key: TOKEN` as Anthropic's clients send it.
+
+    Compared in constant time.
+    """
 
     def __init__(self, app: Any, token: str) -> None:
         self.app = app
-        self._expected = f"Bearer {token}".encode()
+        self._expected = {
+            b"authorization": f"Bearer {token}".encode(),
+            b"x-api-key": token.encode(),
+        }
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
+        if scope["type"] == "lifespan" or self._has_token(dict(scope.get("headers", ()))):
             await self.admit(scope, receive, send)
         elif scope["type"] == "http":
             await self.refuse(scope, receive, send)
         else:  # a websocket
             await send({"type": "websocket.close", "code": 1008})
+
+    def _has_token(self, headers: dict[bytes, bytes]) -> bool:
+        return any(
+            name in headers and hmac.compare_digest(headers[name], expected)
+            for name, expected in self._expected.items()
+        )
 
     async def admit(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         await self.app(scope, receive, send)

@@ -1,4 +1,7 @@
-"""The OpenAI routes over real HTTP, asked by the real `openai` client."""
+"""The OpenAI routes over real HTTP, asked by the real `openai` client.
+
+What the three APIs of chats have in common is in test_chat_apis.py.
+"""
 
 from __future__ import annotations
 
@@ -372,8 +375,7 @@ def test_a_client_that_leaves_frees_its_pages(client, control, stream, address):
     wait_until(lambda: control.get("/stats")["running"] == 0)
     stats = control.get("/stats")
     assert stats["finished"] == before["finished"]  # ended, not finished
-    # Nothing but the prompt is kept for later.
-    assert stats["pages_in_use"] <= before["pages_in_use"] + 2
+    assert stats["pages_in_use"] <= before["pages_in_use"] + 2  # the prompt, kept for later
 
 
 async def test_thirty_streams_while_weights_change(address, control, tmp_path):

@@ -49,6 +49,33 @@ HONEST = {
     "/abort": {"rid": "a", "all": False},
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": ["2+2=", [2, 3]], "max_tokens": 2, "stop": ["b"], "echo": False},
+    "/v1/responses": {
+        "model": "",
+        "instructions": "be kind",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "2+2?"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "4"},
+        ],
+        "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
+        "max_output_tokens": 2,
+        "stream": True,
+    },
+    "/v1/messages": {
+        "model": "",
+        "system": [{"type": "text", "text": "be kind"}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "max_tokens": 2,
+        "stop_sequences": ["x"],
+        "stream": True,
+    },
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "2+2?"}]},
+    "/inference/v1/generate": {
+        "token_ids": [5, 6],
+        "sampling_params": {"max_tokens": 2, "temperature": 0.5, "logprobs": 0},
+    },
 }
 
 
@@ -108,7 +135,8 @@ def soften(case):
     elif case.path == "/score":
         case.body["sequences"] = [known(ids) for ids in case.body["sequences"]]
     elif case.path.startswith("/v1/"):
-        case.body |= {"model": "", "n": 1, "max_tokens": 2, "max_completion_tokens": None}
+        length = "max_output_tokens" if case.path == "/v1/responses" else "max_tokens"
+        case.body |= {"model": "", "n": 1, "max_completion_tokens": None, length: 2}
     elif case.path == "/init_weights_group":
         case.body["backend"] = "mpi"  # is refused: nobody will come
 

@@ -2,7 +2,8 @@
 
 `previous_response_id` may name an earlier response of the same session. Tools other than functions
 are left out. Calls of other kinds in the history (custom tools, the local shell) are shown to the
-model as calls of functions; reasoning goes to the message it precedes, if it can be read.
+model as calls of functions; reasoning goes to the message it precedes, if it can be read. Replies
+are in responses_replies.py.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class ResponsesBody(Sampling):
         return self
 
 
-def chat_body(content: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
+def chat_body(content: dict[str, Any], cache: InteractionCache | None) -> dict[str, Any]:
     body = parse_body(ResponsesBody, content)
     chat = body.model_dump(include=_SAME, exclude_none=True)
     if body.max_output_tokens is not None:
@@ -228,10 +229,15 @@ def _format(wanted: PlainFormat | SchemaFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": wanted.json_schema_}}
 
 
-def _earlier(name: str | None, cache: InteractionCache) -> list[dict[str, Any]]:
+def _earlier(name: str | None, cache: InteractionCache | None) -> list[dict[str, Any]]:
     """The chat up to and including this response; instructions are not carried over."""
     if name is None:
         return []
+    if cache is None:
+        reason = (
+            "this server keeps no responses; leave it out and send the earlier items in `input`"
+        )
+        raise WireError(400, f"previous_response_id: {reason}", "previous_response_id")
     if name not in cache:
         raise WireError(
             400, f"previous_response_id: no {name!r:.60} in this session", "previous_response_id"

@@ -1,4 +1,7 @@
-"""Chunks of a streamed choice: joined, they say what the whole reply says."""
+"""Chunks of a streamed choice: joined, they say what the whole reply says.
+
+The events of the three APIs of chats are in tests/agents/test_streaming.py.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
 
-from areal.engine.native.openai_routes import ChatChoice, CompletionChoice, ReplyHead
-from areal.openai.replies import ChatOutput, Output, chat_reply, completion_reply
+from areal.openai.replies import (
+    ChatOutput,
+    ChatReader,
+    Output,
+    TextReader,
+    chat_reply,
+    completion_reply,
+    usage_of,
+)
 from areal.openai.requests import parse_chat, parse_completion
+from areal.openai.streams import ChatEncoder, ReplyHead, TextEncoder
 from areal.openai.text_stream import visible_text
 
 TOKENIZER = byte_tokenizer()
@@ -26,29 +37,23 @@ sizes = st.lists(st.integers(1, 5), max_size=20)
 reasons = st.sampled_from(["stop", "length"])
 
 
-def head_of(call, parser="hermes", in_reasoning=False):
-    return ReplyHead(
-        call=call,
-        completion_id="c",
-        created=1,
-        tokenizer=TOKENIZER,
-        tool_format=parser,
-        stop_ids=frozenset([EOS]),
-        in_reasoning=in_reasoning,
-        prompts=[[1]],
-    )
+def head_of(call, **options):
+    return ReplyHead({}, call, "c", 1, [[1]], TOKENIZER, **options)
 
 
-def streamed(choice, ids, logprobs, sizes, reason):
+def chat_reader(call, **options):
+    return ChatReader(call, TOKENIZER, stop_ids=[EOS], **{"tool_format": "hermes", **options})
+
+
+def streamed(encoder, reader, ids, logprobs, sizes, reason):
     """Choices of all chunks, when tokens come in groups of these sizes, the rest at the end."""
-    chunks, position = choice.begin(), 0
-    for size in sizes:
-        if position + size >= len(ids):
-            break
+    chunks, position = encoder.begin(), 0
+    for size in [*sizes, len(ids)]:
         part = slice(position, position + size)
-        chunks += choice.advance(ids[part], logprobs[part])
+        chunks += encoder.push(reader.push(ids[part]), ids[part], logprobs[part])
         position += size
-    chunks += choice.end(ids[position:], logprobs[position:], reason)
+    chunks += encoder.push(reader.finish(), [], [])
+    chunks += encoder.finish(reader.output(ids, logprobs, reason), None)
     return [chunk["choices"][0] for chunk in chunks]
 
 
@@ -60,7 +65,8 @@ def test_completion_chunks_join_to_the_reply(ids, sizes, reason, ends, stop):
     logprobs = [-0.5 * i for i in range(len(ids))]
     output = Output(ids, logprobs, reason, text)
     (whole,) = completion_reply(call, "c", 1, [output], 1, TOKENIZER)["choices"]
-    chunks = streamed(CompletionChoice(head_of(call), 0), ids, logprobs, sizes, reason)
+    reader = TextReader(call.gconfig, TOKENIZER, stop_ids=[EOS])
+    chunks = streamed(TextEncoder(head_of(call)), reader, ids, logprobs, sizes, reason)
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     for name in ("tokens", "token_logprobs", "text_offset"):
         assert sum((chunk["logprobs"][name] for chunk in chunks), []) == whole["logprobs"][name]
@@ -77,13 +83,14 @@ def test_chat_chunks_join_to_the_reply(
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": logprobs}
     call = parse_chat({**body, "tools": [TOOL] if has_tools else None})
     values = [-0.5 * i for i in range(len(ids))]
-    head = head_of(call, parser, in_reasoning)
-    reader = head.reader()
+    options = {"tool_format": parser, "in_reasoning": in_reasoning}
+    reader = chat_reader(call, **options)
     reader.push(ids)
     reader.finish()
     output = ChatOutput(ids, values, reason, reader.parts)
     (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER)["choices"]
-    chunks = streamed(ChatChoice(head, 0), ids, values, sizes, reason)
+    encoder, reader = ChatEncoder(head_of(call)), chat_reader(call, **options)
+    chunks = streamed(encoder, reader, ids, values, sizes, reason)
     deltas = [chunk["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant" and deltas[-1] == {}
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
@@ -101,9 +108,21 @@ def test_chat_chunks_join_to_the_reply(
 
 def test_text_before_a_tool_call_is_not_held_back():
     call = parse_chat({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]})
-    choice = ChatChoice(head_of(call), 0)
+    encoder, reader = ChatEncoder(head_of(call)), chat_reader(call)
     ids = TOKENIZER.encode("Well, " + CALL)
-    shown = [choice.advance([token], [0.0]) for token in ids]
+    shown = [encoder.push(reader.push([token]), [token], [0.0]) for token in ids]
     *deltas, call = [chunk["choices"][0]["delta"] for chunks in shown for chunk in chunks]
     assert "".join(delta["content"] for delta in deltas) == "Well,"
     assert call["tool_calls"][0]["function"]["name"] == "add"  # before the output is complete
+
+
+def test_the_usage_comes_once_and_last():
+    body = {"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True}
+    call = parse_chat({**body, "stream_options": {"include_usage": True}})
+    output, chunks = ChatOutput([5], [0.0], "stop", []), []
+    for choice, usage in enumerate([None, usage_of(1, 2)]):
+        chunks += ChatEncoder(head_of(call, choice=choice)).finish(output, usage)
+    first, second, last = chunks
+    assert [chunk["choices"][0]["index"] for chunk in (first, second)] == [0, 1]
+    assert first["usage"] is second["usage"] is None
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 3

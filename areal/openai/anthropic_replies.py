@@ -1,6 +1,6 @@
-"""Replies of Anthropic's messages API: a chat completion as a message or a stream of events.
+"""Anthropic's messages API as a reply: a completion as a message or a stream of events, and errors.
 
-Reasoning becomes a thinking block without a signature. Requests are in areal/openai/anthropic.py.
+Reasoning becomes a thinking block without a signature. Requests are in anthropic_requests.py.
 """
 
 from __future__ import annotations
@@ -8,26 +8,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from areal.agents.streams import Completion, PartEncoder, ReplyHead, WireEvent
 from areal.api.json_text import dumps, loads_written
-from areal.openai.anthropic import error_of
 from areal.openai.errors import WireError
 from areal.openai.parsing.parser import Content, Event, Reasoning, ToolCall
-from areal.openai.replies import usage_of
+from areal.openai.replies import ChatOutput, usage_of
+from areal.openai.requests import ChatCall
+from areal.openai.streams import Completion, PartEncoder, ReplyHead, Usage, WireEvent
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def message_of(done: Completion) -> dict[str, Any]:
+def message_of(done: Completion[ChatCall]) -> dict[str, Any]:
+    (output,) = done.outputs
     return {
         **_head(done.head),
-        **_stop(done),
-        "content": [_block(part) for part in done.parts],
-        "usage": _usage(done.reply["usage"]),
+        **_stop(output),
+        "content": [_block(part) for part in output.parts],
+        "usage": _usage(done.usage),
     }
 
 
-def _head(head: ReplyHead) -> dict[str, Any]:
+def error_of(error: WireError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    message = error.message
+    if error.code == "context_length_exceeded":  # clients know it by these words, and compact
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _head(head: ReplyHead[ChatCall]) -> dict[str, Any]:
     return {
         "id": head.id,
         "type": "message",
@@ -39,7 +58,7 @@ def _head(head: ReplyHead) -> dict[str, Any]:
     }
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, int]:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,  # the others are counted below
@@ -49,11 +68,11 @@ def _usage(usage: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _stop(done: Completion) -> dict[str, str | None]:
-    if done.finish_reason == "stop" and done.stop_string is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": done.stop_string}
-    reason = _STOP_REASONS.get(done.finish_reason, done.finish_reason)
-    return {"stop_reason": reason, "stop_sequence": None}
+def _stop(output: ChatOutput) -> dict[str, str | None]:
+    reason = output.finish_reason
+    if reason == "stop" and output.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_string}
+    return {"stop_reason": _STOP_REASONS.get(reason, reason), "stop_sequence": None}
 
 
 def _block(part: Event) -> dict[str, Any]:
@@ -105,10 +124,9 @@ class MessageEncoder(PartEncoder):
             yield self._delta("signature_delta", signature="")
         yield {"type": "content_block_stop", "index": self.index}
 
-    def finish(self, done: Completion) -> list[WireEvent]:
-        usage = _usage(done.reply["usage"])
-        last = {"type": "message_delta", "delta": _stop(done), "usage": usage}
-        return [*self.close_part(), last, {"type": "message_stop"}]
+    def ended(self, output: ChatOutput, usage: Usage) -> Iterator[WireEvent]:
+        yield {"type": "message_delta", "delta": _stop(output), "usage": _usage(usage)}
+        yield {"type": "message_stop"}
 
     def fail(self, error: WireError) -> list[WireEvent]:
         return [error_of(error)]

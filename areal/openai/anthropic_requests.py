@@ -4,7 +4,7 @@ System text may stand among the messages, tools may be of kinds that only Anthro
 or deferred (shown where a tool result refers to them). Thinking of earlier turns becomes
 `reasoning_content`. Options without a counterpart (`cache_control`, `metadata`, `thinking`,
 `context_management` ...) have no effect. Blocks that are not text, thinking or tool use are
-rejected, as by a model without eyes.
+rejected, as by a model without eyes. Replies are in anthropic_replies.py.
 """
 
 from __future__ import annotations
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from areal.api.interaction import InteractionCache
 
 _SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream"}
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 # Claude Code's note to Anthropic's billing: no prompt, and different in every conversation.
 _BILLING = "x-anthropic-billing-header:"
@@ -193,7 +183,7 @@ class MessagesBody(PromptBody):
     stop_sequences: Items[Name] | None = None
 
 
-def chat_body(content: dict[str, Any], cache: InteractionCache) -> dict[str, Any]:
+def chat_body(content: dict[str, Any], cache: InteractionCache | None) -> dict[str, Any]:
     body = parse_body(MessagesBody, content)
     chat = _prompt(body) | body.model_dump(include=_SAME, exclude_none=True)
     if body.stop_sequences is not None:
@@ -204,14 +194,6 @@ def chat_body(content: dict[str, Any], cache: InteractionCache) -> dict[str, Any
 def prompt_body(content: dict[str, Any]) -> dict[str, Any]:
     """The chat whose tokens /v1/messages/count_tokens counts."""
     return _prompt(parse_body(PromptBody, content))
-
-
-def error_of(error: WireError) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    message = error.message
-    if error.code == "context_length_exceeded":  # clients know it by these words, and compact
-        message = f"prompt is too long: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _prompt(body: PromptBody) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Replies of OpenAI's responses API: a chat completion as a response or a stream of events.
+"""OpenAI's responses API as a reply: a completion as a response or a stream of events.
 
-Requests are in areal/openai/responses.py.
+Requests are in responses_requests.py.
 """
 
 from __future__ import annotations
@@ -9,24 +9,30 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from areal.agents.streams import Completion, PartEncoder, ReplyHead, WireEvent
 from areal.openai.errors import WireError, error_body
 from areal.openai.parsing import parser
 from areal.openai.parsing.parser import Content, Event, ToolCall
+from areal.openai.replies import ChatOutput
+from areal.openai.requests import ChatCall
+from areal.openai.streams import Completion, PartEncoder, ReplyHead, Usage, WireEvent
 
 _ID_PREFIXES = {parser.Reasoning: "rs_", Content: "msg_", ToolCall: "fc_"}
 
 
-def response_of(done: Completion) -> dict[str, Any]:
-    usage, is_cut = done.reply["usage"], done.finish_reason == "length"
-    last = len(done.parts) - 1
+def response_of(done: Completion[ChatCall]) -> dict[str, Any]:
+    (output,) = done.outputs
+    return _response(done.head, output, done.usage)
+
+
+def _response(head: ReplyHead[ChatCall], output: ChatOutput, usage: Usage) -> dict[str, Any]:
+    is_cut, last = output.finish_reason == "length", len(output.parts) - 1
     return {
-        **_head(done.head),
+        **_head(head),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": [
-            _item(done.head, index, part, is_cut=is_cut and index == last)
-            for index, part in enumerate(done.parts)
+            _item(head, index, part, is_cut=is_cut and index == last)
+            for index, part in enumerate(output.parts)
         ],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
@@ -38,7 +44,7 @@ def response_of(done: Completion) -> dict[str, Any]:
     }
 
 
-def _head(head: ReplyHead) -> dict[str, Any]:
+def _head(head: ReplyHead[ChatCall]) -> dict[str, Any]:
     gconfig, asked = head.call.gconfig, head.asked
     return {
         "id": head.id,
@@ -62,7 +68,7 @@ def _head(head: ReplyHead) -> dict[str, Any]:
     }
 
 
-def _item(head: ReplyHead, index: int, part: Event, *, is_cut: bool) -> dict[str, Any]:
+def _item(head: ReplyHead[ChatCall], index: int, part: Event, *, is_cut: bool) -> dict[str, Any]:
     """One part of the output; a call is never in parts, so only a text can be cut."""
     status = "incomplete" if is_cut and not isinstance(part, ToolCall) else "completed"
     shared = {"id": _item_id(head, index, part), "status": status}
@@ -76,7 +82,7 @@ def _item(head: ReplyHead, index: int, part: Event, *, is_cut: bool) -> dict[str
     return {"type": "function_call", **call, **shared}
 
 
-def _item_id(head: ReplyHead, index: int, part: Event) -> str:
+def _item_id(head: ReplyHead[ChatCall], index: int, part: Event) -> str:
     return f"{_ID_PREFIXES[type(part)]}{index}_{head.id}"
 
 
@@ -89,7 +95,7 @@ def _text_part(part: parser.Reasoning | Content) -> dict[str, Any]:
 class ResponseEncoder(PartEncoder):
     """A response: a part is an output item, of one content part if it is text."""
 
-    def __init__(self, head: ReplyHead) -> None:
+    def __init__(self, head: ReplyHead[ChatCall]) -> None:
         super().__init__(head)
         self._numbers = itertools.count()
 
@@ -133,12 +139,9 @@ class ResponseEncoder(PartEncoder):
         item = _item(self.head, self.index, part, is_cut=is_cut)
         yield self._event("response.output_item.done", output_index=self.index, item=item)
 
-    def finish(self, done: Completion) -> list[WireEvent]:
-        response = response_of(done)
-        return [
-            *self.close_part(is_cut=done.finish_reason == "length"),
-            self._event(f"response.{response['status']}", response=response),
-        ]
+    def ended(self, output: ChatOutput, usage: Usage) -> Iterator[WireEvent]:
+        response = _response(self.head, output, usage)
+        yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: WireError) -> list[WireEvent]:
         """The first event makes OpenAI's clients raise; others wait for the second."""
