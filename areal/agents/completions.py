@@ -135,6 +135,7 @@ def _completion(
         len(head.prompt_ids),
         head.tokenizer,
         prompt_ids=head.prompt_ids,
+        cached_tokens=response.cached_tokens,
     )
     messages, said = _recorded(call, reply["choices"][0]["message"])
     interaction = InteractionWithTokenLogpReward(

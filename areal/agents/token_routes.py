@@ -56,7 +56,7 @@ class TokenRoute:
     id_prefix: str  # of the ids by which clients assign rewards
     body: type[Body]
     parse: Callable[[SessionOptions, dict[str, Any]], CompletionCall]
-    reply: Callable[[TokenHead, Output], dict[str, Any]]
+    reply: Callable[[TokenHead, Output, int], dict[str, Any]]  # the number of cached tokens
     error: Callable[[WireError], dict[str, Any]] = error_body
     events: EventFormat = DATA_EVENTS
 
@@ -123,7 +123,8 @@ async def complete_tokens(
         response = await generate(session, request)
         read(response.output_tokens)
     last = reader.finish()
-    reply = route.reply(head, _output(response, "".join(texts) + last, reader.stop_string))
+    output = _output(response, "".join(texts) + last, reader.stop_string)
+    reply = route.reply(head, output, response.cached_tokens)
     interaction = InteractionWithTokenLogpReward(
         response,
         messages=[{"role": "prompt", "content": text}],  # a role that no chat has
@@ -158,14 +159,14 @@ def parse_tokens(options: SessionOptions, body: dict[str, Any]) -> CompletionCal
     return parse_generate(body)
 
 
-def text_reply(head: TokenHead, output: Output) -> dict[str, Any]:
+def text_reply(head: TokenHead, output: Output, cached_tokens: int) -> dict[str, Any]:
     return completion_reply(
         head.call, head.id, head.created, [output], len(head.prompt), head.tokenizer,
-        prompts=[head.prompt],
+        prompts=[head.prompt], cached_tokens=cached_tokens,
     )  # fmt: skip
 
 
-def tokens_reply(head: TokenHead, output: Output) -> dict[str, Any]:
+def tokens_reply(head: TokenHead, output: Output, cached_tokens: int) -> dict[str, Any]:
     return generate_reply(head.call, head.asked.get("request_id") or head.id, [output])
 
 

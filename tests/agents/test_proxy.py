@@ -100,7 +100,10 @@ def test_a_stream_tells_the_same(world):
     assert text == pieces["whole"].choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == pieces["whole"].choices[0].finish_reason
-    assert usage.usage == pieces["whole"].usage
+    for counted in ("prompt_tokens", "completion_tokens"):
+        assert getattr(usage.usage, counted) == getattr(pieces["whole"].usage, counted)
+    cached = pieces["whole"].usage.prompt_tokens_details.cached_tokens
+    assert cached == whole.model_response.input_len, "the stream had the same prompt"
     assert streamed.model_response.output_tokens == whole.model_response.output_tokens
     assert streamed.completion["id"] == chunks[0].id
 

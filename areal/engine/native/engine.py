@@ -21,7 +21,8 @@ running request has a grammar: which tokens it allows next depends on the last o
 are of one step.
 
 Requests with the same prompt share its computation: it is a `Prefix` with its own pages, and each
-request draws its first token from the prefix's last hidden state.
+request draws its first token from the prefix's last hidden state. A prompt that begins like one
+computed before, as the next turn of a dialogue does, is computed from its first new page on.
 
 Not thread-safe: one thread owns it (loop.py). Shapes: C chunks, R sampled rows, D model dim.
 """
@@ -241,7 +242,7 @@ class NativeEngine:
         self.version = version
         if recompute_kv:
             self._scheduler.send_all_back()
-        self._scheduler.prefixes.forget()
+        self._scheduler.forget_prefixes()
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of given tokens (scoring.py), between two steps."""
@@ -259,7 +260,7 @@ class NativeEngine:
         leaving = parts_that_leave(tags)
         self._drain()
         self._scheduler.send_all_back()
-        self._scheduler.prefixes.forget()
+        self._scheduler.forget_prefixes()
         self._runner = None
         if "weights" in leaving:
             self.model.to("cpu")

@@ -244,6 +244,7 @@ class _StreamedReply(Response):
         kind = ChatChoice if isinstance(head.call, ChatCall) else CompletionChoice
         self._choices = {request.rid: kind(head, i) for i, request in enumerate(requests)}
         self._num_tokens = {request.rid: 0 for request in requests}
+        self._cached: dict[str, int] = {}  # tokens of the prompt of each choice that has ended
 
     async def __call__(self, scope, receive, send) -> None:
         async with Receiver(self._loop, receive) as receiver:
@@ -278,6 +279,7 @@ class _StreamedReply(Response):
             elif isinstance(one, Reply):  # refusals are handled by `_fault`
                 finished = one.finished
                 self._num_tokens[one.rid] = len(finished.output_tokens)
+                self._cached[one.rid] = finished.cached_tokens
                 tokens, logprobs = finished.output_tokens[start:], finished.output_logprobs[start:]
                 chunks += choice.end(tokens, logprobs, finished.stop_reason)
         return chunks
@@ -286,7 +288,8 @@ class _StreamedReply(Response):
         head, last = self._head, b"data: [DONE]\n\n"
         if not head.call.include_usage:
             return last
-        usage = usage_of(head.num_prompt_tokens, sum(self._num_tokens.values()))
+        cached = head.cached_tokens([self._cached[request.rid] for request in self._requests])
+        usage = usage_of(head.num_prompt_tokens, sum(self._num_tokens.values()), cached)
         return _events([usage_chunk(head.call, head.completion_id, head.created, usage)]) + last
 
 
@@ -359,14 +362,24 @@ class ReplyHead:
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+    def cached_tokens(self, found: Sequence[int]) -> int:
+        """Of all prompts, by what each choice found. The samples of a prompt compute it once: the
+        first of them found the least."""
+        n = self.call.gconfig.n_samples
+        return sum(min(found[start : start + n]) for start in range(0, len(found), n))
+
     def reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
         place, call = (self.completion_id, self.created), self.call
         rest = (self.num_prompt_tokens, self.tokenizer)
+        cached = self.cached_tokens([one.cached_tokens for one in finished])
         if isinstance(call, ChatCall):
             chats = [self._chat_output(one) for one in finished]
-            return chat_reply(call, *place, chats, *rest, prompt_ids=self.prompts[0])
+            prompt = self.prompts[0]
+            return chat_reply(call, *place, chats, *rest, prompt_ids=prompt, cached_tokens=cached)
         texts = [self._text_output(one) for one in finished]
-        return completion_reply(call, *place, texts, *rest, prompts=self.prompts)
+        return completion_reply(
+            call, *place, texts, *rest, prompts=self.prompts, cached_tokens=cached
+        )
 
     def _chat_output(self, one: Finished) -> ChatOutput:
         reader = self.reader()

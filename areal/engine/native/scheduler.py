@@ -193,6 +193,14 @@ class Scheduler:
         for sequence in [*reversed(self.filling), *reversed(self.decoding)]:
             self.send_back(sequence)
 
+    def forget_prefixes(self) -> None:
+        """The weights changed. A sequence whose prompt is being computed after pages of another
+        waits again: running sequences may keep these pages as they are."""
+        for sequence in reversed(list(self.filling)):
+            if sequence.prefix is not None and sequence.prefix.num_borrowed:
+                self.send_back(sequence)
+        self.prefixes.forget()
+
     def _place(self, sequence: Sequence) -> bool:
         """Find a slot, the prefix and pages for `sequence`; False when pages are short."""
         pool, prompt = self.pool, sequence.prompt
@@ -200,11 +208,15 @@ class Scheduler:
         # One position more than it has, so that it can draw a token without preempting others.
         num_own = pool.pages_for(sequence.num_tokens + 1) - num_shared
         prefix = self.prefixes.find(prompt)
-        num_new = num_own + (pool.pages_for(len(prompt)) if prefix is None else 0)
-        if not self.prefixes.make_room(num_new, keep=prefix):
+        borrowed = self.prefixes.borrow(prompt) if prefix is None else []
+        num_new = pool.pages_for(len(prompt)) - len(borrowed) if prefix is None else 0
+        if not self.prefixes.make_room(num_own + num_new, keep=prefix):
+            pool.release(borrowed)
             return False
-        prefix = prefix or self.prefixes.create(prompt)
+        prefix = prefix or self.prefixes.create(prompt, borrowed)
         self.prefixes.wait(prefix)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = prefix.num_cached
         shared = prefix.pages[:num_shared]
         pool.retain(shared)
         sequence.prefix = prefix

@@ -89,9 +89,9 @@ class SGLangProtocol(StockProtocol):
             if not 0 <= num_new <= len(pairs):
                 raise ValueError(f"output_token_logprobs: expected {num_new}, got {len(pairs)}")
             pairs = pairs[len(pairs) - num_new :]
-        return HttpGenerationResult(
-            [pair[1] for pair in pairs], [pair[0] for pair in pairs], finish["type"]
-        )
+        tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        cached = info.get("cached_tokens") or 0
+        return HttpGenerationResult(tokens, logprobs, finish["type"], cached)
 
     def pause(self, control: ControlClient) -> None:
         control.post_text("/pause_generation", mode="in_place")

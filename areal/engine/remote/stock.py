@@ -95,7 +95,16 @@ class StockProtocol(ServerProtocol):
                 num_known, stop_reason = num_known + len(tokens), found.stop_reason
                 if not is_stream and stop_reason == "abort" and depends_on_start(draft.request):
                     tokens, logprobs = [], []
-                yield rid, Result(tokens, logprobs, [version] * len(tokens), stop_reason)
+                yield (
+                    rid,
+                    Result(
+                        tokens,
+                        logprobs,
+                        [version] * len(tokens),
+                        stop_reason,
+                        cached_tokens=found.cached_tokens,
+                    ),
+                )
 
     async def _contents(
         self, answer: aiohttp.ClientResponse, address: str, is_stream: bool

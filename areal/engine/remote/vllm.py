@@ -98,7 +98,10 @@ class VLLMProtocol(StockProtocol):
         if reason not in (None, "stop", "length", "abort"):
             raise ValueError(f"finish_reason: expected stop, length or abort, got {reason!r}")
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-        return HttpGenerationResult(choice["token_ids"] or [], logprobs, reason)
+        # Told by --enable-prompt-tokens-details, and not by the events of a stream.
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens") or 0
+        return HttpGenerationResult(choice["token_ids"] or [], logprobs, reason, cached)
 
     def pause(self, control: ControlClient) -> None:
         control.post("/pause?mode=keep&clear_cache=false")
@@ -197,6 +200,7 @@ def launch_vllm_server(
         "enforce-eager": enforce_eager,
         "enable-lora": enable_lora,
         "disable-uvicorn-access-log": True,
+        "enable-prompt-tokens-details": True,
     }
     env = {
         "PYTHONPATH": str(_folder_of_areal(scratch / "packages")),
