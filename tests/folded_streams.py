@@ -149,6 +149,6 @@ def completed(
     reply = chat_reply(call, head.id, head.created, [output], 5, tokenizer)
     response = ModelResponse([1] * 5, tokens, logprobs, [0] * len(tokens), stop_reason)
     interaction = InteractionWithTokenLogpReward(response)
-    done = Completion(head, reader.parts, reply, interaction)
+    done = Completion(head, reader.parts, reply, [interaction])
     events += encoder.finish(done)
     return done, events_of(b"".join(map(route.events.frame, events)))

@@ -49,9 +49,13 @@ class Completion:
     """Result of one call: the reply for the client and the interaction for the session."""
 
     head: ReplyHead
-    parts: list[Event]  # the output, see ChatReader
+    parts: list[Event]  # the first output, see ChatReader
     reply: dict[str, Any]  # a chat completion in OpenAI's format, whatever the route
-    interaction: InteractionWithTokenLogpReward
+    interactions: list[InteractionWithTokenLogpReward]  # one for each choice
+
+    @property
+    def interaction(self) -> InteractionWithTokenLogpReward:
+        return self.interactions[0]
 
     @property
     def message(self) -> dict[str, Any]:
@@ -73,7 +77,11 @@ class Encoder(Protocol):
     def begin(self) -> Sequence[WireEvent]: ...
 
     def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        events: Sequence[Event],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        choice: int = 0,
     ) -> Sequence[WireEvent]: ...
 
     def finish(self, done: Any) -> Sequence[WireEvent]:
@@ -138,14 +146,22 @@ class ReplyStream:
         self._encoder = encoder
 
     def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        events: Sequence[Event],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        choice: int = 0,
     ) -> None:
-        self.put(self._begun() + self._framed(self._open.push(events, tokens, logprobs)))
+        self.put(self._begun() + self._framed(self._open.push(events, tokens, logprobs, choice)))
 
-    def last(self, events: Sequence[Event], done: Any) -> bytes:
-        """What is left to `put`, with the last parser events."""
-        rest = [*self._open.push(events, [], []), *self._open.finish(done)]
-        return self._framed(rest) + self._format.end
+    def last(self, events: Sequence[Sequence[Event]], done: Any) -> bytes:
+        """What is left to `put`, with the last parser events of each choice."""
+        rest = [
+            wire_event
+            for choice, last in enumerate(events)
+            for wire_event in self._open.push(last, [], [], choice)
+        ]
+        return self._framed([*rest, *self._open.finish(done)]) + self._format.end
 
     def fail(self, error: WireError) -> None:
         self.put(self._framed(self._open.fail(error)))
@@ -203,22 +219,26 @@ class ChatEncoder:
 
     def __init__(self, head: ReplyHead) -> None:
         self._head = head
-        self._stream = ChatStream(
-            head.call, head.id, head.created, head.tokenizer, prompt_ids=head.prompt_ids
-        )
+        place, prompt = (head.call, head.id, head.created, head.tokenizer), head.prompt_ids
+        choices = range(head.call.gconfig.n_samples)
+        self._streams = [ChatStream(*place, choice, prompt_ids=prompt) for choice in choices]
 
     def begin(self) -> list[WireEvent]:
-        return self._stream.begin()
+        return [chunk for stream in self._streams for chunk in stream.begin()]
 
     def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        events: Sequence[Event],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        choice: int = 0,
     ) -> list[WireEvent]:
-        return self._stream.push(events, tokens, logprobs)
+        return self._streams[choice].push(events, tokens, logprobs)
 
     def finish(self, done: Completion) -> list[WireEvent]:
-        head = self._head
-        stop_reason = done.interaction.model_response.stop_reason
-        chunks = self._stream.finish(stop_reason, done.stop_string)
+        head, chunks = self._head, []
+        for stream, choice in zip(self._streams, done.reply["choices"], strict=True):
+            chunks += stream.finish(choice["finish_reason"], choice["stop_reason"])
         if head.call.include_usage:
             chunks.append(usage_chunk(head.call, head.id, head.created, done.reply["usage"]))
         return chunks
@@ -246,7 +266,11 @@ class PartEncoder(ABC):
         """`is_cut`: the reply ended by length, within this part."""
 
     def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        events: Sequence[Event],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        choice: int = 0,
     ) -> list[WireEvent]:
         found: list[WireEvent] = []
         for event in events:

@@ -74,7 +74,11 @@ class TextEncoder:
         return []
 
     def push(
-        self, events: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        events: Sequence[Event],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        choice: int = 0,
     ) -> list[WireEvent]:
         text = "".join(event.text for event in events if isinstance(event, Content))
         return self._stream.push(text, tokens, logprobs)
@@ -100,6 +104,9 @@ async def complete_tokens(
     if len(call.prompt) > 1:
         message = "prompt: one completion is one interaction here, so send one prompt; call again"
         raise WireError(400, message, "prompt")
+    if call.gconfig.n_samples > 1:
+        message = "n: one completion is one interaction here, so it must be 1; call again"
+        raise WireError(400, message, "n")
     call = dataclasses.replace(call, gconfig=checked_gconfig(options, call))
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     prompt, text = await asyncio.to_thread(_prompt, options.tokenizer, call)
@@ -118,7 +125,7 @@ async def complete_tokens(
 
     if call.stream:
         stream.open(TextEncoder(head))
-        response = await generate_into(stream, read, session, request)
+        response = await generate_into(stream.push, read, session, request)
     else:
         response = await generate(session, request)
         read(response.output_tokens)
@@ -135,7 +142,7 @@ async def complete_tokens(
         input_data=body.get("prompt", body.get("token_ids")),
         created=created,
     )
-    rest = stream.last([Content(last)], reply) if call.stream else dumps(reply).encode()
+    rest = stream.last([[Content(last)]], reply) if call.stream else dumps(reply).encode()
     session.cache.add(name, interaction)
     if not call.stream:
         return rest
