@@ -201,8 +201,9 @@ LONG = {"role": "user", "content": "x" * 4000}
     "path, body, status, message",
     [
         (*chat(logprobs=True, top_logprobs=2), 400, "only the sampled token's"),
-        (*chat(logit_bias={"1": 2}), 400, "logit_bias: not supported"),
-        (*chat(presence_penalty=1), 400, "presence_penalty: not supported"),
+        (*chat(logit_bias={"1": 200}), 400, "logit_bias: expected"),
+        (*chat(logit_bias={"999999": 2}), 400, "logit_bias must name tokens of the model"),
+        (*chat(presence_penalty=3), 400, "presence_penalty: expected a number"),
         (*chat(messages=[IMAGE]), 400, "only text is understood here"),
         (*chat(messages=[LONG]), 400, "context_length_exceeded"),
         ("/v1/responses", {"input": "x" * 4000}, 400, "context_length_exceeded"),
@@ -283,3 +284,15 @@ def test_the_second_turn_finds_the_first_in_the_cache(world, stream):
         if turn % 2:
             first = items[turn - 1].model_response.input_len
             assert first - 16 < cached <= prompt, "all pages of the first turn's prompt"
+
+
+@pytest.mark.parametrize(
+    "path, name", [("/v1/chat/completions", "messages"), ("/v1/responses", "input")]
+)
+def test_penalties_and_biases_reach_the_sampler(world, path, name):
+    seven = world.tokenizer("7", add_special_tokens=False)["input_ids"][0]
+    options = {"presence_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.5}
+    agent = Calls((path, {name: [USER], "logit_bias": {str(seven): 100}, **options}))
+    (item,) = world.run(agent).values()
+    assert item.model_response.output_tokens[0] == seven
+    assert item.model_response.output_logprobs[0] == pytest.approx(0.0, abs=1e-6)

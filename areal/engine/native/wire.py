@@ -128,6 +128,10 @@ class Options(ClosedBody):
     ignore_eos: bool = _DEFAULTS.ignore_eos
     stop: Items[Text] | None = _DEFAULTS.stop
     frequency_penalty: Float = _DEFAULTS.frequency_penalty
+    presence_penalty: Float = _DEFAULTS.presence_penalty
+    repetition_penalty: Float = _DEFAULTS.repetition_penalty
+    min_p: Float = _DEFAULTS.min_p
+    logit_bias: dict[Text, Float] = _DEFAULTS.logit_bias
     seed: Int64 | None = _DEFAULTS.seed
 
     def gconfig(self) -> GenerationHyperparameters:

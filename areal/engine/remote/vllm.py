@@ -74,9 +74,9 @@ class VLLMProtocol(StockProtocol):
             "top_k": 0 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
             "frequency_penalty": gconfig.frequency_penalty,
             # Explicit, because generation_config.json of the model would set them otherwise.
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "min_p": 0.0,
+            "presence_penalty": gconfig.presence_penalty,
+            "repetition_penalty": gconfig.repetition_penalty,
+            "min_p": gconfig.min_p,
             "stop_token_ids": gconfig.stop_token_ids,
             "stop": stop,
             "include_stop_str_in_output": True,
@@ -85,6 +85,8 @@ class VLLMProtocol(StockProtocol):
             "logprobs": 0,
             "return_token_ids": True,
         }
+        if gconfig.logit_bias:
+            payload["logit_bias"] = gconfig.logit_bias
         if gconfig.seed is not None:
             payload["seed"] = gconfig.seed
         if request.grammar is not None:

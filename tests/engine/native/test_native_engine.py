@@ -418,3 +418,42 @@ def test_from_pretrained_serves_the_folder(tmp_path):
     req = request("a", [4, 5, 6])
     engine.add(req)
     assert_matches_full_forward(tiny_model("qwen3"), req, run(engine)["a"])
+
+
+@torch.no_grad()
+def logits_of(model, tokens: list[int]) -> torch.Tensor:
+    attend = PackedAttention(torch.tensor([0, len(tokens)]), len(tokens))
+    hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+    return model.logits(hidden).double()
+
+
+def test_penalties_count_the_output_and_repetitions_the_prompt_too():
+    model = tiny_model("qwen3")
+    given = {"presence_penalty": 0.75, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
+    req = request("a", [5, 6, 7, 5], logit_bias={9: 3.0, 11: -100}, max_new_tokens=24, **given)
+    for num_pages in (200, 9):  # once in between preempted
+        engine = make_engine(model, num_pages=num_pages)
+        engine.add(req)
+        if num_pages == 9:
+            engine.add(request("b", [1, 2, 3], max_new_tokens=16))
+        out = run(engine)["a"]
+        tokens = req.input_ids + out.output_tokens
+        logits = logits_of(model, tokens)
+        for i in range(len(out.output_tokens)):
+            row, seen = logits[len(req.input_ids) + i - 1].clone(), tokens[: len(req.input_ids) + i]
+            row[9] += 3.0
+            row[11] -= 100
+            for token in set(seen):
+                row[token] = row[token] / 1.5 if row[token] > 0 else row[token] * 1.5
+            for token in out.output_tokens[:i]:
+                row[token] -= 0.5
+            for token in set(out.output_tokens[:i]):
+                row[token] -= 0.75
+            expected = torch.log_softmax(row, -1)[out.output_tokens[i]].item()
+            assert out.output_logprobs[i] == pytest.approx(expected, abs=1e-5)
+        assert 11 not in out.output_tokens
+
+
+def test_a_bias_for_no_token_of_the_model_is_refused():
+    with pytest.raises(ValueError, match="logit_bias must name tokens of the model's vocabulary"):
+        make_engine().add(request("a", [5], logit_bias={10**6: 1.0}))

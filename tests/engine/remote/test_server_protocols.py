@@ -28,6 +28,10 @@ SAID = {
     "skip_special_tokens": (False, {"skip_special_tokens": False}, {"skip_special_tokens": False}),
     "stop": (["x"], {"stop": ["x"]}, {"stop": ["x"], "no_stop_trim": True}),
     "frequency_penalty": (0.5, {"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    "presence_penalty": (0.5, {"presence_penalty": 0.5}, {"presence_penalty": 0.5}),
+    "repetition_penalty": (1.5, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    "min_p": (0.5, {"min_p": 0.5}, {"min_p": 0.5}),
+    "logit_bias": ({5: 1.0}, {"logit_bias": {"5": 1.0}}, {"logit_bias": {"5": 1.0}}),
     "seed": (11, {"seed": 11}, {"sampling_seed": 11}),
     "lora_name": ("mine", {"model": "mine"}, {"lora_path": "mine"}),
 }
