@@ -7,6 +7,9 @@
 Token in, token out: sampled tokens are kept as sampled. With `chat_template_type: concat` a later
 turn appends the tokens of the new messages and never re-tokenises the past.
 
+A call of n choices is n interactions of one turn, with one parent; the first has the completion's
+id, the others `ID-1`, `ID-2`, ...
+
 A call is recorded when its output is complete, before the last event of a stream is sent. One that
 is cancelled before (the client has left, the session has ended) frees its generation and leaves no
 record.
@@ -20,7 +23,7 @@ import functools
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,37 +77,79 @@ async def complete(
             # The client asks for another turn after a reply that has ended: no prefill.
             call = dataclasses.replace(call, continues_final=False)
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
-    seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
+    seeds = _seeds(session, call.gconfig)
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
     input_ids, parent = await asyncio.to_thread(prompt_ids, options, call, parent)
     name = f"{api.id_prefix}{uuid.uuid4().hex}"
     head = ReplyHead(body, call, name, int(time.time()), [input_ids], options.tokenizer)
     in_reasoning = begins_in_reasoning(options.tokenizer, input_ids)
-    reader = _reader(options, call, in_reasoning)
-    request = ModelRequest(
-        input_ids,
-        call.gconfig.new(seed=seed),
-        tokenizer=options.tokenizer,
-        grammar=_grammar(options, call, in_reasoning),
-    )
+    readers = [_reader(options, call, in_reasoning) for _ in seeds]
+    grammar = _grammar(options, call, in_reasoning)
+    requests = [
+        ModelRequest(
+            input_ids,
+            call.gconfig.new(n_samples=1, seed=seed),
+            tokenizer=options.tokenizer,
+            grammar=grammar,
+        )
+        for seed in seeds
+    ]
     if call.stream:
-        stream.open(api.encoder(head))
-        response = await generate_into(stream, reader.push, session, request)
-    else:
-        response = await generate(session, request)
-        reader.push(response.output_tokens)
-    last = reader.finish()
-    output = reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)
-    done = Completion(head, [output])
-    item = _interaction(session, call, output, response, parent=parent, created=created)
-    reply = api.reply(done)
-    route.note(item, body, reply)
-    rest = stream.last(last, output, done.usage) if call.stream else dumps(reply).encode()
-    session.cache.add(name, item)
+        stream.open(*(api.encoder(head.of_choice(i)) for i in range(len(seeds))))
+    work = [
+        generate_into(functools.partial(stream.push, choice=i), reader.push, session, request)
+        if call.stream
+        else _generate_whole(reader, session, request)
+        for i, (reader, request) in enumerate(zip(readers, requests, strict=True))
+    ]
+    responses = await _all(work)
+    last = [reader.finish() for reader in readers]
+    outputs = [
+        reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)
+        for reader, response in zip(readers, responses, strict=True)
+    ]
+    done = Completion(head, outputs, head.num_cached([one.cached_tokens for one in responses]))
+    items: dict[str, InteractionWithTokenLogpReward] = {}
+    for i, (output, response) in enumerate(zip(outputs, responses, strict=True)):
+        choice_id = f"{name}-{i}" if i else name
+        item = _interaction(session, call, output, response, parent=parent, created=created)
+        alone = Completion(dataclasses.replace(head, id=choice_id), [output], done.cached_tokens)
+        route.note(item, body, api.reply(alone))
+        items[choice_id] = item
+    rest = (
+        stream.last(last, outputs, done.usage) if call.stream else dumps(api.reply(done)).encode()
+    )
+    for choice_id, item in items.items():
+        session.cache.add(choice_id, item)
     if not call.stream:
         return rest
     stream.put(rest)
     return b""
+
+
+def _seeds(session: Session, gconfig: GenerationHyperparameters) -> list[int | None]:
+    """One for each choice."""
+    if gconfig.seed is None:
+        return [session.next_seed() for _ in range(gconfig.n_samples)]
+    return [gconfig.seed + choice for choice in range(gconfig.n_samples)]
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, ModelResponse]]) -> list[ModelResponse]:
+    """If one fails or this is cancelled, none goes on."""
+    tasks = [asyncio.create_task(one, name="agent-choice") for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _generate_whole(
+    reader: ChatReader, session: Session, request: ModelRequest
+) -> ModelResponse:
+    response = await generate(session, request)
+    reader.push(response.output_tokens)
+    return response
 
 
 def _grammar(options: SessionOptions, call: ChatCall, in_reasoning: bool) -> Grammar | None:
@@ -170,10 +215,6 @@ def checked_gconfig(
     options: SessionOptions, call: ChatCall | CompletionCall
 ) -> GenerationHyperparameters:
     check_servable(call)
-    if call.gconfig.n_samples > 1:
-        raise WireError(
-            400, "n: one completion is one interaction here, so it must be 1; call again", "n"
-        )
     _check_temperature(options.gconfig, call.gconfig)
     if call.gconfig.ignore_eos:
         return call.gconfig
@@ -250,12 +291,12 @@ async def generate(session: Session, request: ModelRequest) -> ModelResponse:
 
 
 async def generate_into(
-    stream: ReplyStream,
+    push: Callable[[Any, list[int], list[float]], None],
     read: Callable[[list[int]], Any],
     session: Session,
     request: ModelRequest,
 ) -> ModelResponse:
-    """`generate`, with its tokens in `stream`, by `read`, as they are sampled."""
+    """`generate`; its tokens go to `push`, by `read`, as they are sampled."""
     arrived: asyncio.Queue[tuple[list[int], list[float]] | None] = asyncio.Queue()
     request.on_tokens = lambda tokens, logprobs: arrived.put_nowait((tokens, logprobs))
     generation = asyncio.create_task(generate(session, request), name="agent-generation")
@@ -263,13 +304,13 @@ async def generate_into(
     num_told = 0
     try:
         while (told := await arrived.get()) is not None:
-            stream.push(read(told[0]), *told)
+            push(read(told[0]), *told)
             num_told += len(told[0])
     finally:
         generation.cancel()
     response = generation.result()
     rest = response.output_tokens[num_told:], response.output_logprobs[num_told:]
-    stream.push(read(rest[0]), *rest)
+    push(read(rest[0]), *rest)
     return response
 
 

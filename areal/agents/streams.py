@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from areal.openai.errors import WireError
-from areal.openai.streams import Encoder, EventFormat, Usage
+from areal.openai.streams import Encoder, EventFormat, Usage, WireEvent
 
 
 class ReplyStream:
@@ -24,7 +24,7 @@ class ReplyStream:
 
     def __init__(self, events: EventFormat) -> None:
         self._format = events
-        self._encoder: Encoder | None = None
+        self._encoders: Sequence[Encoder] = ()  # of the choices, once it is open
         self._data = bytearray()
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -34,21 +34,27 @@ class ReplyStream:
         """Whether something was, or is about to be sent: too late for an error status."""
         return bool(self._data)
 
-    def open(self, encoder: Encoder) -> None:
-        """The request is understood, and wants a stream."""
-        self._encoder = encoder
+    def open(self, *encoders: Encoder) -> None:
+        """The request is understood, and wants a stream; one encoder for each choice."""
+        self._encoders = encoders
 
-    def push(self, read: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def push(
+        self, read: Any, tokens: Sequence[int], logprobs: Sequence[float], choice: int = 0
+    ) -> None:
         begun = self._begun()  # before `push`: an encoder may number its events
-        self.put(begun + self._format.framed(self._open.push(read, tokens, logprobs)))
+        self.put(begun + self._format.framed(self._encoders[choice].push(read, tokens, logprobs)))
 
-    def last(self, read: Any, output: Any, usage: Usage) -> bytes:
-        """What is left to `put`, with what the reader had held back."""
-        events = [*self._open.push(read, [], []), *self._open.finish(output, usage)]
+    def last(self, reads: Sequence[Any], outputs: Sequence[Any], usage: Usage) -> bytes:
+        """What is left to `put`, with what the reader of each choice had held back."""
+        events: list[WireEvent] = []
+        for encoder, read, output in zip(self._encoders, reads, outputs, strict=True):
+            is_last = encoder is self._encoders[-1]
+            events += encoder.push(read, [], [])
+            events += encoder.finish(output, usage if is_last else None)
         return self._format.framed(events) + self._format.end
 
     def fail(self, error: WireError) -> None:
-        self.put(self._format.framed(self._open.fail(error)))
+        self.put(self._format.framed(self._encoders[0].fail(error)))
 
     def put(self, data: bytes) -> None:
         if data:
@@ -73,7 +79,7 @@ class ReplyStream:
                     async with asyncio.timeout(keep_alive_s):
                         await self._changed.wait()
                 except TimeoutError:
-                    if self._encoder is None:
+                    if not self._encoders:
                         continue
                     self._data += self._begun()
                     alive = self._format.keep_alive
@@ -82,13 +88,10 @@ class ReplyStream:
             if data:
                 yield data
 
-    @property
-    def _open(self) -> Encoder:
-        assert self._encoder is not None, "the stream is not open"
-        return self._encoder
-
     def _begun(self) -> bytes:
-        return b"" if self.has_begun else self._format.framed(self._open.begin())
+        if self.has_begun:
+            return b""
+        return b"".join(self._format.framed(encoder.begin()) for encoder in self._encoders)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -46,6 +46,9 @@ async def complete_tokens(
     if len(call.prompt) > 1:
         message = "prompt: one completion is one interaction here, so send one prompt; call again"
         raise WireError(400, message, "prompt")
+    if call.gconfig.n_samples > 1:
+        message = "n: one completion is one interaction here, so it must be 1; call again"
+        raise WireError(400, message, "n")
     call = dataclasses.replace(call, gconfig=checked_gconfig(options, call))
     seed = session.next_seed() if call.gconfig.seed is None else call.gconfig.seed
     prompt, text = await asyncio.to_thread(_prompt, options.tokenizer, call)
@@ -58,13 +61,13 @@ async def complete_tokens(
     reader = TextReader(call.gconfig, options.tokenizer, stop_ids=call.gconfig.stop_token_ids)
     if call.stream:
         stream.open(api.encoder(head))
-        response = await generate_into(stream, reader.push, session, request)
+        response = await generate_into(stream.push, reader.push, session, request)
     else:
         response = await generate(session, request)
         reader.push(response.output_tokens)
     last = reader.finish()
     output = reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)
-    done = Completion(head, [output])
+    done = Completion(head, [output], response.cached_tokens)
     reply = api.reply(done)
     interaction = InteractionWithTokenLogpReward(
         response,
@@ -76,7 +79,7 @@ async def complete_tokens(
         input_data=body.get("prompt", body.get("token_ids")),
         created=created,
     )
-    rest = stream.last(last, output, done.usage) if call.stream else dumps(reply).encode()
+    rest = stream.last([last], [output], done.usage) if call.stream else dumps(reply).encode()
     session.cache.add(name, interaction)
     if not call.stream:
         return rest

@@ -9,6 +9,9 @@ So the parent of an interaction is the one whose messages and reply are the long
 own messages, and a session is a forest. Exported `individual`, every interaction is one sample;
 exported `concat`, every path from a root to a leaf is one sample of the tokens actually sampled.
 
+The choices of one request (`n` above 1) are interactions of one turn: they have one parent and one
+`created`. What is said of a turn (the newest, or by its number) is said of all its choices.
+
 Invariant: a sampled token is trained on in at most one sample. `individual` samples learn their own
 reply; of `concat` samples that share turns, the newest learns them. Elsewhere they are context.
 
@@ -69,7 +72,8 @@ class InteractionWithTokenLogpReward:
     completion: dict[str, Any] | None = None  # the response as sent, in its route's format
     response: dict[str, Any] | None = None
     input_data: Any = None  # the request's own input, where that is not messages
-    created: int = field(default_factory=next_created)  # order of arrival: see next_created
+    # Order of arrival, see next_created; equal for the choices of one request.
+    created: int = field(default_factory=next_created)
     learned: int | None = None  # the last turns of the path to learn; None: all. Set by the export
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
@@ -188,33 +192,43 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
         return found
 
     def set_reward(self, interaction_id: str | int, reward: float) -> None:
-        """`interaction_id`: a completion's id, or a turn's number, in the order of requests."""
-        number = str(interaction_id)
-        if interaction_id not in self._items and number.isdecimal() and len(number) < 10:
-            interaction_id = dict(enumerate(self._items)).get(int(number), interaction_id)
-        if interaction_id not in self._items:
+        """`interaction_id`: a completion's id, or a turn's number, in the order of requests; the
+        reward of a turn is that of all its choices."""
+        number, found = str(interaction_id), self._items.get(str(interaction_id))
+        if found is not None:
+            items = [found]
+        elif number.isdecimal() and len(number) < 10:
+            items = dict(enumerate(self._turns())).get(int(number), [])
+        else:
+            items = []
+        if not items:
             known = ", ".join(self._items) or "none"
             raise ValueError(
                 f"no completion {interaction_id!r:.60} in this session; it has {known}"
             )
-        self._items[str(interaction_id)].reward = checked_reward(reward)
+        for item in items:
+            item.reward = checked_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
-        """The reward of the newest completion."""
+        """The reward of the newest turn: of its completion, or of all its choices."""
         if not self._items:
             raise ValueError("no completion to reward: this session sent no request to the model")
-        self.set_reward(self._last_id(), reward)
+        for item in self._turns()[-1]:
+            item.reward = checked_reward(reward)
 
     def apply_reward_discount(self, discount: float) -> None:
-        """Once, from last to first: r_i += discount * r_{i+1}. A missing reward counts as 0."""
+        """Once, from last to first turn: r_i += discount * r_{i+1}. A missing reward counts as 0;
+        of a turn with several choices the mean is passed on."""
         if self._is_discounted:
             raise RuntimeError("the rewards of this session are discounted already")
         if all(item.reward is None for item in self._items.values()):
             raise ValueError("no completion of this session has a reward, so the episode has none")
         self._is_discounted = True
         later = 0.0
-        for item in reversed(self._items.values()):
-            item.reward = later = (item.reward or 0.0) + discount * later
+        for turn in reversed(self._turns()):
+            for item in turn:
+                item.reward = (item.reward or 0.0) + discount * later
+            later = sum(item.reward or 0.0 for item in turn) / len(turn)
 
     def drop_retry_orphans(self) -> list[str]:
         """Drop replies that never arrived: requested again with the same chat, and not continued.
@@ -229,7 +243,7 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
             for place, name in enumerate(ids)
             if self._items[name].reward is None
             and id(self._items[name]) not in parents
-            and any(self._same_request(self._items[name], self._items[n]) for n in ids[place + 1 :])
+            and any(self._is_again(self._items[name], self._items[n]) for n in ids[place + 1 :])
         ]
         for name in orphans:
             del self._items[name]
@@ -265,11 +279,18 @@ class InteractionCache(Mapping[str, InteractionWithTokenLogpReward]):
     def _last_id(self) -> str:
         return next(reversed(self._items))
 
-    def _same_request(
+    def _turns(self) -> list[list[InteractionWithTokenLogpReward]]:
+        """The choices of each request, in the order of requests."""
+        by_turn = itertools.groupby(self._items.values(), key=lambda item: item.created)
+        return [list(items) for _, items in by_turn]
+
+    def _is_again(
         self, one: InteractionWithTokenLogpReward, other: InteractionWithTokenLogpReward
     ) -> bool:
+        """Whether the request of `one` was sent again, as that of `other`."""
         return (
-            len(one.messages) == len(other.messages)
+            one.created != other.created
+            and len(one.messages) == len(other.messages)
             and (one.tools or None) == (other.tools or None)
             and self._matches(one.messages, other.messages)
         )

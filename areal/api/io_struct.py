@@ -183,6 +183,7 @@ class ModelResponse:
     latency: float = 0.0  # seconds from request to last token
     ttft: float = 0.0  # seconds to the first token
     processor: Any = None  # the request's
+    cached_tokens: int = 0  # of the prompt, found in the server's cache; 0 if it does not tell
 
     def __post_init__(self) -> None:
         lengths = len(self.output_tokens), len(self.output_logprobs), len(self.output_versions)
@@ -391,11 +392,14 @@ class HttpGenerationResult:
     output_tokens: list[int]
     output_logprobs: list[float]
     stop_reason: StopReason | None  # None: more follows
+    cached_tokens: int = 0  # of the prompt, if the reply tells
 
     def __post_init__(self) -> None:
         check_tokens(self.output_tokens)
         check_logprobs(self.output_logprobs)
         check_lengths(self.output_tokens, self.output_logprobs)
+        if type(self.cached_tokens) is not int or self.cached_tokens < 0:
+            raise ValueError(f"cached_tokens: expected a count, got {self.cached_tokens!r:.40}")
 
 
 Trajectory = Mapping[str, Any]

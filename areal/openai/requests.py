@@ -42,6 +42,7 @@ logger = logging.getLogger("OpenAI")
 
 _MAX_N = 128
 _MAX_STOPS = 64
+_MAX_BIASES = 1024
 _MAX_CHOICES = 4096  # per request
 _MAX_UNKNOWN = 64  # unknown options per request; each is compared with all known ones
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default, for /v1/completions only
@@ -60,15 +61,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "lora_name": ("",),
-    "min_p": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "structured_outputs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -81,6 +78,8 @@ Count: TypeAlias = Annotated[int, Integer(1)] | None
 Temperature: TypeAlias = Annotated[float, Number(0, 100)] | None
 TopP: TypeAlias = Annotated[float, Number(0, 1)] | None
 TopK: TypeAlias = Annotated[int, Integer(-1)] | None
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Arguments = Annotated[Text | dict[str, Any], Expect("JSON in a text")]
 
 
@@ -92,6 +91,16 @@ class Sampling(Body):
     top_p: TopP = None
     top_k: TopK = None
     frequency_penalty: Annotated[float, Number(-2, 2)] | None = None
+    presence_penalty: Annotated[float, Number(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, Number(0, 2)] | None = None
+    min_p: TopP = None
+    logit_bias: (
+        Annotated[
+            Annotated[dict[TokenText, Bias], Field(max_length=_MAX_BIASES)],
+            Expect(f"at most {_MAX_BIASES} numbers from -100 to 100 by token id"),
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Integer()] | None = None
     stop: (
         Annotated[
@@ -520,6 +529,10 @@ def _gconfig(body: Completions, max_new_tokens: int) -> GenerationHyperparameter
         "skip_special_tokens": body.skip_special_tokens,
         "stop": [body.stop] if isinstance(body.stop, str) else body.stop or None,
         "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "min_p": body.min_p,
+        "logit_bias": body.logit_bias,
         "seed": body.seed,
     }
     try:

@@ -57,6 +57,12 @@ class ReplyHead(Generic[C]):
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+    def num_cached(self, found: Sequence[int]) -> int:
+        """Tokens of all prompts, by what each choice found. The samples of a prompt compute it
+        once: the first of them found the least."""
+        n = self.call.gconfig.n_samples
+        return sum(min(found[start : start + n]) for start in range(0, len(found), n))
+
 
 @dataclass(frozen=True, slots=True)
 class Completion(Generic[C]):

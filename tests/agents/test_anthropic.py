@@ -36,9 +36,9 @@ def test_a_message(world):
     response = item.model_response
     assert answer["type"] == "message" and answer["role"] == "assistant"
     assert answer["usage"] == {
-        "input_tokens": response.input_len,
+        "input_tokens": response.input_len - response.cached_tokens,
         "output_tokens": response.output_len,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": response.cached_tokens,
         "cache_creation_input_tokens": 0,
     }
     assert answer["content"][0]["type"] == "text"

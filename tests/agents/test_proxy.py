@@ -100,7 +100,10 @@ def test_a_stream_tells_the_same(world):
     assert text == pieces["whole"].choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == pieces["whole"].choices[0].finish_reason
-    assert usage.usage == pieces["whole"].usage
+    for counted in ("prompt_tokens", "completion_tokens"):
+        assert getattr(usage.usage, counted) == getattr(pieces["whole"].usage, counted)
+    cached = pieces["whole"].usage.prompt_tokens_details.cached_tokens
+    assert cached == whole.model_response.input_len, "the stream had the same prompt"
     assert streamed.model_response.output_tokens == whole.model_response.output_tokens
     assert streamed.completion["id"] == chunks[0].id
 
@@ -157,7 +160,7 @@ def test_a_wrong_key_opens_nothing(world, key):
     [
         ({"messages": []}, "messages: expected a list that is not empty"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
-        ({"n": 2}, "n: one completion is one interaction"),
+        ({"n": 0}, "n: expected an integer from 1 to 128"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 7}, "top_p"),
     ],
@@ -268,3 +271,68 @@ def test_a_session_that_has_ended_takes_no_more(world):
 
 def proxy_of(workflow):
     return workflow._proxy._proxy
+
+
+def test_n_choices_are_interactions_of_one_turn(world):
+    seen = {}
+
+    async def act(client, extra):
+        first = await ask(client, QUESTION)
+        said = {"role": "assistant", "content": first.choices[0].message.content}
+        chat = [*QUESTION, said, {"role": "user", "content": "Again!"}]
+        seen["whole"] = whole = await ask(client, chat, n=3, seed=5)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = await ask(client, chat, n=3, seed=5, **options)
+        seen["chunks"] = [chunk async for chunk in stream]
+        return {whole.id: 1.0, f"{whole.id}-2": 3.0, 2: 0.5}
+
+    items = world.run(Does(act), export_style="individual", turn_discount=0.0)
+    whole, (*chunks, usage) = seen["whole"], seen["chunks"]
+    ids = [*(f"{whole.id}{end}" for end in ("", "-1", "-2"))]
+    ids += [f"{chunks[0].id}{end}" for end in ("", "-1", "-2")]
+    first, *others = items
+    assert others == ids
+    assert [items[name].reward for name in ids] == [1.0, 0.0, 3.0, 0.5, 0.5, 0.5]
+    assert {id(items[name].parent) for name in ids} == {id(items[first])}
+    for index, choice in enumerate(whole.choices):
+        item, streamed = items[ids[index]], items[ids[3 + index]]
+        assert choice.index == index
+        assert item.output_message_list[0]["content"] == choice.message.content
+        assert item.completion["id"] == ids[index] and len(item.completion["choices"]) == 1
+        assert item.model_response.output_tokens == streamed.model_response.output_tokens
+        told = [one.choices[0] for one in chunks if one.choices[0].index == index]
+        assert "".join(one.delta.content or "" for one in told) == choice.message.content
+        assert told[-1].finish_reason == choice.finish_reason
+    assert len({tuple(items[name].model_response.output_tokens) for name in ids[:3]}) > 1
+    sampled = sum(items[name].model_response.output_len for name in ids[:3])
+    assert whole.usage.completion_tokens == usage.usage.completion_tokens == sampled
+    assert whole.usage.prompt_tokens == items[ids[0]].model_response.input_len
+
+
+def test_a_number_rewards_all_choices_of_the_newest_turn(world):
+    async def act(client, extra):
+        await ask(client, QUESTION, n=2)
+        return 2.0
+
+    assert [item.reward for item in world.run(Does(act)).values()] == [2.0, 2.0]
+
+
+def test_choices_are_recorded_together_or_not_at_all(world):
+    engine = ScriptedEngine(world.tokenizer, "4", ValueError("no"), "5", "6")
+
+    async def act(client, extra):
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, QUESTION, n=2)
+        reply = await ask(client, QUESTION, n=2)
+        assert [choice.message.content for choice in reply.choices] == ["5", "6"]
+
+    assert len(world.run(Does(act), engine=engine)) == 2
+
+
+def test_a_retry_of_n_choices_gets_them_again(world):
+    async def act(client, extra):
+        asked = {"extra_headers": {"Idempotency-Key": "k"}, "n": 2}
+        first, again = await ask(client, QUESTION, **asked), await ask(client, QUESTION, **asked)
+        assert first == again
+
+    assert len(world.run(Does(act))) == 2

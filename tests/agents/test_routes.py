@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 from agent_world import ADD_CALL, ScriptedEngine
@@ -60,7 +62,8 @@ def test_every_route_with_the_key_in_header_or_path(world, key, root):
     assert [answer.status_code for answer in agent.answers] == [200] * 7, agent.answers
     assert len(items) == 4, "counting and listing are no completions"
     count = agent.answers[3].json()["input_tokens"]
-    assert count == agent.answers[2].json()["usage"]["input_tokens"]
+    usage = agent.answers[2].json()["usage"]
+    assert count == usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert agent.answers[5].json()["data"][0]["id"] == "policy"
     assert agent.last["id"] == "claude-of-any-kind"
 
@@ -198,8 +201,9 @@ LONG = {"role": "user", "content": "x" * 4000}
     "path, body, status, message",
     [
         (*chat(logprobs=True, top_logprobs=2), 400, "only the sampled token's"),
-        (*chat(logit_bias={"1": 2}), 400, "logit_bias: not supported"),
-        (*chat(presence_penalty=1), 400, "presence_penalty: not supported"),
+        (*chat(logit_bias={"1": 200}), 400, "logit_bias: expected"),
+        (*chat(logit_bias={"999999": 2}), 400, "logit_bias must name tokens of the model"),
+        (*chat(presence_penalty=3), 400, "presence_penalty: expected a number"),
         (*chat(messages=[IMAGE]), 400, "only text is understood here"),
         (*chat(messages=[LONG]), 400, "context_length_exceeded"),
         ("/v1/responses", {"input": "x" * 4000}, 400, "context_length_exceeded"),
@@ -232,3 +236,63 @@ def test_a_missing_key_gets_the_providers_error(world, path):
         assert error["code"] == "invalid_api_key"
     else:
         assert error["type"] == "authentication_error"
+
+
+_LONG = {"role": "user", "content": "What is two plus two, and what is three plus three? " * 2}
+
+
+def _turns(stream):
+    """Two turns of a dialogue, on each API."""
+    said = [_LONG, {"role": "assistant", "content": "?"}, {"role": "user", "content": "And four?"}]
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    return [
+        (path, {name: chat, "stream": stream, **options})
+        for path, name, options in (
+            ("/v1/chat/completions", "messages", {"max_tokens": 3, **usage}),
+            ("/v1/responses", "input", {"max_output_tokens": 3}),
+            ("/v1/messages", "messages", {"max_tokens": 3}),
+        )
+        for chat in ([_LONG], said)
+    ]
+
+
+def _usage(answer):
+    """(prompt tokens, cached ones) of a reply, whole or streamed."""
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        lines = [line[5:] for line in answer.text.splitlines() if line.startswith("data:")]
+        events = [json.loads(line) for line in lines if line.strip() != "[DONE]"]
+        told = [event.get("usage") or event.get("response", {}).get("usage") for event in events]
+        usage = [one for one in told if one][-1]
+    else:
+        usage = answer.json()["usage"]
+    if "cache_read_input_tokens" in usage:
+        cached = usage["cache_read_input_tokens"]
+        return usage["input_tokens"] + cached, cached
+    if "prompt_tokens" in usage:
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_second_turn_finds_the_first_in_the_cache(world, stream):
+    agent = Calls(*_turns(stream))
+    items = list(world.run(agent).values())
+    for turn, (item, answer) in enumerate(zip(items, agent.answers, strict=True)):
+        prompt, cached = _usage(answer)
+        assert prompt == item.model_response.input_len
+        assert cached == item.model_response.cached_tokens <= prompt
+        if turn % 2:
+            first = items[turn - 1].model_response.input_len
+            assert first - 16 < cached <= prompt, "all pages of the first turn's prompt"
+
+
+@pytest.mark.parametrize(
+    "path, name", [("/v1/chat/completions", "messages"), ("/v1/responses", "input")]
+)
+def test_penalties_and_biases_reach_the_sampler(world, path, name):
+    seven = world.tokenizer("7", add_special_tokens=False)["input_ids"][0]
+    options = {"presence_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.5}
+    agent = Calls((path, {name: [USER], "logit_bias": {str(seven): 100}, **options}))
+    (item,) = world.run(agent).values()
+    assert item.model_response.output_tokens[0] == seven
+    assert item.model_response.output_logprobs[0] == pytest.approx(0.0, abs=1e-6)

@@ -38,6 +38,7 @@ actor.beta actor.loss_type actor.policy_loss actor.policy_loss_kwargs actor.kl_c
 actor.kl_loss_coef actor.kl_target actor.recompute_logprob
 gconfig.n_samples gconfig.max_new_tokens gconfig.min_new_tokens gconfig.max_tokens gconfig.greedy
 gconfig.temperature gconfig.stop_token_ids gconfig.ignore_eos gconfig.stop gconfig.frequency_penalty
+gconfig.presence_penalty gconfig.repetition_penalty gconfig.logit_bias
 gconfig.seed gconfig.lora_name gconfig.use_beam_search gconfig.drop_incomplete_group
 rollout.backend rollout.max_concurrent_rollouts rollout.consumer_batch_size
 rollout.max_head_offpolicyness rollout.max_failure_ratio rollout.request_timeout

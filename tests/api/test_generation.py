@@ -20,10 +20,16 @@ EVERYTHING = GenerationHyperparameters(
     skip_special_tokens=False,
     stop=["END"],
     frequency_penalty=-1.5,
+    presence_penalty=0.5,
+    repetition_penalty=1.25,
+    min_p=0.125,
+    logit_bias={7: -3.0},
     seed=11,
 )
 UNNAMED = {  # in every interface
     "top_k": 40,
+    "repetition_penalty": 1.25,
+    "min_p": 0.125,
     "min_new_tokens": 3,
     "max_total_tokens": 512,
     "stop_token_ids": [5],
@@ -37,6 +43,11 @@ UNNAMED = {  # in every interface
     [
         ({"frequency_penalty": 2.5}, "frequency_penalty must lie between -2 and 2, got 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty must lie between -2 and 2"),
+        ({"presence_penalty": -3}, "presence_penalty must lie between -2 and 2, got -3"),
+        ({"repetition_penalty": 0}, "repetition_penalty must lie in (0, 2], got 0"),
+        ({"min_p": float("nan")}, "min_p must lie between 0 and 1"),
+        ({"logit_bias": {5: -101}}, "logit_bias must map token ids to numbers between -100 and"),
+        ({"logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers between -100 and"),
         ({"stop": ["a", ""]}, "stop must hold texts of at least one character"),
         ({"use_beam_search": True}, "use_beam_search must be false: sampled log-probabilities"),
     ],
@@ -48,11 +59,13 @@ def test_options_that_make_no_sense_are_refused(options: dict, says: str) -> Non
 
 
 def test_a_copy_has_its_own_lists() -> None:
-    options = GenerationHyperparameters(stop=["a"], stop_token_ids=[1])
+    options = GenerationHyperparameters(stop=["a"], stop_token_ids=[1], logit_bias={"3": 1.0})
     twin = options.new()
     twin.stop.append("b")
     twin.stop_token_ids.append(2)
-    assert options == GenerationHyperparameters(stop=["a"], stop_token_ids=[1])
+    twin.logit_bias["4"] = 1.0
+    assert (options.stop, options.stop_token_ids) == (["a"], [1])
+    assert options.logit_bias == {"3": 1.0}
     assert options.new(stop=None).stop is None
 
 
@@ -63,6 +76,8 @@ def test_chat_completions_arguments() -> None:
         "temperature": 0.7,
         "top_p": 0.9,
         "frequency_penalty": -1.5,
+        "presence_penalty": 0.5,
+        "logit_bias": {"7": -3.0},
         "stop": ["END"],
         "seed": 11,
         "extra_body": UNNAMED,
@@ -74,7 +89,14 @@ def test_responses_arguments() -> None:
         "max_output_tokens": 64,
         "temperature": 0.7,
         "top_p": 0.9,
-        "extra_body": {**UNNAMED, "frequency_penalty": -1.5, "stop": ["END"], "seed": 11},
+        "extra_body": {
+            **UNNAMED,
+            "frequency_penalty": -1.5,
+            "presence_penalty": 0.5,
+            "logit_bias": {"7": -3.0},
+            "stop": ["END"],
+            "seed": 11,
+        },
     }
 
 
@@ -84,7 +106,8 @@ def test_agents_model_settings() -> None:
         "temperature": 0.7,
         "top_p": 0.9,
         "frequency_penalty": -1.5,
-        "extra_body": {**UNNAMED, "stop": ["END"], "seed": 11},
+        "presence_penalty": 0.5,
+        "extra_body": {**UNNAMED, "logit_bias": {"7": -3.0}, "stop": ["END"], "seed": 11},
     }
 
 

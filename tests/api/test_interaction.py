@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward
+from areal.api.interaction import InteractionCache, InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelResponse
 
 
@@ -290,6 +290,46 @@ def rewarded(rewards) -> InteractionCache:
     for number, reward in enumerate(rewards):
         cache.add(str(number), interaction([says("user", str(number))], reward=reward))
     return cache
+
+
+def choices(cache, name, messages, *answers):
+    created = next_created()
+    parent = cache.find_parent(messages)
+    for number, answer in enumerate(answers):
+        item = interaction(messages, answer, parent, created=created)
+        cache.add(f"{name}-{number}" if number else name, item)
+
+
+def test_the_choices_of_a_request_are_one_turn():
+    cache = InteractionCache()
+    record(cache, "x", [says("user", "q")])
+    question = [says("user", "q"), says("assistant", "a"), says("user", "r")]
+    choices(cache, "y", question, "b", "c", "c")
+    assert {item.parent for item in cache.values()} == {None, cache["x"]}
+    assert cache.drop_retry_orphans() == [], "they were asked for together"
+    cache.set_last_reward(2.0)
+    assert [item.reward for item in cache.values()] == [None, 2.0, 2.0, 2.0]
+    cache.set_reward(1, 3.0)
+    cache.set_reward("y-2", 0.0)
+    cache.set_reward(0, 1.0)
+    assert [item.reward for item in cache.values()] == [1.0, 3.0, 3.0, 0.0]
+    with pytest.raises(ValueError, match="no completion 2 in this session; it has x, y, y-1, y-2"):
+        cache.set_reward(2, 1.0)
+    cache.apply_reward_discount(0.5)
+    assert [item.reward for item in cache.values()] == [2.0, 3.0, 3.0, 0.0]
+    assert list(cache.leaves()) == ["y", "y-1", "y-2"]
+
+
+def test_a_choice_that_was_continued():
+    cache = InteractionCache()
+    choices(cache, "x", [says("user", "q")], "b", "c")
+    chat = [says("user", "q"), says("assistant", "b"), says("user", "r")]
+    assert record(cache, "y", chat).parent is cache["x"]
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(0.5)
+    assert [item.reward for item in cache.values()] == [0.5, 0.5, 1.0]
+    learned = cache.export_interactions("concat")
+    assert {name: item.learned for name, item in learned.items()} == {"x-1": 1, "y": 2}
 
 
 def test_discount_by_hand():

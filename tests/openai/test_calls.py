@@ -271,7 +271,12 @@ def test_tools_that_may_not_be_used_are_not_shown():
         ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "'function'"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "a final message"),
         ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "numbers from -100 to 100 by token id"),
+        ({"logit_bias": {"Paris": 1}}, "logit_bias", "numbers from -100 to 100 by token id"),
+        ({"presence_penalty": 3}, "presence_penalty", "a number from -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must lie in"),
+        ({"min_p": 2}, "min_p", "a number from 0 to 1"),
+        ({"bad_words": ["x"]}, "bad_words", "not supported"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -360,7 +365,7 @@ def test_tokens_in_tokens_out():
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": "a"}, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"sampling_params": {"logit_bias": {"1": 2}}}, "sampling_params.logit_bias"),
+        ({"sampling_params": {"logit_bias": {"x": 2}}}, "sampling_params.logit_bias"),
         ({"sampling_params": 1}, "sampling_params"),
         ({"stream": True}, "stream"),
     ):

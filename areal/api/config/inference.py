@@ -195,6 +195,15 @@ class GenerationHyperparameters:
     """Generation ends once the text contains one of these."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it was generated, between -2 and 2."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that was generated before, between -2 and 2."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens of the prompt and the output; above
+    0, at most 2."""
+    min_p: float = 0.0
+    """Keep the tokens whose probability is at least this share of the largest one."""
+    logit_bias: dict[str, float] = field(default_factory=dict)
+    """Added to the logits of these tokens, by id, between -100 and 100."""
     seed: int | None = None
     """Seed of this request's samples, whatever else is in the batch."""
     lora_name: str = ""
@@ -229,6 +238,24 @@ class GenerationHyperparameters:
             self.frequency_penalty,
         )
         require(
+            -2 <= self.presence_penalty <= 2,
+            "presence_penalty must lie between -2 and 2",
+            self.presence_penalty,
+        )
+        require(
+            0 < self.repetition_penalty <= 2,
+            "repetition_penalty must lie in (0, 2]",
+            self.repetition_penalty,
+        )
+        require(0 <= self.min_p <= 1, "min_p must lie between 0 and 1", self.min_p)
+        self.logit_bias = {str(token): value for token, value in self.logit_bias.items()}
+        require(
+            all(token.isascii() and token.isdecimal() for token in self.logit_bias)
+            and all(-100 <= value <= 100 for value in self.logit_bias.values()),
+            "logit_bias must map token ids to numbers between -100 and 100",
+            self.logit_bias,
+        )
+        require(
             self.stop is None or all(self.stop),
             "stop must hold texts of at least one character",
             self.stop,
@@ -245,6 +272,7 @@ class GenerationHyperparameters:
         own = {
             "stop_token_ids": list(self.stop_token_ids),
             "stop": None if self.stop is None else list(self.stop),
+            "logit_bias": dict(self.logit_bias),
         }
         return replace(self, **{**own, **changes})
 
@@ -255,7 +283,7 @@ class GenerationHyperparameters:
 
     def to_openai_completions_args_dict(self) -> dict[str, Any]:
         """Arguments of `client.chat.completions.create`, besides `model` and `messages`."""
-        named = {"n_samples", "frequency_penalty", "stop", "seed"}
+        named = {"n_samples", "frequency_penalty", "presence_penalty", "logit_bias", "stop", "seed"}
         return self._openai_args("max_completion_tokens", named)
 
     def to_openai_responses_args_dict(self) -> dict[str, Any]:
@@ -264,7 +292,7 @@ class GenerationHyperparameters:
 
     def to_openai_agents_model_settings_dict(self) -> dict[str, Any]:
         """Arguments of the Agents SDK's `ModelSettings`."""
-        return self._openai_args("max_tokens", {"frequency_penalty"})
+        return self._openai_args("max_tokens", {"frequency_penalty", "presence_penalty"})
 
     def _openai_args(self, max_output: str, named: set[str]) -> dict[str, Any]:
         """`max_output`: the interface's name for the output bound; `named`: its other options."""
@@ -301,6 +329,10 @@ class GenerationHyperparameters:
 # Options without effect at their default -> their name in a request.
 _SENT_WHEN_SET = {
     "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "min_p": "min_p",
+    "logit_bias": "logit_bias",
     "stop": "stop",
     "seed": "seed",
     "top_k": "top_k",

@@ -412,11 +412,11 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        ("gconfig.top_p", "gconfig.top_k"),
+        ("gconfig.top_p", "gconfig.top_k", "gconfig.min_p"),
         _unless(lambda p: not p.config.gconfig.greedy, "gconfig.greedy is true"),
     ),
     Row(
-        ("eval_gconfig.top_p", "eval_gconfig.top_k"),
+        ("eval_gconfig.top_p", "eval_gconfig.top_k", "eval_gconfig.min_p"),
         _unless(lambda p: not p.config.eval_gconfig.greedy, "eval_gconfig.greedy is true"),
     ),
     # Models

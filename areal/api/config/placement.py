@@ -198,7 +198,7 @@ def _check_stock_server(config: RLExperiment) -> None:
     )
     if rollout.engine == "sglang":
         default = GenerationHyperparameters()
-        for name in ("top_p", "top_k"):
+        for name in ("top_p", "top_k", "min_p"):
             value = getattr(config.gconfig, name)
             require(
                 value == getattr(default, name),

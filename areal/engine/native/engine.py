@@ -21,7 +21,8 @@ running request has a grammar: which tokens it allows next depends on the last o
 are of one step.
 
 Requests with the same prompt share its computation: it is a `Prefix` with its own pages, and each
-request draws its first token from the prefix's last hidden state.
+request draws its first token from the prefix's last hidden state. A prompt that begins like one
+computed before, as the next turn of a dialogue does, is computed from its first new page on.
 
 Not thread-safe: one thread owns it (loop.py). Shapes: C chunks, R sampled rows, D model dim.
 """
@@ -44,7 +45,7 @@ import torch
 from areal.api.io_struct import NO_ROOM, StopReason
 from areal.engine.native.kv_cache import PagePool, Prefix
 from areal.engine.native.runner import Chunk, Drawn, Runner
-from areal.engine.native.sampler import MAX_STOP_IDS
+from areal.engine.native.sampler import MAX_STOP_IDS, check_rare
 from areal.engine.native.scheduler import Scheduler, SlotTable
 from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
@@ -116,6 +117,7 @@ class NativeEngine:
             batch_invariant=batch_invariant,
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
+        self._has_rare_options = self._runner.has_rare_options
         self.device = weight.device
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
@@ -241,7 +243,7 @@ class NativeEngine:
         self.version = version
         if recompute_kv:
             self._scheduler.send_all_back()
-        self._scheduler.prefixes.forget()
+        self._scheduler.forget_prefixes()
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of given tokens (scoring.py), between two steps."""
@@ -259,7 +261,7 @@ class NativeEngine:
         leaving = parts_that_leave(tags)
         self._drain()
         self._scheduler.send_all_back()
-        self._scheduler.prefixes.forget()
+        self._scheduler.forget_prefixes()
         self._runner = None
         if "weights" in leaving:
             self.model.to("cpu")
@@ -313,6 +315,7 @@ class NativeEngine:
                     f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
                     f"got {min(tokens)} to {max(tokens)}"
                 )
+        check_rare(request.gconfig, vocab_size, has_rare_options=self._has_rare_options)
         if request.gconfig.min_new_tokens and len(stop_ids) + len(self._eos_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"min_new_tokens holds off at most {MAX_STOP_IDS} stop tokens, "

@@ -5,19 +5,24 @@ pages and counts references. A `Prefix` is one prompt being computed or cached: 
 group share its full pages and copy its last, partial page, since each writes its own output there.
 `PrefixTable` finds the prefix of a prompt and keeps finished ones until their pages are needed.
 
-    prefix = table.find(prompt) or table.create(prompt)    # pages allocated, nothing computed
+    prefix = table.find(prompt)
+    if prefix is None:                                     # pages allocated, those of a computed
+        prefix = table.create(prompt, table.borrow(prompt))    # prompt that begins alike shared
     table.wait(prefix)                                     # one sequence needs it: not evictable
     shared = prefix.pages[: len(prompt) // page_size]; pool.retain(shared)
     ...                                                    # the engine computes it, `complete`
     table.attach(prefix)                                   # that sequence copied the partial page
 
 Invariant: a page is free exactly when its reference count is 0. Page 0 is scratch: padding rows
-write there, and unused entries of a page table point to it; it is never allocated.
+write there, and unused entries of a page table point to it; it is never allocated. Equal full pages
+of computed prompts are one page: the next turn of a dialogue finds those of the turn before. So a
+page of a computed prompt stands for all tokens up to its end.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +87,7 @@ class Prefix:
 
     tokens: tuple[int, ...]
     pages: list[int]
+    num_borrowed: int = 0  # leading tokens in pages that other prompts had computed
     num_cached: int = 0  # leading tokens whose keys and values are computed
     last_hidden: torch.Tensor | None = None  # [D] of the last token: every sample starts from it
     num_waiting: int = 0  # running sequences that have not attached yet
@@ -106,6 +112,9 @@ class PrefixTable:
         # An OrderedDict finds its oldest entry in O(1), however many older ones were deleted.
         self._by_tokens: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
+        # Full pages of ready prefixes, by the page before and their own tokens.
+        self._page_after: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._num_ready: Counter[int] = Counter()  # ready prefixes of such a page
 
     def __len__(self) -> int:
         return len(self._by_tokens)
@@ -121,8 +130,23 @@ class PrefixTable:
             self._by_tokens.move_to_end(tokens)
         return prefix
 
-    def create(self, tokens: tuple[int, ...]) -> Prefix:
-        prefix = Prefix(tokens, self._pool.allocate(self._pool.pages_for(len(tokens))))
+    def borrow(self, tokens: tuple[int, ...]) -> list[int]:
+        """Retained pages with the first of these tokens, for `create`. The last token is never
+        among them: its hidden state has to be computed."""
+        size, pages, before = self._pool.page_size, [], SCRATCH_PAGE
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            page = self._page_after.get((before, tokens[start : start + size]))
+            if page is None:
+                break
+            pages.append(page)
+            before = page
+        self._pool.retain(pages)
+        return pages
+
+    def create(self, tokens: tuple[int, ...], borrowed: Sequence[int] = ()) -> Prefix:
+        own = self._pool.allocate(self._pool.pages_for(len(tokens)) - len(borrowed))
+        num_borrowed = len(borrowed) * self._pool.page_size
+        prefix = Prefix(tokens, [*borrowed, *own], num_borrowed, num_cached=num_borrowed)
         self._by_tokens[tokens] = prefix
         self._pending[prefix] = None
         return prefix
@@ -130,6 +154,13 @@ class PrefixTable:
     def complete(self, prefix: Prefix, last_hidden: torch.Tensor) -> None:
         prefix.last_hidden = last_hidden
         del self._pending[prefix]
+        for number, place in self._full_pages(prefix):
+            page = self._page_after.setdefault(place, prefix.pages[number])
+            if page != prefix.pages[number]:  # two prompts that begin alike were computed together
+                self._pool.retain([page])
+                self._pool.release([prefix.pages[number]])
+                prefix.pages[number] = page
+            self._num_ready[page] += 1
 
     def wait(self, prefix: Prefix) -> None:
         prefix.num_waiting += 1
@@ -161,9 +192,23 @@ class PrefixTable:
                 assert not prefix.num_waiting, "sequences attach in the step that made it ready"
                 self._drop(prefix)
             else:
+                assert not prefix.num_borrowed, "others may read these pages as they are"
                 prefix.num_cached = 0
 
     def _drop(self, prefix: Prefix) -> None:
         del self._by_tokens[prefix.tokens]
         self._pending.pop(prefix, None)
+        if prefix.is_ready:
+            for number, place in self._full_pages(prefix):
+                page = prefix.pages[number]
+                self._num_ready[page] -= 1
+                if not self._num_ready[page]:
+                    del self._num_ready[page], self._page_after[place]
         self._pool.release(prefix.pages)
+
+    def _full_pages(self, prefix: Prefix) -> Iterator[tuple[int, tuple[int, tuple[int, ...]]]]:
+        """Number and key of each. A page may be replaced before the next one is asked for."""
+        size = self._pool.page_size
+        for number in range(prefix.num_tokens // size):
+            before = prefix.pages[number - 1] if number else SCRATCH_PAGE
+            yield number, (before, prefix.tokens[number * size : (number + 1) * size])

@@ -262,7 +262,8 @@ class _WholeReply(Response):
             reader.push(one.output_tokens)
             reader.finish()
             outputs.append(reader.output(one.output_tokens, one.output_logprobs, one.stop_reason))
-        return ready.api.reply(Completion(ready.head, outputs))
+        cached = ready.head.num_cached([one.cached_tokens for one in finished])
+        return ready.api.reply(Completion(ready.head, outputs, cached))
 
 
 class _StreamedReply(Response):
@@ -333,9 +334,12 @@ class _StreamedReply(Response):
             return choice.advance(one.tokens, one.logprobs)
         assert isinstance(one, Reply), "`_fault` has found the refusals"
         events = choice.end(one.finished)
-        outputs = [choice.output for choice in self._choices.values()]
-        is_last = all(output is not None for output in outputs)
-        usage = Completion(self._ready.head, outputs).usage if is_last else None
+        choices = self._choices.values()
+        usage = None
+        if all(other.output is not None for other in choices):
+            cached = self._ready.head.num_cached([other.cached_tokens for other in choices])
+            outputs = [other.output for other in choices]
+            usage = Completion(self._ready.head, outputs, cached).usage
         return [*events, *choice.encoder.finish(choice.output, usage)]
 
 
@@ -345,6 +349,7 @@ class _Choice:
     def __init__(self, reader: Reader, encoder: Encoder) -> None:
         self.encoder = encoder
         self.output: ChatOutput | Output | None = None  # when it is complete
+        self.cached_tokens = 0  # of the prompt, then
         self._reader = reader
         self._num_tokens = 0
 
@@ -358,6 +363,7 @@ class _Choice:
         rest = tokens[self._num_tokens :], logprobs[self._num_tokens :]
         events = [*self.advance(*rest), *self.encoder.push(self._reader.finish(), [], [])]
         self.output = self._reader.output(tokens, logprobs, finished.stop_reason)
+        self.cached_tokens = finished.cached_tokens
         return events
 
 

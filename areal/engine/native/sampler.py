@@ -1,11 +1,13 @@
 """Draw one token per row, and its log-probability under the distribution it was drawn from.
 
 The distribution of a row is softmax(logits / temperature), cut to the `top_k` most likely tokens,
-then to the smallest set whose probabilities reach `top_p`, and renormalised. A frequency penalty is
-taken from a logit first, once for each time its token was drawn. Tokens of `banned` have
-probability 0 (stop tokens before `min_new_tokens`), and so have those outside of `allowed` (by a
-grammar). A greedy row takes the most likely token; its log-probability is the one under the uncut
-distribution.
+then to the smallest set whose probabilities reach `top_p`, and renormalised. Before all that, a
+logit gets its `bias`; is divided (if positive, else multiplied) by the repetition penalty if its
+token is in prompt or output; and loses the frequency penalty once for each time its token was
+drawn, and the presence penalty if it was. Before the cuts, `min_p` drops tokens whose probability
+is below that share of the largest one. Tokens of `banned` have probability 0 (stop tokens before
+`min_new_tokens`), and so have those outside of `allowed` (by a grammar). A greedy row takes the
+most likely token; its log-probability is the one under the uncut distribution.
 
 The draw inverts the cumulative distribution at u(seed, index), a counter-based hash: the token is a
 function of the row's own logits and options, whatever else is in the batch. Arithmetic is float64,
@@ -21,7 +23,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from areal.api.config.inference import GenerationHyperparameters
+
 MAX_STOP_IDS = 64  # stop tokens one request can ban
+# Of `gconfig`: read from the sequence at each draw, because few requests have them.
+_RARE = ("presence_penalty", "repetition_penalty", "min_p", "logit_bias")
+_DEFAULTS = GenerationHyperparameters()
 
 
 @dataclass(slots=True)
@@ -36,10 +43,40 @@ class SamplingOptions:
     index: np.ndarray  # int64 [R], how many tokens the request has drawn before
     banned: dict[int, list[int]] = field(default_factory=dict)  # row -> tokens of probability 0
     frequency_penalty: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 [R]
-    # row -> tokens drawn before; rows with a penalty only, so that the others pay nothing
-    history: dict[int, list[int]] = field(default_factory=dict)
+    # Of rows that use them only, so that the others pay nothing.
+    history: dict[int, list[int]] = field(default_factory=dict)  # row -> tokens drawn before
+    presence_penalty: dict[int, float] = field(default_factory=dict)  # row with a history -> it
+    # row -> penalty, tokens of prompt and output
+    repetition: dict[int, tuple[float, list[int]]] = field(default_factory=dict)
+    bias: dict[int, dict[int, float]] = field(default_factory=dict)  # row -> by token
+    min_p: dict[int, float] = field(default_factory=dict)
     # row -> int32 [W], bit t % 32 of word t // 32 is 1 if token t may be drawn; all may elsewhere
     allowed: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def adjusted(self) -> set[int]:
+        """Rows whose logits change."""
+        return {*self.history, *self.repetition, *self.bias}
+
+
+def rare_options(gconfig: GenerationHyperparameters) -> list[str]:
+    """Those it uses."""
+    return [name for name in _RARE if getattr(gconfig, name) != getattr(_DEFAULTS, name)]
+
+
+def check_rare(
+    gconfig: GenerationHyperparameters, vocab_size: int, *, has_rare_options: bool
+) -> None:
+    """ValueError names an option that cannot be sampled with."""
+    used = rare_options(gconfig)
+    if used and not has_rare_options:
+        raise ValueError(f"{used[0]}: the sampler of CUDA graphs has no such option; leave it out")
+    bias = [int(token) for token in gconfig.logit_bias]
+    if bias and max(bias) >= vocab_size:
+        raise ValueError(
+            f"logit_bias must name tokens of the model's vocabulary, below {vocab_size}, got "
+            f"{max(bias)}"
+        )
 
 
 def sample(
@@ -83,11 +120,8 @@ def _sample_chunk(
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     temperature_R = torch.from_numpy(options.temperature[rows]).to(device)
     scaled_RV = logits_RV.to(torch.float64, copy=True)
-    for row in options.history.keys() & range(rows.start, rows.stop):
-        drawn = np.asarray(options.history[row], np.int64)
-        tokens, counts = np.unique(drawn, return_counts=True)
-        penalties = torch.from_numpy(options.frequency_penalty[row] * counts).to(device)
-        scaled_RV[row - rows.start, torch.from_numpy(tokens).to(device)] -= penalties
+    for row in options.adjusted & set(range(rows.start, rows.stop)):
+        _adjust(scaled_RV[row - rows.start], options, row)
     scaled_RV.div_(temperature_R[:, None])
     for row in options.banned.keys() & range(rows.start, rows.stop):
         scaled_RV[row - rows.start, options.banned[row]] = -torch.inf
@@ -98,6 +132,10 @@ def _sample_chunk(
     probs_RV = torch.softmax(scaled_RV, dim=-1)
 
     greedy, top_k, top_p = options.greedy[rows], options.top_k[rows], options.top_p[rows]
+    for row in options.min_p.keys() & range(rows.start, rows.stop):
+        probs_V = probs_RV[row - rows.start]
+        if not options.greedy[row]:
+            probs_V[probs_V < options.min_p[row] * probs_V.max()] = 0.0
     cut = np.flatnonzero(((top_k < vocab_size) | (top_p < 1)) & ~greedy)
     if cut.size:
         cut_R = torch.from_numpy(cut).to(device)
@@ -111,6 +149,23 @@ def _sample_chunk(
         token_R = torch.where(torch.from_numpy(greedy).to(device), probs_RV.argmax(-1), token_R)
     prob_R = probs_RV.gather(1, token_R[:, None])[:, 0]
     return token_R, (prob_R / total_R).log()
+
+
+def _adjust(logits_V: torch.Tensor, options: SamplingOptions, row: int) -> None:
+    """Bias and penalties of one row, in place."""
+    device = logits_V.device
+    for token, bias in options.bias.get(row, {}).items():
+        logits_V[token] += bias
+    if row in options.repetition:
+        penalty, seen = options.repetition[row]
+        token_T = torch.from_numpy(np.unique(np.asarray(seen, np.int64))).to(device)
+        logit_T = logits_V[token_T]
+        logits_V[token_T] = torch.where(logit_T > 0, logit_T / penalty, logit_T * penalty)
+    if row in options.history:
+        drawn = np.asarray(options.history[row], np.int64)
+        tokens, counts = np.unique(drawn, return_counts=True)
+        penalties = options.frequency_penalty[row] * counts + options.presence_penalty.get(row, 0.0)
+        logits_V[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(penalties).to(device)
 
 
 def keep_top(probs_RV: torch.Tensor, k_R: torch.Tensor, p_R: torch.Tensor) -> torch.Tensor:

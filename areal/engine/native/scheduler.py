@@ -23,7 +23,7 @@ from collections import deque
 import numpy as np
 
 from areal.engine.native.kv_cache import SCRATCH_PAGE, PagePool, PrefixTable
-from areal.engine.native.sampler import SamplingOptions
+from areal.engine.native.sampler import SamplingOptions, rare_options
 from areal.engine.native.sequence import Sequence
 
 _MAX_INT64 = 2**63 - 1
@@ -51,6 +51,7 @@ class SlotTable:
         self.top_k = np.ones(num_slots, np.int64)
         self.top_p = np.ones(num_slots, np.float64)
         self.frequency_penalty = np.zeros(num_slots, np.float64)
+        self.adjusted = np.zeros(num_slots, bool)  # by rare options: see sampler.py
         self.greedy = np.zeros(num_slots, bool)
         self.seed = np.zeros(num_slots, np.uint64)
         self.constrained = np.zeros(num_slots, bool)  # by a grammar
@@ -71,6 +72,7 @@ class SlotTable:
         self.top_k[slot] = min(options.top_k, _MAX_INT64)
         self.top_p[slot] = options.top_p
         self.frequency_penalty[slot] = options.frequency_penalty
+        self.adjusted[slot] = bool(rare_options(options))
         self.greedy[slot] = options.greedy
         self.seed[slot] = sequence.seed
         self.constrained[slot] = sequence.grammar is not None
@@ -95,6 +97,10 @@ class SlotTable:
     def sampling_options(self, slots: np.ndarray) -> SamplingOptions:
         """For runners that draw on the host, with all earlier tokens read."""
         index, penalty = self.num_output[slots], self.frequency_penalty[slots]
+        rows = np.flatnonzero(self.adjusted[slots]).tolist()
+        rare = {row: self.sequences[slots[row]] for row in rows}
+        presence = {row: s.gconfig.presence_penalty for row, s in rare.items()}
+        presence = {row: value for row, value in presence.items() if value}
         return SamplingOptions(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
@@ -109,8 +115,20 @@ class SlotTable:
             frequency_penalty=penalty,
             history={
                 row: self.sequences[slots[row]].output_tokens
-                for row in np.flatnonzero(penalty).tolist()
+                for row in {*np.flatnonzero(penalty).tolist(), *presence}
             },
+            presence_penalty=presence,
+            repetition={
+                row: (s.gconfig.repetition_penalty, [*s.prompt, *s.output_tokens])
+                for row, s in rare.items()
+                if s.gconfig.repetition_penalty != 1
+            },
+            bias={
+                row: {int(token): bias for token, bias in s.gconfig.logit_bias.items()}
+                for row, s in rare.items()
+                if s.gconfig.logit_bias
+            },
+            min_p={row: s.gconfig.min_p for row, s in rare.items() if s.gconfig.min_p},
             allowed={
                 row: self.allowed[slots[row]]
                 for row in np.flatnonzero(self.constrained[slots]).tolist()
@@ -193,6 +211,14 @@ class Scheduler:
         for sequence in [*reversed(self.filling), *reversed(self.decoding)]:
             self.send_back(sequence)
 
+    def forget_prefixes(self) -> None:
+        """The weights changed. A sequence whose prompt is being computed after pages of another
+        waits again: running sequences may keep these pages as they are."""
+        for sequence in reversed(list(self.filling)):
+            if sequence.prefix is not None and sequence.prefix.num_borrowed:
+                self.send_back(sequence)
+        self.prefixes.forget()
+
     def _place(self, sequence: Sequence) -> bool:
         """Find a slot, the prefix and pages for `sequence`; False when pages are short."""
         pool, prompt = self.pool, sequence.prompt
@@ -200,11 +226,15 @@ class Scheduler:
         # One position more than it has, so that it can draw a token without preempting others.
         num_own = pool.pages_for(sequence.num_tokens + 1) - num_shared
         prefix = self.prefixes.find(prompt)
-        num_new = num_own + (pool.pages_for(len(prompt)) if prefix is None else 0)
-        if not self.prefixes.make_room(num_new, keep=prefix):
+        borrowed = self.prefixes.borrow(prompt) if prefix is None else []
+        num_new = pool.pages_for(len(prompt)) - len(borrowed) if prefix is None else 0
+        if not self.prefixes.make_room(num_own + num_new, keep=prefix):
+            pool.release(borrowed)
             return False
-        prefix = prefix or self.prefixes.create(prompt)
+        prefix = prefix or self.prefixes.create(prompt, borrowed)
         self.prefixes.wait(prefix)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = prefix.num_cached
         shared = prefix.pages[:num_shared]
         pool.retain(shared)
         sequence.prefix = prefix

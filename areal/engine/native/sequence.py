@@ -121,6 +121,7 @@ class Finished:
     stop_reason: StopReason
     first_token_time: float = 0.0  # time.monotonic() of the first token; 0.0 when there is none
     fault: str = ""  # why the request, rather than its output, is at its end
+    cached_tokens: int = 0  # of the prompt, found in the cache when it was first needed
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +142,7 @@ class Sequence:
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     first_token_time: float = 0.0  # time.monotonic(), of the first token sampled here
+    cached_tokens: int | None = None  # see Finished; None before it first runs
 
     # Held only while running; `None`, empty and 0 while waiting.
     slot: int | None = None  # row of the scheduler's slot table
@@ -215,4 +217,5 @@ class Sequence:
             stop_reason=stop_reason,
             first_token_time=self.first_token_time,
             fault="" if self.grammar is None else self.grammar.fault,
+            cached_tokens=self.cached_tokens or 0,
         )

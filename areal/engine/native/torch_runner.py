@@ -53,6 +53,7 @@ class Computed:
 class TorchRunner:
     steps_per_launch = 1
     launches_ahead = 0
+    has_rare_options = True
 
     def __init__(
         self,

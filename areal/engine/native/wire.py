@@ -3,7 +3,8 @@
     request  {"requests": [{"rid": "a", "input_ids": [5, 7], "gconfig": {"temperature": 0.7}}, ...]}
     reply    one line per request as it finishes, in any order:
              {"rid": "a", "output_tokens": [...], "output_logprobs": [...],
-              "output_versions": [...], "stop_reason": "stop", "latency": 0.21, "ttft": 0.03}
+              "output_versions": [...], "stop_reason": "stop", "latency": 0.21, "ttft": 0.03,
+              "cached_tokens": 128}
              {"rid": "b", "refused": "request", "message": "input_ids: ..."}
 
 A request with `"progress_tokens": 64` gets its output every 64 tokens, before the final reply:
@@ -82,6 +83,7 @@ class Reply:
             latency=latency,
             ttft=self.ttft,
             processor=request.processor,
+            cached_tokens=finished.cached_tokens,
         )
 
 
@@ -126,6 +128,10 @@ class Options(ClosedBody):
     ignore_eos: bool = _DEFAULTS.ignore_eos
     stop: Items[Text] | None = _DEFAULTS.stop
     frequency_penalty: Float = _DEFAULTS.frequency_penalty
+    presence_penalty: Float = _DEFAULTS.presence_penalty
+    repetition_penalty: Float = _DEFAULTS.repetition_penalty
+    min_p: Float = _DEFAULTS.min_p
+    logit_bias: dict[Text, Float] = _DEFAULTS.logit_bias
     seed: Int64 | None = _DEFAULTS.seed
 
     def gconfig(self) -> GenerationHyperparameters:
@@ -223,10 +229,12 @@ class _ReplyLine(Tokens):
     stop_reason: StopReason
     latency: Float
     ttft: Float
+    cached_tokens: Annotated[int, Integer(0)] = 0
 
     def result(self) -> Reply:
         output = self.output_tokens, self.output_logprobs, self.output_versions
-        return Reply(Finished(self.rid, *output, self.stop_reason), self.latency, self.ttft)
+        finished = Finished(self.rid, *output, self.stop_reason, cached_tokens=self.cached_tokens)
+        return Reply(finished, self.latency, self.ttft)
 
 
 def check_supported(request: ModelRequest) -> None:
@@ -356,4 +364,5 @@ def _line_of(result: Reply | Refusal | Progress) -> dict[str, Any]:
         "stop_reason": finished.stop_reason,
         "latency": result.latency,
         "ttft": result.ttft,
+        "cached_tokens": finished.cached_tokens,
     }

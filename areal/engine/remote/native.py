@@ -219,7 +219,8 @@ def _rest_of(draft: Draft, finished: Finished, ttft: float) -> Result:
     if num_known:
         tokens, versions = tokens[num_known:], versions[num_known:]
         logprobs = logprobs[num_known:]
-    return Result(tokens, logprobs, versions, finished.stop_reason, ttft)
+    reason, cached = finished.stop_reason, finished.cached_tokens
+    return Result(tokens, logprobs, versions, reason, ttft, cached)
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:

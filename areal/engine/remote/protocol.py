@@ -37,6 +37,7 @@ class Result:
     versions: list[int]
     stop_reason: StopReason | None = None
     ttft: float = 0.0  # seconds to the first token, if known
+    cached_tokens: int = 0  # of the prompt, if known
 
 
 Results = AsyncGenerator[tuple[str, Result | Exception], None]  # with the rid of the request
@@ -54,12 +55,15 @@ class Draft:
     num_sent: int = 0  # leading tokens that the current server was sent
     stop_reason: StopReason | None = None
     ttft: float = 0.0
+    cached_tokens: int = 0
 
     def add(self, result: Result) -> None:
         self.tokens += result.tokens
         self.logprobs += result.logprobs
         self.versions += result.versions
         self.stop_reason, self.ttft = result.stop_reason, result.ttft
+        # Of a continuation the prompt has tokens of the output.
+        self.cached_tokens = min(result.cached_tokens, len(self.request.input_ids))
         if result.stop_reason == "abort" and len(self.tokens) == self.budget:
             self.stop_reason = "length"
 
@@ -82,6 +86,7 @@ class Draft:
             processor=self.request.processor,
             latency=latency,
             ttft=self.ttft,
+            cached_tokens=self.cached_tokens,
         )
 
 

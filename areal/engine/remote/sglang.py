@@ -47,15 +47,17 @@ class SGLangProtocol(StockProtocol):
             "top_k": -1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
             "frequency_penalty": gconfig.frequency_penalty,
             # Explicit, because generation_config.json of the model would set them otherwise.
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "min_p": 0.0,
+            "presence_penalty": gconfig.presence_penalty,
+            "repetition_penalty": gconfig.repetition_penalty,
+            "min_p": gconfig.min_p,
             "stop_token_ids": gconfig.stop_token_ids,
             "ignore_eos": gconfig.ignore_eos,
             "skip_special_tokens": gconfig.skip_special_tokens,
         }
         if gconfig.stop:
             sampling |= {"stop": gconfig.stop, "no_stop_trim": True}
+        if gconfig.logit_bias:
+            sampling["logit_bias"] = gconfig.logit_bias
         if gconfig.seed is not None:
             sampling["sampling_seed"] = gconfig.seed
         if request.grammar is not None:
@@ -89,9 +91,9 @@ class SGLangProtocol(StockProtocol):
             if not 0 <= num_new <= len(pairs):
                 raise ValueError(f"output_token_logprobs: expected {num_new}, got {len(pairs)}")
             pairs = pairs[len(pairs) - num_new :]
-        return HttpGenerationResult(
-            [pair[1] for pair in pairs], [pair[0] for pair in pairs], finish["type"]
-        )
+        tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        cached = info.get("cached_tokens") or 0
+        return HttpGenerationResult(tokens, logprobs, finish["type"], cached)
 
     def pause(self, control: ControlClient) -> None:
         control.post_text("/pause_generation", mode="in_place")

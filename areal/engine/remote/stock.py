@@ -3,7 +3,7 @@
 A stock server cannot say which weights produced a token. So an update aborts in-flight requests
 (the server returns the tokens so far), loads, and lets them continue from these tokens: the prefix
 is recomputed with the new weights. A request that depends on where its output began (`stop`
-strings, a frequency penalty, a grammar) starts over instead.
+strings, a frequency or presence penalty, a grammar) starts over instead.
 
     first request   prompt                      seed s          -> tokens a b, abort
     continuation    prompt a b, budget less 2   seed s + 2      -> tokens c, stop
@@ -95,7 +95,16 @@ class StockProtocol(ServerProtocol):
                 num_known, stop_reason = num_known + len(tokens), found.stop_reason
                 if not is_stream and stop_reason == "abort" and depends_on_start(draft.request):
                     tokens, logprobs = [], []
-                yield rid, Result(tokens, logprobs, [version] * len(tokens), stop_reason)
+                yield (
+                    rid,
+                    Result(
+                        tokens,
+                        logprobs,
+                        [version] * len(tokens),
+                        stop_reason,
+                        cached_tokens=found.cached_tokens,
+                    ),
+                )
 
     async def _contents(
         self, answer: aiohttp.ClientResponse, address: str, is_stream: bool
@@ -159,7 +168,8 @@ def continuation(draft: Draft) -> ModelRequest:
 
 def depends_on_start(request: ModelRequest) -> bool:
     gconfig = request.gconfig
-    return bool(gconfig.stop or gconfig.frequency_penalty or request.grammar)
+    penalties = gconfig.frequency_penalty or gconfig.presence_penalty
+    return bool(gconfig.stop or penalties or request.grammar)
 
 
 def read_metrics(text: str, names: dict[str, str]) -> dict[str, float]:

@@ -74,9 +74,9 @@ class VLLMProtocol(StockProtocol):
             "top_k": 0 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
             "frequency_penalty": gconfig.frequency_penalty,
             # Explicit, because generation_config.json of the model would set them otherwise.
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "min_p": 0.0,
+            "presence_penalty": gconfig.presence_penalty,
+            "repetition_penalty": gconfig.repetition_penalty,
+            "min_p": gconfig.min_p,
             "stop_token_ids": gconfig.stop_token_ids,
             "stop": stop,
             "include_stop_str_in_output": True,
@@ -85,6 +85,8 @@ class VLLMProtocol(StockProtocol):
             "logprobs": 0,
             "return_token_ids": True,
         }
+        if gconfig.logit_bias:
+            payload["logit_bias"] = gconfig.logit_bias
         if gconfig.seed is not None:
             payload["seed"] = gconfig.seed
         if request.grammar is not None:
@@ -98,7 +100,10 @@ class VLLMProtocol(StockProtocol):
         if reason not in (None, "stop", "length", "abort"):
             raise ValueError(f"finish_reason: expected stop, length or abort, got {reason!r}")
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-        return HttpGenerationResult(choice["token_ids"] or [], logprobs, reason)
+        # Told by --enable-prompt-tokens-details, and not by the events of a stream.
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens") or 0
+        return HttpGenerationResult(choice["token_ids"] or [], logprobs, reason, cached)
 
     def pause(self, control: ControlClient) -> None:
         control.post("/pause?mode=keep&clear_cache=false")
@@ -197,6 +202,7 @@ def launch_vllm_server(
         "enforce-eager": enforce_eager,
         "enable-lora": enable_lora,
         "disable-uvicorn-access-log": True,
+        "enable-prompt-tokens-details": True,
     }
     env = {
         "PYTHONPATH": str(_folder_of_areal(scratch / "packages")),

@@ -101,3 +101,54 @@ def test_new_weights_drop_ready_prefixes_and_restart_the_others():
     assert table.find((1,)) is None
     assert table.find((2, 3)) is begun and begun.num_cached == 0
     assert pool.num_free == pool.num_usable - 1
+
+
+def compute(table: PrefixTable, tokens: tuple[int, ...]):
+    prefix = table.create(tokens, table.borrow(tokens))
+    table.complete(prefix, HIDDEN)
+    return prefix
+
+
+def test_a_prompt_that_begins_alike_shares_full_pages():
+    pool, table = make_table()
+    first = compute(table, (1, 2, 3, 4, 5, 6, 7, 8, 9))
+    longer = compute(table, (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
+    assert longer.num_borrowed == 8 and longer.pages[:2] == first.pages[:2]
+    branch = compute(table, (1, 2, 3, 4, 0, 6, 7, 8, 9))
+    assert branch.num_borrowed == 4 and branch.pages[0] == first.pages[0]
+    assert table.borrow((5, 6, 7, 8, 9)) == [], "the same tokens at another place are others"
+    assert pool.num_usable - pool.num_free == 3 + 1 + 2
+
+
+def test_the_last_token_is_always_computed():
+    _, table = make_table()
+    compute(table, (1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert len(table.borrow((1, 2, 3, 4, 5, 6, 7, 8))) == 1
+
+
+def test_pages_outlive_the_prompt_that_computed_them():
+    pool, table = make_table(num_pages=7)
+    first = compute(table, (1, 2, 3, 4, 5, 6, 7, 8, 9))
+    shared = first.pages[:2]
+    compute(table, (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
+    assert pool.num_free == 2
+    assert table.make_room(3), "the partial page of the first"
+    assert table.find(first.tokens) is None
+    again = table.borrow((1, 2, 3, 4, 5, 6, 7, 8, 0))
+    assert again == shared
+    pool.release(again)
+    table.forget()
+    assert pool.num_free == pool.num_usable
+    assert table.borrow((1, 2, 3, 4, 5)) == []
+
+
+def test_pages_computed_twice_become_one():
+    pool, table = make_table()
+    one, two = table.create((1, 2, 3, 4, 5)), table.create((1, 2, 3, 4, 6, 7, 8, 9, 10))
+    assert one.pages[0] != two.pages[0]
+    table.complete(one, HIDDEN)
+    table.complete(two, HIDDEN)
+    assert one.pages[0] == two.pages[0]
+    assert pool.num_usable - pool.num_free == 2 + 2
+    found = table.borrow((1, 2, 3, 4, 6, 7, 8, 9, 11))
+    assert found == two.pages[:2]

@@ -149,6 +149,65 @@ def test_a_late_sample_of_the_group_finds_the_prompt_computed():
     assert_matches_full_forward(model, late[1], done["other seed"])
 
 
+def test_the_next_turn_is_computed_from_its_first_new_page_on():
+    model, rng = tiny_model("qwen3"), random.Random(4)
+    engine = make_engine(model)
+    first = request("first", random_prompt(rng, 10))
+    engine.add(first)
+    done = run(engine)
+    prompt = first.input_ids + done["first"].output_tokens + random_prompt(rng, 5)
+    turns = [request(f"{i}", prompt, seed=i) for i in range(2)]
+    for req in turns:
+        engine.add(req)
+    done |= run(engine)
+    cached = [done[name].cached_tokens for name in ("first", "0", "1")]
+    assert cached == [0, 8, 8]
+    assert engine.stats()["tokens_prefilled"] == 10 + len(prompt) - 8
+    for req in turns:
+        assert_matches_full_forward(model, req, done[req.rid])
+    alone = make_engine(model)
+    alone.add(turns[0])
+    assert run(alone)["0"].output_logprobs == done["0"].output_logprobs, "bit for bit"
+    assert pages_in_use_after_forgetting(engine) == 0
+
+
+@pytest.mark.parametrize("num_pages", [16, 200])
+def test_dialogues_that_share_pages_under_pressure(num_pages):
+    model, rng = tiny_model("qwen3"), random.Random(6)
+    engine = make_engine(model, num_pages=num_pages, max_prefill_tokens=6)
+    system = random_prompt(rng, 6)
+    chats = {str(i): system + random_prompt(rng, 1 + i % 5) for i in range(6)}
+    for turn in range(3):
+        requests = [request(f"{name}.{turn}", chat) for name, chat in chats.items()]
+        for req in requests:
+            engine.add(req)
+        done = run(engine)
+        for req in requests:
+            out = done[req.rid]
+            assert 0 <= out.cached_tokens <= len(req.input_ids)
+            assert_matches_full_forward(model, req, out)
+            chats[req.rid.split(".")[0]] = req.input_ids + out.output_tokens[:3]
+    assert pages_in_use_after_forgetting(engine) == 0
+
+
+def test_a_weight_update_while_a_prompt_is_computed_after_borrowed_pages():
+    old, new, rng = tiny_model(seed=0), tiny_model(seed=1), random.Random(7)
+    engine = make_engine(tiny_model(seed=0), max_prefill_tokens=8)
+    running = request("running", random_prompt(rng, 8), max_new_tokens=24)
+    engine.add(running)
+    engine.step()
+    late = request("late", running.input_ids + random_prompt(rng, 20))
+    engine.add(late)
+    engine.step()  # has begun with the pages of the first
+    engine.load_weights(new.named_hf_tensors(), 1, recompute_kv=False)
+    done = run(engine)
+    assert_matches_full_forward(new, late, done["late"])
+    assert done["running"].output_versions[:2] == [0, 0]
+    before = full_forward_logprobs(old, running.input_ids, done["running"].output_tokens)[:2]
+    assert done["running"].output_logprobs[:2] == pytest.approx(before, abs=1e-5)
+    assert pages_in_use_after_forgetting(engine) == 0
+
+
 def test_samples_of_a_group_share_the_full_pages_of_the_prompt():
     engine = make_engine()
     prompt = list(range(17))  # four full pages of 4 and one token
@@ -359,3 +418,42 @@ def test_from_pretrained_serves_the_folder(tmp_path):
     req = request("a", [4, 5, 6])
     engine.add(req)
     assert_matches_full_forward(tiny_model("qwen3"), req, run(engine)["a"])
+
+
+@torch.no_grad()
+def logits_of(model, tokens: list[int]) -> torch.Tensor:
+    attend = PackedAttention(torch.tensor([0, len(tokens)]), len(tokens))
+    hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+    return model.logits(hidden).double()
+
+
+def test_penalties_count_the_output_and_repetitions_the_prompt_too():
+    model = tiny_model("qwen3")
+    given = {"presence_penalty": 0.75, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
+    req = request("a", [5, 6, 7, 5], logit_bias={9: 3.0, 11: -100}, max_new_tokens=24, **given)
+    for num_pages in (200, 9):  # once in between preempted
+        engine = make_engine(model, num_pages=num_pages)
+        engine.add(req)
+        if num_pages == 9:
+            engine.add(request("b", [1, 2, 3], max_new_tokens=16))
+        out = run(engine)["a"]
+        tokens = req.input_ids + out.output_tokens
+        logits = logits_of(model, tokens)
+        for i in range(len(out.output_tokens)):
+            row, seen = logits[len(req.input_ids) + i - 1].clone(), tokens[: len(req.input_ids) + i]
+            row[9] += 3.0
+            row[11] -= 100
+            for token in set(seen):
+                row[token] = row[token] / 1.5 if row[token] > 0 else row[token] * 1.5
+            for token in out.output_tokens[:i]:
+                row[token] -= 0.5
+            for token in set(out.output_tokens[:i]):
+                row[token] -= 0.75
+            expected = torch.log_softmax(row, -1)[out.output_tokens[i]].item()
+            assert out.output_logprobs[i] == pytest.approx(expected, abs=1e-5)
+        assert 11 not in out.output_tokens
+
+
+def test_a_bias_for_no_token_of_the_model_is_refused():
+    with pytest.raises(ValueError, match="logit_bias must name tokens of the model's vocabulary"):
+        make_engine().add(request("a", [5], logit_bias={10**6: 1.0}))

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from areal.engine.native.sampler import SamplingOptions, keep_top, sample, uniforms
+from areal.api.config.inference import GenerationHyperparameters
+from areal.engine.native.sampler import (
+    SamplingOptions,
+    check_rare,
+    keep_top,
+    sample,
+    uniforms,
+)
 
 
 def options(num_rows: int, **changes) -> SamplingOptions:
@@ -29,7 +36,8 @@ def options(num_rows: int, **changes) -> SamplingOptions:
         name: np.broadcast_to(np.asarray(values[name]), (num_rows,)).astype(kind)
         for name, kind in kinds.items()
     }
-    rows = {name: values.get(name, {}) for name in ("banned", "history")}
+    by_row = ("banned", "history", "presence_penalty", "repetition", "bias", "min_p")
+    rows = {name: values.get(name, {}) for name in by_row}
     return SamplingOptions(**arrays, **rows)
 
 
@@ -163,3 +171,93 @@ def test_uniforms_look_uniform_along_seeds_and_along_indices(vary):
     assert u.min() >= 0 and u.max() < 1
     assert np.histogram(u, 20, (0, 1))[0] == pytest.approx(count / 20, abs=150)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.03
+
+
+def distribution(logits: list[float], **changes) -> np.ndarray:
+    """What `sample` draws one row from, measured token by token: the log-probabilities it gives."""
+    num_rows = 4000
+    seeds = {"seed": np.arange(num_rows)}
+    rows = {
+        name: {r: changes[name][0] for r in range(num_rows)} for name in changes if name in ROWS
+    }
+    plain = {name: value for name, value in changes.items() if name not in ROWS}
+    logits_RV = torch.tensor(logits).expand(num_rows, -1)
+    tokens, logprobs = sample(logits_RV, options(num_rows, **seeds, **rows, **plain))
+    found = np.full(len(logits), -np.inf)
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        found[token] = logprob
+    return found
+
+
+ROWS = ("history", "presence_penalty", "repetition", "bias", "min_p")
+
+
+def log_softmax(logits: list[float]) -> np.ndarray:
+    return torch.log_softmax(torch.tensor(logits, dtype=torch.float64), -1).numpy()
+
+
+def test_penalties_and_bias_by_hand():
+    logits = [1.0, 0.5, -0.5, 0.0]
+    once_each = distribution(logits, history=[[1, 1, 2]], presence_penalty=[0.25])
+    assert once_each == pytest.approx(log_softmax([1.0, 0.25, -0.75, 0.0]))
+    both = distribution(logits, history=[[1, 1, 2]], presence_penalty=[0.25], frequency_penalty=0.5)
+    assert both == pytest.approx(log_softmax([1.0, -0.75, -1.25, 0.0]))
+    repeated = distribution(logits, repetition=[(2.0, [0, 0, 2, 3])])
+    assert repeated == pytest.approx(log_softmax([0.5, 0.5, -1.0, 0.0]))
+    biased = distribution(logits, bias=[{0: -1.5, 3: 1.0}])
+    assert biased == pytest.approx(log_softmax([-0.5, 0.5, -0.5, 1.0]))
+    # A bias comes before the repetition penalty, the temperature after both.
+    all_of_them = distribution(
+        logits, bias=[{0: -1.5}], repetition=[(2.0, [0])], history=[[0]], presence_penalty=[1.0],
+        temperature=2.0,
+    )  # fmt: skip
+    assert all_of_them == pytest.approx(log_softmax([-1.0, 0.25, -0.25, 0.0]))
+
+
+def test_min_p_keeps_what_is_near_the_most_likely_token():
+    probs = np.array([0.5, 0.3, 0.15, 0.05])
+    logits = np.log(probs).tolist()
+    kept = distribution(logits, min_p=[0.2])
+    assert kept[:3] == pytest.approx(np.log(probs[:3] / 0.95)) and kept[3] == -np.inf
+    # top-p counts what min-p has left, of which the first two are 0.842.
+    assert np.isfinite(distribution(logits, top_p=0.83)).sum() == 3
+    both = distribution(logits, min_p=[0.2], top_p=0.83)
+    assert both[:2] == pytest.approx(np.log(probs[:2] / 0.8)) and np.isinf(both[2:]).all()
+    logits_1V = torch.tensor(probs).log()[None]
+    tokens, logprobs = sample(logits_1V, options(1, greedy=True, min_p={0: 0.9}))
+    assert tokens == [0] and logprobs == pytest.approx([np.log(0.5)]), "greedy rows are not cut"
+
+
+def test_parity_with_the_processors_of_transformers():
+    from transformers.generation import logits_process as hf
+
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, 12).round(3).tolist()
+    seen = rng.integers(0, 12, 9).tolist()
+    scores, ids = torch.tensor([logits], dtype=torch.float64), torch.tensor([seen])
+    expected = hf.SequenceBiasLogitsProcessor([[[4], 2.5], [[7], -1.0]])(ids, scores)
+    expected = hf.RepetitionPenaltyLogitsProcessor(1.7)(ids, expected)
+    expected = hf.TemperatureLogitsWarper(1.3)(ids, expected)
+    expected = hf.MinPLogitsWarper(0.05)(ids, expected)
+    found = distribution(
+        logits, bias=[{4: 2.5, 7: -1.0}], repetition=[(1.7, seen)], temperature=1.3, min_p=[0.05]
+    )
+    drawn = np.isfinite(found)
+    assert drawn.sum() > 2
+    wanted = torch.log_softmax(expected, -1)[0].numpy()
+    assert found[drawn] == pytest.approx(wanted[drawn])
+    assert not np.isfinite(found[~np.isfinite(wanted)]).any()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"presence_penalty": 1}, {"repetition_penalty": 1.1}, {"min_p": 0.1}, {"logit_bias": {3: 1}}],
+)
+def test_a_sampler_without_an_option_refuses_it_by_name(option):
+    gconfig = GenerationHyperparameters(**option)
+    check_rare(gconfig, 8, has_rare_options=True)
+    with pytest.raises(
+        ValueError, match=f"^{next(iter(option))}: the sampler of CUDA graphs has no"
+    ):
+        check_rare(gconfig, 8, has_rare_options=False)
+    check_rare(GenerationHyperparameters(frequency_penalty=1), 8, has_rare_options=False)

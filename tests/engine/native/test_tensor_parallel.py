@@ -80,6 +80,8 @@ def play(engine: NativeEngine | LeadingEngine, folder) -> tuple[dict, dict]:
         for sample in range(3):
             engine.add(request(f"g{group}.{sample}", range(2 + group, 9 + group), **options))
     engine.add(request("greedy", [5], greedy=True, frequency_penalty=0.3))
+    rare = {"presence_penalty": 0.5, "repetition_penalty": 1.3, "min_p": 0.02}
+    engine.add(request("rare", [5, 9], logit_bias={7: 2.0}, seed=4, **rare))
     with pytest.raises(ValueError, match="vocabulary"):
         engine.add(request("unfit", [9999]))
     steps(4)

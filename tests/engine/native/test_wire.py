@@ -40,6 +40,10 @@ gconfigs = st.builds(
     ignore_eos=st.booleans(),
     stop=st.none() | st.lists(st.text(min_size=1), max_size=3),
     frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 2),
+    min_p=st.floats(0, 1),
+    logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=3),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
 )
 token_ids = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20)

@@ -28,6 +28,10 @@ SAID = {
     "skip_special_tokens": (False, {"skip_special_tokens": False}, {"skip_special_tokens": False}),
     "stop": (["x"], {"stop": ["x"]}, {"stop": ["x"], "no_stop_trim": True}),
     "frequency_penalty": (0.5, {"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    "presence_penalty": (0.5, {"presence_penalty": 0.5}, {"presence_penalty": 0.5}),
+    "repetition_penalty": (1.5, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    "min_p": (0.5, {"min_p": 0.5}, {"min_p": 0.5}),
+    "logit_bias": ({5: 1.0}, {"logit_bias": {"5": 1.0}}, {"logit_bias": {"5": 1.0}}),
     "seed": (11, {"seed": 11}, {"sampling_seed": 11}),
     "lora_name": ("mine", {"model": "mine"}, {"lora_path": "mine"}),
 }
@@ -129,6 +133,15 @@ def test_answers_are_read():
     ):
         assert result.output_tokens == [4, 5] and result.output_logprobs == [-0.5, -0.25]
         assert result.stop_reason == "stop"
+        assert result.cached_tokens == 0, "unless it is told"
+    usage = {"prompt_tokens": 20, "prompt_tokens_details": {"cached_tokens": 16}}
+    assert VLLM.read({**vllm_answer(), "usage": usage}).cached_tokens == 16
+    answer = sglang_answer({"type": "stop", "matched": 5})
+    answer["meta_info"]["cached_tokens"] = 16
+    assert SGLANG.read(answer).cached_tokens == 16
+    answer["meta_info"]["cached_tokens"] = -1
+    with pytest.raises(ValueError, match="cached_tokens: expected a count, got -1"):
+        SGLANG.read(answer)
     early = VLLM.read(vllm_answer(token_ids=[], logprobs=None, finish_reason="abort"))
     assert early.output_tokens == [] and early.stop_reason == "abort"
     before_prefill = sglang_answer({"type": "abort", "message": "Abort before prefill"}, ())

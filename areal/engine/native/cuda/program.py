@@ -97,8 +97,8 @@ class DeviceProgram:
         """Which rows of a step read their prompts together; None if it is not worthwhile."""
         if self._prompt_space is None:
             return None
-        first_page, prompt = self.slots.shared_prompts(slots, self.cache.page_size)
-        return share_prompts(first_page, prompt, num_rows, self._prompt_space)
+        last_page, prompt = self.slots.shared_prompts(slots, self.cache.page_size)
+        return share_prompts(last_page, prompt, num_rows, self._prompt_space)
 
     def new_shared(self, num_rows: int) -> SharedPrompts:
         """Buffers for `step`; the plan is copied into their `flat`."""

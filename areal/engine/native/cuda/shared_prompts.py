@@ -108,14 +108,14 @@ def _flat_sizes(num_rows: int) -> list[int]:
 
 
 def share_prompts(
-    first_page: np.ndarray, prompt: np.ndarray, num_rows: int, space: PromptSpace
+    last_page: np.ndarray, prompt: np.ndarray, num_rows: int, space: PromptSpace
 ) -> np.ndarray | None:
     """Content of `SharedPrompts.flat` for a step of `num_rows` rows; None if not worthwhile.
 
-    Inputs per row that is not padding: the first page of its prompt (equal for the same prompt),
-    and the number of its leading tokens in pages that may be shared.
+    Inputs per row that is not padding: the last of its leading pages that may be shared, equal for
+    rows that share all of them, and the number of tokens in these.
     """
-    heads, groups = space.heads, _groups(first_page, prompt)
+    heads, groups = space.heads, _groups(last_page, prompt)
     saved = sum((len(rows) - 1) * tokens for rows, tokens in groups)
     if saved * heads.token_bytes < space.min_saved_bytes:
         return None
@@ -134,10 +134,10 @@ def share_prompts(
     return flat
 
 
-def _groups(first_page: np.ndarray, prompt: np.ndarray) -> list[tuple[np.ndarray, int]]:
+def _groups(last_page: np.ndarray, prompt: np.ndarray) -> list[tuple[np.ndarray, int]]:
     """Rows that may read their prompt together, and how many tokens of it."""
-    order = np.argsort(first_page, kind="stable")
-    edges = np.flatnonzero(np.diff(first_page[order])) + 1
+    order = np.argsort(last_page, kind="stable")
+    edges = np.flatnonzero(np.diff(last_page[order])) + 1
     groups = ((rows, int(prompt[rows[0]])) for rows in np.split(order, edges))
     return [
         (rows, tokens // PROMPT_TILE * PROMPT_TILE)

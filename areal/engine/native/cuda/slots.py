@@ -70,9 +70,11 @@ class DeviceSlots:
             self.sampling.allowed_SB[self.upload(constrained)] = masks
 
     def shared_prompts(self, slots: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """First page of each, and the number of its prompt tokens in pages that may be shared."""
+        """The last page of each that may be shared, which stands for all tokens up to its end, and
+        the number of these."""
         table = self._table
-        return table.pages[slots, 0], table.num_shared[slots] * page_size
+        last = np.maximum(table.num_shared[slots] - 1, 0)
+        return table.pages[slots, last], table.num_shared[slots] * page_size
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Asynchronous: the allocator keeps pinned memory until the copy is done."""
