@@ -171,7 +171,7 @@ def test_the_sessions_of_a_run_are_listed(world, tmp_path, capsys):
         AgentConfig(), world.tokenizer, GenerationHyperparameters(max_new_tokens=2)
     )
     place = InlineAgent(Does(act), {}, timeout_s=60)
-    workflow = AgentEpisodes(place, options, tmp_path / "agents")
+    workflow = AgentEpisodes(place, options, folder=tmp_path / "agents", logs=None)
     with RunDatabase(tmp_path / "run.db") as database:
         database.record_event("started", "step 0")
         assert main(["agents", str(tmp_path)]) == 1
