@@ -26,8 +26,9 @@ demo: $(VENV)/.installed
 test: lint docs
 	$(BIN)/python -m pytest -n 3 -m "not gpu and not multi_gpu and not real_agents"
 
+# One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed
-	$(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow -rs tests/engine/remote/test_vllm_remote.py

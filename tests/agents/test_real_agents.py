@@ -27,7 +27,7 @@ from areal.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM_FILES = ROOT / "tests/data/real_agents"
-PYTHON = Path(os.environ.get("AGENTS_PYTHON", ROOT / ".venv-agents/bin/python"))
+PYTHON = ROOT / ".venv-agents/bin/python"
 pytestmark = pytest.mark.real_agents
 
 SDKS = {
@@ -113,7 +113,7 @@ def test_a_client_from_outside_is_trained(taught, tmp_path, monkeypatch):
         text=True,
     )
     row = {"messages": [{"role": "user", "content": ASK.format(STYLES["sdk"].question)}]}
-    overrides = ("rollout.agent.mode=online", f"rollout.agent.port={port}", "workflow=null")
+    overrides = ("rollout.agent.mode=online", f"rollout.agent.port={port}")
     try:
         train(None, {**row, "answer": "50"}, taught, tmp_path, *overrides, turns=1, reward=1.0)
         said, _ = client.communicate(timeout=30)
