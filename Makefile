@@ -1,5 +1,6 @@
 # make demo       train a small model by asynchronous GRPO on this machine and show the reward rise
 # make test       lint, documentation, architecture test and the whole CPU suite
+# make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents
 # make test-vllm  tests against a real vLLM server; needs areal env create vllm
 # make docs       build the documentation into site/, without a network
 # make lint       ruff, basedpyright and mdformat, without changing anything
@@ -16,14 +17,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MARKDOWN := $(wildcard *.md docs examples benchmark)
 
-.PHONY: demo test test-vllm docs lint format
+.PHONY: demo test test-agents test-vllm docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/areal demo $(ARGS)
 
 test: lint docs
-	$(BIN)/python -m pytest -n 3 --durations 60 -m "not gpu and not multi_gpu"
+	$(BIN)/python -m pytest -n 3 --durations 60 -m "not gpu and not multi_gpu and not real_agents"
+
+# One thread: the clients need the other core.
+test-agents: $(VENV)/.installed-dev .venv-agents/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow -rs tests/engine/remote/test_vllm_remote.py
@@ -54,6 +59,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV) (minutes, once) ..."
 	$(PIP) torch
 	$(PIP) --editable .
+	@touch $@
+
+# The clients have an environment of their own: their pins and ours need not agree.
+.venv-agents/.installed: tests/data/real_agents/requirements.txt | $(VENV)/bin/python
+	@echo "installing the agents into .venv-agents (minutes, once) ..."
+	$(BIN)/python -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+	--requirement $<
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -39,6 +39,11 @@ SCRIPTS = {  # script -> the recipe it is run with
     "sft/train_sft.py": "sft/arithmetic_sft.yaml",
 }
 PARTS = {  # what a recipe is made with or names, by itself no training
+    "agents/cli_agent.py",  # and the next four: run by make test-agents, which has their packages
+    "agents/online_client.py",
+    "agents/with_anthropic.py",
+    "agents/with_langgraph.py",
+    "agents/with_openai_agents.py",
     "smollm2/chain_sum.py",
     "smollm2/prepare.py",
 }

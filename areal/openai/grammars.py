@@ -5,7 +5,7 @@
 
 Tool calls are in the format of the model. Arguments follow the tool's JSON schema, written as chat
 templates write JSON; what the schema says beyond the grammar's means (`uniqueItems`, formats) is
-left to the model. Marks that are special tokens of the tokenizer are written as these tokens,
+left to the model. Marks that are tokens of their own (`marks_of`) are written as these tokens,
 others as text.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from areal.api.io_struct import Grammar
 from areal.openai.parsing.formats import TOOL_FORMATS
 from areal.openai.requests import ChatCall
+from areal.openai.text_stream import marks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,7 @@ class _Writer:
 
     def __init__(self, layout: _Layout, tokenizer: Any) -> None:
         self._layout = layout
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {token.content: number for number, token in added if token.special}
+        self._special = marks_of(tokenizer)
         self.rules: list[str] = []
 
     def calls(self, functions: Iterable[Mapping[str, Any]], *, several: bool) -> str:

@@ -153,6 +153,20 @@ def token_text(tokenizer: Any, token: int) -> str:
     return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+def marks_of(tokenizer: Any) -> dict[str, int]:
+    """Added tokens that a grammar must name by number, because text never means them.
+
+    They are the special ones and those in angle brackets: llguidance takes `<tool_call>` for
+    special, though Qwen's tokenizers say that it is not.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    return {
+        token.content: number
+        for number, token in added
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+
+
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     """None if the tokenizer does not expose bytes."""
     text = token_text(tokenizer, token)

@@ -40,17 +40,17 @@ TOOLS = [
 ]
 SCHEMAS = {"count": COUNT, "say": SAY, "wait": {"type": "object"}}
 CLOSES = {"qwen3_xml": "\n</parameter>\n", "glm47": "</arg_value>\n"}  # after a text
+# Qwen adds <tool_call> to its vocabulary and does not call it special.
+KINDS = ["text", "added", "special"]
 FORMATS = sorted({id(known): name for name, known in TOOL_FORMATS.items()}.values())
 
 
-def tokenizer_of(tool_format: str, *, special: bool):
-    """With the marks of the format as special tokens, or as text."""
+def tokenizer_of(tool_format: str, *, kind: str):
+    """With the marks of the format as text, or as tokens of their own, which may be special."""
     tokenizer = byte_tokenizer()
-    if special:
+    if kind != "text":
         marks = sorted(TOOL_FORMATS[tool_format].marks(has_tools=True))
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": [AddedToken(mark, special=True) for mark in marks]}
-        )
+        tokenizer.add_tokens([AddedToken(mark, special=kind == "special") for mark in marks])
     return tokenizer
 
 
@@ -73,10 +73,10 @@ def drawn(tokenizer, grammar, seed: int, close: str = '"') -> str:
     raise AssertionError(f"no end: {tokenizer.decode(tokens)[:300]}")
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_every_format_is_read_as_it_is_constrained(tool_format, special):
-    tokenizer = tokenizer_of(tool_format, special=special)
+def test_every_format_is_read_as_it_is_constrained(tool_format, kind):
+    tokenizer = tokenizer_of(tool_format, kind=kind)
     grammar = tool_call_grammar(tool_format, TOOLS[:2], tokenizer=tokenizer)
     names = set()
     for seed in range(8):
@@ -111,17 +111,17 @@ def test_a_tool_without_a_schema_takes_any_object():
     assert isinstance(json.loads(call.arguments), dict)
 
 
-@pytest.mark.parametrize("special", [False, True])
-def test_reasoning_that_has_begun_ends_before_the_call(special):
-    tokenizer = tokenizer_of("hermes", special=special)
+@pytest.mark.parametrize("kind", KINDS)
+def test_reasoning_that_has_begun_ends_before_the_call(kind):
+    tokenizer = tokenizer_of("hermes", kind=kind)
     grammar = tool_call_grammar(
         "hermes", TOOLS[:1], tokenizer=tokenizer, in_reasoning=True, parallel=False
     )
     state = GrammarCompiler(tokenizer, [EOS]).state(grammar)
     call = '<tool_call>\n{"name": "count", "arguments": {"n": 3, "unit": "km"}}\n</tool_call>'
     text = f"<tool_call> or not?</think>\n\n{call}"
-    if special:
-        text = text.replace("<tool_call> or", "or")  # a special token is no text
+    if kind != "text":
+        text = text.replace("<tool_call> or", "or")  # a token of its own is no text
     state.accept(tokenizer.encode(text))
     assert not state.fault
     found = parse_output(text, "hermes", tools=TOOLS, in_reasoning=True)

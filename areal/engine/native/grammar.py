@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal.api.io_struct import Grammar
-from areal.openai.text_stream import token_bytes
+from areal.openai.text_stream import marks_of, token_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -113,7 +113,8 @@ class _TokenTexts:
         self._tokenizer = tokenizer
         self.eos_token_id = eos_ids[0] if eos_ids else tokenizer.eos_token_id
         self.bos_token_id = tokenizer.bos_token_id
-        self.special_token_ids = sorted({*tokenizer.all_special_ids, *eos_ids})
+        special = {*tokenizer.all_special_ids, *marks_of(tokenizer).values(), *eos_ids}
+        self.special_token_ids = sorted(special)
         self.tokens = [token_bytes(tokenizer, token) or b"" for token in range(len(tokenizer))]
 
     def __call__(self, text: str) -> list[int]:
