@@ -23,7 +23,7 @@ import functools
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from areal.openai.errors import WireError, refusal
 from areal.openai.grammars import reply_grammar
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
-from areal.openai.replies import ChatOutput, ChatReader, chat_message
+from areal.openai.replies import ChatReader, chat_message
 from areal.openai.requests import ChatCall, CompletionCall, check_servable, parse_chat
 from areal.openai.streams import Completion, ReplyHead
 from areal.utils import logging
@@ -68,14 +68,7 @@ async def complete(
     left to send at hand: a reply that the agent never gets is not part of its episode.
     """
     created, options, api = next_created(), session.options, route.api
-    call = parse_call(options, api.chat_body(body, session.cache))
-    parent = session.cache.find_parent(call.messages, call.tools)
-    if parent is not None:
-        messages = _with_reasoning(call.messages, parent.whole_chat())
-        call = dataclasses.replace(call, messages=messages)
-        if len(messages) == len(parent.whole_chat()) and not _is_cut(parent):
-            # The client asks for another turn after a reply that has ended: no prefill.
-            call = dataclasses.replace(call, continues_final=False)
+    call, parent = _continued(session, parse_call(options, api.chat_body(body, session.cache)))
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seeds = _seeds(session, call.gconfig)
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
@@ -84,47 +77,74 @@ async def complete(
     head = ReplyHead(body, call, name, int(time.time()), [input_ids], options.tokenizer)
     in_reasoning = begins_in_reasoning(options.tokenizer, input_ids)
     readers = [_reader(options, call, in_reasoning) for _ in seeds]
-    grammar = _grammar(options, call, in_reasoning)
-    requests = [
-        ModelRequest(
-            input_ids,
-            call.gconfig.new(n_samples=1, seed=seed),
-            tokenizer=options.tokenizer,
-            grammar=grammar,
-        )
-        for seed in seeds
-    ]
     if call.stream:
         stream.open(*(api.encoder(head.of_choice(i)) for i in range(len(seeds))))
-    work = [
-        generate_into(functools.partial(stream.push, choice=i), reader.push, session, request)
-        if call.stream
-        else _generate_whole(reader, session, request)
-        for i, (reader, request) in enumerate(zip(readers, requests, strict=True))
-    ]
-    responses = await _all(work)
+    grammar = _grammar(options, call, in_reasoning)
+    responses = await _sample(session, head, readers, seeds, grammar, stream)
     last = [reader.finish() for reader in readers]
     outputs = [
         reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)
         for reader, response in zip(readers, responses, strict=True)
     ]
     done = Completion(head, outputs, head.num_cached([one.cached_tokens for one in responses]))
-    items: dict[str, InteractionWithTokenLogpReward] = {}
-    for i, (output, response) in enumerate(zip(outputs, responses, strict=True)):
-        choice_id = f"{name}-{i}" if i else name
-        item = _interaction(session, call, output, response, parent=parent, created=created)
-        alone = Completion(dataclasses.replace(head, id=choice_id), [output], done.cached_tokens)
-        route.note(item, body, api.reply(alone))
-        items[choice_id] = item
-    rest = (
-        stream.last(last, outputs, done.usage) if call.stream else dumps(api.reply(done)).encode()
-    )
+    items = {
+        one.head.id: _interaction(session, route, one, response, parent=parent, created=created)
+        for one, response in zip(_choices(done), responses, strict=True)
+    }
+    whole = b"" if call.stream else dumps(api.reply(done)).encode()
+    rest = stream.last(last, outputs, done.usage) if call.stream else b""
     for choice_id, item in items.items():
         session.cache.add(choice_id, item)
-    if not call.stream:
-        return rest
     stream.put(rest)
-    return b""
+    return whole
+
+
+def _continued(
+    session: Session, call: ChatCall
+) -> tuple[ChatCall, InteractionWithTokenLogpReward | None]:
+    """The call as it continues an earlier one of the session, and that one."""
+    parent = session.cache.find_parent(call.messages, call.tools)
+    if parent is None:
+        return call, None
+    messages = _with_reasoning(call.messages, parent.whole_chat())
+    call = dataclasses.replace(call, messages=messages)
+    if len(messages) == len(parent.whole_chat()) and not _is_cut(parent):
+        # The client asks for another turn after a reply that has ended: no prefill.
+        call = dataclasses.replace(call, continues_final=False)
+    return call, parent
+
+
+async def _sample(
+    session: Session,
+    head: ReplyHead[ChatCall],
+    readers: Sequence[ChatReader],
+    seeds: Sequence[int | None],
+    grammar: Grammar | None,
+    stream: ReplyStream,
+) -> list[ModelResponse]:
+    """A response for each choice; its tokens are in its reader, and in the stream if one is asked
+    for."""
+    work = []
+    for i, (reader, seed) in enumerate(zip(readers, seeds, strict=True)):
+        request = ModelRequest(
+            head.prompt_ids,
+            head.call.gconfig.new(n_samples=1, seed=seed),
+            tokenizer=head.tokenizer,
+            grammar=grammar,
+        )
+        push = functools.partial(stream.push, choice=i)
+        if head.call.stream:
+            work.append(generate_into(push, reader.push, session, request))
+        else:
+            work.append(_generate_whole(reader, session, request))
+    return await _all(work)
+
+
+def _choices(done: Completion[ChatCall]) -> Iterator[Completion[ChatCall]]:
+    """Each choice as a completion of its own, with the id of its interaction."""
+    for i, output in enumerate(done.outputs):
+        name = f"{done.head.id}-{i}" if i else done.head.id
+        yield Completion(dataclasses.replace(done.head, id=name), [output], done.cached_tokens)
 
 
 def _seeds(session: Session, gconfig: GenerationHyperparameters) -> list[int | None]:
@@ -177,15 +197,16 @@ def _reader(options: SessionOptions, call: ChatCall, in_reasoning: bool) -> Chat
 
 def _interaction(
     session: Session,
-    call: ChatCall,
-    output: ChatOutput,
+    route: Route,
+    done: Completion[ChatCall],
     response: ModelResponse,
     *,
     parent: InteractionWithTokenLogpReward | None,
     created: int,
 ) -> InteractionWithTokenLogpReward:
+    call, (output,) = done.head.call, done.outputs
     messages, said = _recorded(call, chat_message(output.parts))
-    return InteractionWithTokenLogpReward(
+    item = InteractionWithTokenLogpReward(
         response,
         messages=messages,
         output_message_list=[said],
@@ -194,6 +215,8 @@ def _interaction(
         tools=call.tools,
         created=created,
     )
+    route.note(item, done.head.asked, route.api.reply(done))
+    return item
 
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
