@@ -325,8 +325,8 @@ class SessionPaths:
         path = scope.get("path", "")
         if path.startswith("/sessions/"):
             _, _, key, *rest = path.split("/", 3)
-            path = f"/{'/'.join(rest)}"
-            scope = {**scope, "path": path, "session_key": key}
+            # In place: error handlers outside of this middleware look at the scope too.
+            scope |= {"path": f"/{'/'.join(rest)}", "session_key": key}
         await self._app(scope, receive, send)
 
 
