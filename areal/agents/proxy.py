@@ -326,7 +326,7 @@ class SessionPaths:
         if path.startswith("/sessions/"):
             _, _, key, *rest = path.split("/", 3)
             # In place: error handlers outside of this middleware look at the scope too.
-            scope |= {"path": f"/{'/'.join(rest)}", "session_key": key}
+            scope["path"], scope["session_key"] = f"/{'/'.join(rest)}", key
         await self._app(scope, receive, send)
 
 
