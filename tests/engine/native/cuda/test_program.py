@@ -49,6 +49,7 @@ class EagerRunner:
     launches_ahead = 1
     max_prefill_tokens = 20
     shared_launches = 0
+    has_rare_options = False
 
     def __init__(self, model, table, *, max_prefill_tokens, **program) -> None:
         self._model = model
