@@ -502,11 +502,9 @@ async def test_a_reply_begins_with_what_was_told():
         replies, counts = await ask_two(address)
     assert [reply.output_tokens for reply in replies] == [[0], [1]]
     assert counts["replies_refused"] == 2
-    assert [[entry.get("so_far") for entry in entries] for entries in seen] == [
-        [None, None],
-        [PIECES, PIECES],
-        [None, None],
-    ]
+    first, second, *rest = [[entry.get("so_far") for entry in entries] for entries in seen]
+    assert (first, second) == ([None, None], [PIECES, PIECES])
+    assert sum(rest, []) == [None, None]  # together, or each when its reply was refused
 
 
 async def test_one_engine_serves_one_event_loop_at_a_time(engine):
