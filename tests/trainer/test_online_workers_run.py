@@ -75,15 +75,16 @@ def test_clients_of_two_workers_have_one_address(tmp_path, monkeypatch, capsys):
         "valid_dataset=null",
     )
     paths = RunPaths.of(config)
-    listed = []
+    of_two: list[dict] = []  # the sessions, once each worker has begun an episode
 
-    def list_once():
-        if not listed:
+    def list_sessions():
+        if not of_two:
             assert main(["agents", str(paths.root), "--json"]) == 0
-            listed.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1]))
+            listed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["sessions"]
+            of_two.extend(listed if len({session["pid"] for session in listed}) == 2 else [])
 
     client = Client(f"http://127.0.0.1:{port}")
-    client.on_session = list_once
+    client.on_session = list_sessions
     client.start()
     try:
         run_experiment(config)
@@ -93,7 +94,6 @@ def test_clients_of_two_workers_have_one_address(tmp_path, monkeypatch, capsys):
     (trained,) = query(paths.root, "SELECT count(*) FROM tasks WHERE state = 'trained'")
     assert trained[0] == 8
     assert len(client.servers) == 2, "both workers had sessions"
-    states = {session["state"] for session in listed[0]["sessions"]}
+    states = {session["state"] for session in of_two}
     assert "open" in states and states <= {"open", "offered", "generating", "ended"}
-    assert len({session["pid"] for session in listed[0]["sessions"]}) == 2
     assert not list(paths.agents.glob("*.json")), "the servers have left"

@@ -53,5 +53,6 @@ def test_online_workers_of_several_machines_listen_for_others(tmp_path):
     several += ("scheduler.type=ray", "cluster.n_nodes=2")
     with pytest.raises(ValueError, match=r"rollout\.agent\.host must be 0\.0\.0\.0"):
         grpo_config(tmp_path, *several)
-    config = grpo_config(tmp_path, *several, "rollout.agent={host: 0.0.0.0, port: 8700}")
+    heard = ("rollout.agent.host=0.0.0.0", "rollout.agent.port=8700")
+    config = grpo_config(tmp_path, *several, *heard)
     assert config.rollout.agent.port == 8700, "the router's"
