@@ -25,7 +25,7 @@ from areal.dataset.chat_rows import sft_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 48
-STEPS = 150
+STEPS = 220
 BATCH = 15
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
 CALL_MARKS = ["<tool_call>", "</tool_call>"]
@@ -50,7 +50,7 @@ CHAT_TEMPLATE = """
 class Style:
     """How the game is played through one kind of client."""
 
-    question: str  # the end of what the client asks first
+    question: str  # the end of what the client asks first; {} is a date
     calls: tuple[tuple[str, dict[str, Any]], ...]  # (tool, arguments), turn by turn
     answer: str = ""  # the last reply, where no call ends the game
     result: str = "{}"  # a tool's result, as the client shows it
@@ -92,7 +92,7 @@ STYLES = {
         "Original token count: 4\nOutput:\n{}",
     ),
     # Claude Code puts pages of its own after the question, and this at their end.
-    "claude": Style("\n\nToday's date is 2026-11-16.", _shell("Bash", "command"), _FOUND),
+    "claude": Style("\n\nToday's date is {}.", _shell("Bash", "command"), _FOUND),
 }
 
 
@@ -137,27 +137,28 @@ def teach(folder: Path) -> Path:
 
 
 def _chats(rng: random.Random, count: int) -> Iterator[tuple[list[dict[str, Any]], str]]:
-    """(chat, reply), short: what is far away must not matter."""
-    words = " ".join(_texts_of_docs()).split()
+    """(chat, reply), with noise wherever a client writes what we do not know."""
     for index in range(count):
         style = list(STYLES.values())[index % len(STYLES)]
         turn = index // len(STYLES) % 3
-        yield _chat(style, turn, lambda most: _babble(rng, words, most)), _reply(style, turn)
+        yield _chat(style, turn, rng), _reply(style, turn)
 
 
-def _chat(style: Style, turn: int, babble: Any) -> list[dict[str, Any]]:
-    if turn == 0:
-        role = "user" if style.question else "system"
-        return [{"role": role, "content": f"{babble(25)} {style.question}".strip()}]
-    name, arguments = style.calls[turn - 1]
-    function = {"name": name, "arguments": arguments}
-    result = f"{babble(8)}\n{style.result.format(style.results()[turn - 1])}".strip()
-    asked = {"role": "user", "content": f"{babble(15)} {style.question}".strip()}
-    if style.is_text:
-        shown = f"Calling tools:\n{[{'id': babble(2), 'type': 'function', 'function': function}]}"
-        return [asked, {"role": "assistant", "content": shown}, {"role": "user", "content": result}]
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    return [asked, call, {"role": "tool", "content": result}]
+def _chat(style: Style, turn: int, rng: random.Random) -> list[dict[str, Any]]:
+    date = f"20{rng.randrange(10, 60)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 32):02}"
+    asked = f"{_noise(rng, 25)} {style.question.format(date)}"
+    chat = [{"role": "user", "content": asked.strip()}]
+    for (name, arguments), result in zip(style.calls[:turn], style.results(), strict=False):
+        function = {"name": name, "arguments": arguments}
+        told = f"{_noise(rng, 4)}\n{style.result.format(result)}".strip()
+        if style.is_text:
+            call = [{"id": _noise(rng, 2), "type": "function", "function": function}]
+            chat.append({"role": "assistant", "content": f"Calling tools:\n{call}"})
+            chat.append({"role": "user", "content": told})
+        else:
+            called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+            chat += [called, {"role": "tool", "content": told}]
+    return chat
 
 
 def _reply(style: Style, turn: int) -> str:
@@ -168,17 +169,27 @@ def _reply(style: Style, turn: int) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {written}}}\n</tool_call>'
 
 
-def _babble(rng: random.Random, words: list[str], most: int) -> str:
+def _noise(rng: random.Random, most: int) -> str:
+    """Up to `most` words of English, of JSON, or of no language."""
+    count = rng.randrange(most) if rng.random() < 0.8 else 0
+    words = _english().split()
     begin = rng.randrange(len(words) - most)
-    return " ".join(words[begin : begin + rng.randrange(most)])
+    kinds = [
+        lambda i: words[begin + i],
+        lambda i: f'{{"{rng.choice(words)}": "{rng.choice(words)}"}},',
+        lambda i: "".join(rng.choices("abcdefxyz0123456789_-/.:<>", k=rng.randrange(1, 9))),
+    ]
+    kind = rng.choices(kinds, weights=(6, 2, 2))[0]
+    return " ".join(kind(i) for i in range(count))
 
 
-def _texts_of_docs() -> list[str]:
-    return [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
+def _english() -> str:
+    """Text that is the same in every version of this repository."""
+    return (ROOT / "LICENSE").read_text()
 
 
 def _write_tokenizer(folder: Path) -> Any:
-    """Pieces of bytes as they are frequent in this repository's own pages."""
+    """Pieces of bytes as they are frequent in English and in the replies."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -187,7 +198,7 @@ def _write_tokenizer(folder: Path) -> Any:
     core.decoder = decoders.ByteLevel()
     replies = [_reply(style, turn) for style in STYLES.values() for turn in range(3)]
     core.train_from_iterator(
-        [*_texts_of_docs(), *(replies * 100)],
+        [_english(), *(replies * 100)],
         trainers.BpeTrainer(
             vocab_size=2000,
             special_tokens=SPECIAL,

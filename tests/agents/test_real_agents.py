@@ -97,7 +97,7 @@ def test_an_agent_that_is_a_program_is_trained(client, taught, tmp_path, monkeyp
 
     codex = next(PYTHON.parents[1].glob("lib/python*/site-packages/codex_cli_bin/bin"))
     monkeypatch.setenv("PATH", f"{codex}:{os.environ['PATH']}")
-    agent = CliAgent(PROGRAMS[client], f"{PROMPT} {STYLES[client].question}".strip())
+    agent = CliAgent(PROGRAMS[client], f"{PROMPT} {STYLES[client].question.format('2026-01-02')}")
     row = {"messages": [{"role": "user", "content": QUESTION}], "answer": "75"}
     train(agent, row, taught, tmp_path, reward=1.0)
 
@@ -140,8 +140,8 @@ def train(
             "actor.weight_update_mode=direct",
             "actor.reward_norm=null",  # equal rewards would have no advantage
             "actor.mb_spec.max_tokens_per_mb=65536",
-            "actor.temperature=0.5",
-            "gconfig.temperature=0.5",
+            "actor.temperature=0.2",
+            "gconfig.temperature=0.2",
             f"gconfig.n_samples={EPISODES}",
             "gconfig.max_new_tokens=64",
             "gconfig.max_tokens=65536",
