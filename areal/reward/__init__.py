@@ -25,11 +25,13 @@ REWARD_FNS = {
     "gsm8k": "areal.reward.gsm8k.gsm8k_reward_fn",
     "llm_judge": "areal.reward.llm_judge.llm_judge_reward_fn",
     "math_verify": "areal.reward.math_verify.math_verify_reward_fn",
+    "reward_model": "areal.reward.reward_model.reward_model_reward_fn",
 }
 VALID_REWARD_FN = list(REWARD_FNS)
 _HOMES = {path.rpartition(".")[2]: path.rpartition(".")[0] for path in REWARD_FNS.values()}
 _HOMES["get_math_verify_worker"] = "areal.reward.math_verify"
 _HOMES["LLMJudge"] = "areal.reward.llm_judge"
+_HOMES["RewardModel"] = "areal.reward.reward_model"
 __all__ = [
     "REWARD_CALL",
     "REWARD_FNS",

@@ -76,7 +76,8 @@ class AsyncRewardWrapper:
     again up to `max_retries` times, unless no call ever returned in time or the arguments do not
     fit the signature. Workers start with the first calls and stay until `close`. `limits` is a
     ProcessLimits or a dict of its fields; by default a worker starts no processes and writes only
-    to a folder of its own. None disables confinement.
+    to a folder of its own. None disables confinement. `options` are keywords of every call; a
+    column of the row that has the name of one is not passed.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class AsyncRewardWrapper:
         max_workers: int | None = None,
         max_retries: int = 3,
         limits: ProcessLimits | dict[str, Any] | None = DEFAULT_LIMITS,
+        options: dict[str, Any] | None = None,
     ) -> None:
         if max_workers is None:
             max_workers = max((os.cpu_count() or 1) // 2, 1)
@@ -99,6 +101,7 @@ class AsyncRewardWrapper:
         self.max_workers = max_workers
         self.max_retries = max_retries
         self._limits = _checked_limits(limits, timeout_seconds)
+        self._options = dict(options or {})
         self.counts: Counter[str] = Counter()  # failed attempts: timeout, crash, killed, error
         self.name, self._setup = describe_function(reward_fn)
         self._output = OutputRelay(self.name)
@@ -120,7 +123,7 @@ class AsyncRewardWrapper:
         loop = asyncio.get_running_loop()
         self._attach(loop)
         self._next_id += 1
-        payload = self._pickle_arguments(args, kwargs)
+        payload = self._pickle_arguments(args, {**kwargs, **self._options})
         call = _Call(self._next_id, payload, loop.create_future())
         self._waiting.append(call)
         self._schedule_pump()

@@ -17,7 +17,8 @@ less than their tokenisation takes.
 | 1 Mi characters                        | process                                          |
 | chats of 32 MiB                        | this process                                     |
 
-The child's environment holds only paths; it can write no file and ends with this process.
+The child's environment holds only paths; it can write no file and ends with this process. A sandbox
+worker (areal/sandbox), which may start no process and has limits itself, renders in place.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _MAX_REPLY = 1 << 30  # bytes: the longest text, with every character escaped
 _ENDING_S = 1.0  # for a child to exit after it closed its channel
 _MAX_CHILDREN = 4
 _CHATS_OF_CALL = 32
+_SANDBOXED = "AREAL_REWARD_WORKER"  # set by sandbox/worker.py to its own pid
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "HOME", "VIRTUAL_ENV")
 
 Chat = Sequence[dict[str, Any]]
@@ -118,7 +120,8 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def warm_up() -> None:
     """Start a child in the background, which takes a second or more, ahead of the first chat."""
-    _children.warm_up()
+    if not _is_sandboxed():
+        _children.warm_up()
 
 
 def wait_until_warm() -> None:
@@ -139,8 +142,13 @@ def _encoded(order: dict[str, Any]) -> bytes:
 
 
 def _render(template: str, order: bytes, *, folder: str) -> list[str]:
-    with _children.one() as child:
-        answer = child.ask(template, order)
+    if _is_sandboxed():
+        from areal.utils.chat_template_worker import answer as answer_here
+
+        answer = answer_here(template, order)
+    else:
+        with _children.one() as child:
+            answer = child.ask(template, order)
     match answer:
         case {"texts": list(texts)}:
             return texts
@@ -153,6 +161,10 @@ def _render(template: str, order: bytes, *, folder: str) -> list[str]:
                 "tokenizer_config.json) of that folder before you trust it"
             )
     raise AssertionError(answer)
+
+
+def _is_sandboxed() -> bool:
+    return os.environ.get(_SANDBOXED) == str(os.getpid())
 
 
 class _Child:

@@ -34,21 +34,22 @@ def main(fd: str) -> None:
         channel.send()
         while True:
             head, order = channel.receive()
-            call = from_json(head)
-            template = templates.setdefault(call["template"], call.get("text"))
-            max_chars = OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
-            channel.send(to_json(_answer(template, from_json(order), max_chars)))
+            named = from_json(head)
+            template = templates.setdefault(named["template"], named.get("text"))
+            channel.send(to_json(answer(template, order)))
 
 
-def _answer(template: str, order: dict[str, Any], max_chars: int) -> dict[str, Any]:
+def answer(template: str, order: bytes | bytearray) -> dict[str, Any]:
+    """The rendered chats, or why there are none."""
+    call, max_chars = from_json(order), OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
         texts, _ = render_jinja_template(
-            conversations=order["chats"],
-            tools=order["tools"],
+            conversations=call["chats"],
+            tools=call["tools"],
             chat_template=template,
             add_generation_prompt=True,
-            **order["variables"],
+            **call["variables"],
         )
         if sum(map(len, texts)) > max_chars:
             return {"limit": f"{max_chars} characters of text"}

@@ -45,7 +45,7 @@ import torch
 from areal.api.io_struct import NO_ROOM, StopReason
 from areal.engine.native.kv_cache import PagePool, Prefix
 from areal.engine.native.runner import Chunk, Drawn, Runner
-from areal.engine.native.sampler import MAX_STOP_IDS, check_rare
+from areal.engine.native.sampler import MAX_STOP_IDS, check_bias
 from areal.engine.native.scheduler import Scheduler, SlotTable
 from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
@@ -117,7 +117,6 @@ class NativeEngine:
             batch_invariant=batch_invariant,
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
-        self._has_rare_options = self._runner.has_rare_options
         self.device = weight.device
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
@@ -315,7 +314,7 @@ class NativeEngine:
                     f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
                     f"got {min(tokens)} to {max(tokens)}"
                 )
-        check_rare(request.gconfig, vocab_size, has_rare_options=self._has_rare_options)
+        check_bias(request.gconfig.logit_bias, vocab_size)
         if request.gconfig.min_new_tokens and len(stop_ids) + len(self._eos_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"min_new_tokens holds off at most {MAX_STOP_IDS} stop tokens, "

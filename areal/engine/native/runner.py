@@ -38,7 +38,6 @@ class Runner(Protocol):
     steps_per_launch: int  # most tokens per row of one `decode`
     launches_ahead: int  # launches in flight while the host reads an earlier one
     max_prefill_tokens: int  # most tokens of one `prefill`
-    has_rare_options: bool  # of sampling: see sampler.py
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         """Cache the chunks' keys and values; hidden states [C, D] of their last tokens."""

@@ -26,6 +26,7 @@ import torch
 from areal.api.config.inference import GenerationHyperparameters
 
 MAX_STOP_IDS = 64  # stop tokens one request can ban
+MAX_BIASED = 1024  # tokens with a bias
 # Of `gconfig`: read from the sequence at each draw, because few requests have them.
 _RARE = ("presence_penalty", "repetition_penalty", "min_p", "logit_bias")
 _DEFAULTS = GenerationHyperparameters()
@@ -59,23 +60,18 @@ class SamplingOptions:
         return {*self.history, *self.repetition, *self.bias}
 
 
-def rare_options(gconfig: GenerationHyperparameters) -> list[str]:
-    """Those it uses."""
-    return [name for name in _RARE if getattr(gconfig, name) != getattr(_DEFAULTS, name)]
+def has_rare_options(gconfig: GenerationHyperparameters) -> bool:
+    return any(getattr(gconfig, name) != getattr(_DEFAULTS, name) for name in _RARE)
 
 
-def check_rare(
-    gconfig: GenerationHyperparameters, vocab_size: int, *, has_rare_options: bool
-) -> None:
-    """ValueError names an option that cannot be sampled with."""
-    used = rare_options(gconfig)
-    if used and not has_rare_options:
-        raise ValueError(f"{used[0]}: the sampler of CUDA graphs has no such option; leave it out")
-    bias = [int(token) for token in gconfig.logit_bias]
-    if bias and max(bias) >= vocab_size:
+def check_bias(logit_bias: dict[str, float], vocab_size: int) -> None:
+    tokens = [int(token) for token in logit_bias]
+    if len(tokens) > MAX_BIASED:
+        raise ValueError(f"logit_bias takes at most {MAX_BIASED} tokens, got {len(tokens)}")
+    if tokens and max(tokens) >= vocab_size:
         raise ValueError(
             f"logit_bias must name tokens of the model's vocabulary, below {vocab_size}, got "
-            f"{max(bias)}"
+            f"{max(tokens)}"
         )
 
 

@@ -23,7 +23,7 @@ from collections import deque
 import numpy as np
 
 from areal.engine.native.kv_cache import SCRATCH_PAGE, PagePool, PrefixTable
-from areal.engine.native.sampler import SamplingOptions, rare_options
+from areal.engine.native.sampler import SamplingOptions, has_rare_options
 from areal.engine.native.sequence import Sequence
 
 _MAX_INT64 = 2**63 - 1
@@ -72,7 +72,7 @@ class SlotTable:
         self.top_k[slot] = min(options.top_k, _MAX_INT64)
         self.top_p[slot] = options.top_p
         self.frequency_penalty[slot] = options.frequency_penalty
-        self.adjusted[slot] = bool(rare_options(options))
+        self.adjusted[slot] = has_rare_options(options)
         self.greedy[slot] = options.greedy
         self.seed[slot] = sequence.seed
         self.constrained[slot] = sequence.grammar is not None

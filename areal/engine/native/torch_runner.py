@@ -53,7 +53,6 @@ class Computed:
 class TorchRunner:
     steps_per_launch = 1
     launches_ahead = 0
-    has_rare_options = True
 
     def __init__(
         self,

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.sampler import (
     SamplingOptions,
-    check_rare,
+    check_bias,
     keep_top,
     sample,
     uniforms,
@@ -249,15 +248,9 @@ def test_parity_with_the_processors_of_transformers():
     assert not np.isfinite(found[~np.isfinite(wanted)]).any()
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"presence_penalty": 1}, {"repetition_penalty": 1.1}, {"min_p": 0.1}, {"logit_bias": {3: 1}}],
-)
-def test_a_sampler_without_an_option_refuses_it_by_name(option):
-    gconfig = GenerationHyperparameters(**option)
-    check_rare(gconfig, 8, has_rare_options=True)
-    with pytest.raises(
-        ValueError, match=f"^{next(iter(option))}: the sampler of CUDA graphs has no"
-    ):
-        check_rare(gconfig, 8, has_rare_options=False)
-    check_rare(GenerationHyperparameters(frequency_penalty=1), 8, has_rare_options=False)
+def test_a_bias_names_tokens_of_the_vocabulary():
+    check_bias({"7": 1.0}, 8)
+    with pytest.raises(ValueError, match=r"logit_bias must name tokens .* below 8, got 8"):
+        check_bias({"8": 1.0}, 8)
+    with pytest.raises(ValueError, match=r"logit_bias takes at most 1024 tokens, got 1025"):
+        check_bias(dict.fromkeys(map(str, range(1025)), 1.0), 5000)

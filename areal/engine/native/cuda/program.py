@@ -176,11 +176,12 @@ class DeviceProgram:
         token_R: torch.Tensor,
         logprob_R: torch.Tensor,
     ) -> torch.Tensor:
-        """Recompute log-probabilities in the trainer's arithmetic, for rows without top-k/top-p."""
+        """Recompute log-probabilities in the trainer's arithmetic, for rows without a cut."""
         options, slot_R = self.slots.sampling, slot_R.long()
         scaled_RV = logits_RV / options.temperature_S[slot_R, None]
         exact_R = row_logprobs(scaled_RV, token_R.long())
         is_cut_R = (options.top_p_S < 1) | (options.top_k_S < logits_RV.shape[1])
+        is_cut_R |= (options.adjusted_S != 0) & (options.min_p_S > 0)
         is_cut_R = (is_cut_R & (options.greedy_S == 0))[slot_R]
         return torch.where(is_cut_R, logprob_R, exact_R)
 

@@ -74,7 +74,6 @@ class _Graph:
 class CudaRunner:
     steps_per_launch = 4
     launches_ahead = 1
-    has_rare_options = False
 
     def __init__(
         self, model: Decoder, table: SlotTable, *, max_prefill_tokens: int, **program: Any

@@ -1,16 +1,13 @@
 """Draw one token per row on the device, and its log-probability, without the host.
 
-Semantics are those of `areal/engine/native/sampler.py`: softmax(logits / temperature) with stop
-tokens banned before `min_output` tokens, and tokens that a constrained slot is not allowed, cut to
-`top_k`, then to `top_p`, renormalised; greedy rows take the most likely token and its
-log-probability under the uncut distribution. The arithmetic is
-float32, accurate to 1e-5 in a log-probability. A seed fixes the draw whatever else is in the batch,
-but not to the CPU sampler's token: the hash is per token, so that parts of the vocabulary are
-independent.
+Semantics are those of `areal/engine/native/sampler.py`, whose text says what bias, penalties, bans
+and cuts do to a distribution, and in which order. The arithmetic is float32, accurate to 1e-5 in a
+log-probability. A seed fixes the draw whatever else is in the batch, but not to the CPU sampler's
+token: the hash is per token, so that parts of the vocabulary are independent.
 
-`cut_kernel`, one program per row, subtracts the frequency penalty, bans tokens (their logits become
--inf), and finds the top-k and top-p cut in the order (logit descending, token ascending), as a
-logit `threshold` and, among the tokens of exactly that logit, the `last` token kept. Rows without
+`cut_kernel`, one program per row, applies bias and penalties, bans tokens (their logits become
+-inf), and finds the min-p, top-k and top-p cut in the order (logit descending, token ascending), as
+a logit `threshold` and, among the tokens of exactly that logit, the `last` token kept. Rows without
 such options return at once. A row with a cut is read about a dozen times, mostly from the L2 cache.
 
 `race_kernel`, one program per (row, part of the vocabulary), reads the logits once. Token v gets an
@@ -22,8 +19,8 @@ A logit that is not finite makes the sum, and so the log-probability, NaN. Compa
 so that NaN is never dropped, and no loop depends on it to end.
 
 Shapes: R rows, S slots, V vocabulary, W parts (`splits`) of the vocabulary, M = MAX_STOP_IDS stop
-tokens of a slot, C tokens of history, B = ceil(V / 32) words of bits. A name without a suffix is a
-scalar, or a tile of the vocabulary.
+tokens of a slot, N = MAX_BIASED tokens with a bias, C tokens of history, B = ceil(V / 32) words of
+bits. A name without a suffix is a scalar, or a tile of the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from areal.engine.native.cuda.device import OVERLAP
-from areal.engine.native.sampler import MAX_STOP_IDS
+from areal.engine.native.sampler import MAX_BIASED, MAX_STOP_IDS
 
 # Loops and calls inside kernels are compiled; Triton types them as raising in plain Python.
 # pyright: reportGeneralTypeIssues=false
@@ -55,8 +52,10 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 def cut_kernel(
     logits_RV, row_stride, slot_R, temperature_S, top_k_S, top_p_S, greedy_S, num_output_S,
     min_output_S, frequency_penalty_S, stop_ids_SM, history_SC, history_size, constrained_S,
-    allowed_SB, num_words, threshold_R, last_R, vocab_size, MAX_STOP_IDS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    allowed_SB, num_words, adjusted_S, presence_penalty_S, repetition_penalty_S, min_p_S,
+    biased_SN, bias_SN, drawn_SB, prompt_SB, threshold_R, last_R, vocab_size,
+    MAX_STOP_IDS: tl.constexpr, MAX_BIASED: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if OVERLAP:
@@ -65,9 +64,26 @@ def cut_kernel(
     slot = tl.load(slot_R + row).to(tl.int64)
     logits = logits_RV + row.to(tl.int64) * row_stride
     num_output = tl.load(num_output_S + slot)
+    history = history_SC + slot * history_size
+    min_p = tl.full((), 0.0, tl.float32)
+    if tl.load(adjusted_S + slot) != 0:
+        min_p = tl.load(min_p_S + slot)
+        drawn = drawn_SB + slot * num_words
+        if (num_output > 0) & (num_output <= history_size):
+            newest = tl.load(history + num_output - 1)
+            tl.atomic_or(drawn + newest // 32, 1 << (newest % 32), sem="relaxed")
+        place = slot * MAX_BIASED + tl.arange(0, MAX_BIASED)
+        biased = tl.load(biased_SN + place)
+        x = tl.load(logits + biased, mask=biased >= 0, other=0.0)
+        tl.store(logits + biased, x + tl.load(bias_SN + place), mask=biased >= 0)
+        tl.debug_barrier()
+        _adjust_seen(
+            logits, vocab_size, tl.load(presence_penalty_S + slot),
+            tl.load(repetition_penalty_S + slot), drawn, prompt_SB + slot * num_words, BLOCK,
+        )  # fmt: skip
+        tl.debug_barrier()
     penalty = tl.load(frequency_penalty_S + slot)
     if penalty != 0:
-        history = history_SC + slot * history_size
         _penalise(logits, vocab_size, penalty, history, tl.minimum(num_output, history_size))
     if num_output < tl.load(min_output_S + slot):
         ids = tl.load(stop_ids_SM + slot * MAX_STOP_IDS + tl.arange(0, MAX_STOP_IDS))
@@ -79,11 +95,12 @@ def cut_kernel(
     top_p = tl.load(top_p_S + slot)
     threshold = tl.full((), -_INF, tl.float32)
     last = tl.full((), 0, tl.int32) + vocab_size
-    if ((top_k < vocab_size) | (top_p < 1)) & (tl.load(greedy_S + slot) == 0):
+    is_cut = (top_k < vocab_size) | (top_p < 1) | (min_p > 0)
+    if is_cut & (tl.load(greedy_S + slot) == 0):
         tl.debug_barrier()  # other threads of this program have changed logits
         temperature = tl.load(temperature_S + slot)
         threshold, last = _find_cut(
-            logits, vocab_size, temperature, top_k, top_p, threshold, last, BLOCK, STAGES
+            logits, vocab_size, temperature, min_p, top_k, top_p, threshold, last, BLOCK, STAGES
         )
     tl.store(threshold_R + row, threshold)
     tl.store(last_R + row, last)
@@ -226,6 +243,23 @@ def _penalise(logits, vocab_size, penalty, history, num_tokens):
 
 
 @triton.jit
+def _adjust_seen(logits, vocab_size, presence, repetition, drawn, prompt, BLOCK: tl.constexpr):
+    """Penalties of tokens that were drawn, or drawn or in the prompt."""
+    if (presence != 0) | (repetition != 1):
+        for start in range(0, vocab_size, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            exists = token < vocab_size
+            word = tl.load(drawn + token // 32, mask=exists, other=0)
+            is_drawn = ((word >> (token % 32)) & 1) != 0
+            word |= tl.load(prompt + token // 32, mask=exists, other=0)
+            is_seen = ((word >> (token % 32)) & 1) != 0
+            x = tl.load(logits + token, mask=exists & is_seen, other=0.0)
+            x = tl.where(x > 0, x / repetition, x * repetition)
+            x -= tl.where(is_drawn, presence, 0.0)
+            tl.store(logits + token, x, mask=exists & is_seen)
+
+
+@triton.jit
 def _ban_others(logits, vocab_size, allowed, BLOCK: tl.constexpr):
     """All but the tokens whose bits are set."""
     for start in range(0, vocab_size, BLOCK):
@@ -237,12 +271,15 @@ def _ban_others(logits, vocab_size, allowed, BLOCK: tl.constexpr):
 
 @triton.jit
 def _find_cut(
-    logits, vocab_size, temperature, top_k, top_p, threshold, last, BLOCK: tl.constexpr,
+    logits, vocab_size, temperature, min_p, top_k, top_p, threshold, last, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(threshold, last) after top-k, then top-p of what top-k left."""
+    """(threshold, last) after min-p, then top-k of what it left, then top-p of what that left."""
     scale = _LOG2E / temperature
     lowest, highest = _finite_range(logits, vocab_size, BLOCK, STAGES)
+    if min_p > 0:
+        threshold = highest + temperature * tl.log(min_p)
+        lowest = tl.maximum(lowest, threshold)
     if top_k < vocab_size:
         threshold, last = _search(
             logits, vocab_size, highest, scale, threshold, last, lowest, top_k.to(tl.float32),
@@ -372,6 +409,14 @@ class DeviceSampling:
     history_SC: torch.Tensor  # int32, tokens drawn; read only with a penalty
     constrained_S: torch.Tensor  # int32, 0 or 1
     allowed_SB: torch.Tensor  # int32, bits of the tokens that a constrained slot may draw next
+    adjusted_S: torch.Tensor  # int32, 0 or 1; the rest is read only of slots that have 1
+    presence_penalty_S: torch.Tensor  # float32
+    repetition_penalty_S: torch.Tensor  # float32, 1: none
+    min_p_S: torch.Tensor  # float32, 0: none
+    biased_SN: torch.Tensor  # int32, tokens with a bias, padded with -1
+    bias_SN: torch.Tensor  # float32
+    drawn_SB: torch.Tensor  # int32, bits of the tokens drawn; the kernel adds the newest
+    prompt_SB: torch.Tensor  # int32, bits of the tokens of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,8 +485,10 @@ def sample_rows(
         options.greedy_S, options.num_output_S, options.min_output_S, options.frequency_penalty_S,
         options.stop_ids_SM, options.history_SC, options.history_SC.shape[1],
         options.constrained_S, options.allowed_SB, options.allowed_SB.shape[1],
+        options.adjusted_S, options.presence_penalty_S, options.repetition_penalty_S,
+        options.min_p_S, options.biased_SN, options.bias_SN, options.drawn_SB, options.prompt_SB,
         workspace.threshold_R, workspace.last_R, vocab_size, MAX_STOP_IDS=MAX_STOP_IDS,
-        BLOCK=tiles.cut_block, STAGES=tiles.cut_stages, OVERLAP=OVERLAP,
+        MAX_BIASED=MAX_BIASED, BLOCK=tiles.cut_block, STAGES=tiles.cut_stages, OVERLAP=OVERLAP,
         num_warps=tiles.cut_warps, launch_pdl=OVERLAP,
     )  # fmt: skip
     race_kernel[(num_splits, num_rows)](

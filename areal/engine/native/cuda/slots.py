@@ -4,18 +4,20 @@ The host has the sequence of a slot, its pages and its options; only the device 
 token. A slot is uploaded when it has a new sequence, its page table when it has grown, the tokens
 that a grammar allows before every draw. The last slot is scratch, for padding rows of a batch.
 
-Shapes: S slots (the last is scratch), P pages per slot, C context, B words of a bit mask of tokens.
+Shapes: S slots (the last is scratch), P pages per slot, C context, B words of a bit mask of tokens,
+N tokens with a bias.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from areal.engine.native.cuda.sampler import DeviceSampling
-from areal.engine.native.sampler import MAX_STOP_IDS
+from areal.engine.native.sampler import MAX_BIASED, MAX_STOP_IDS
 
 if TYPE_CHECKING:
     from areal.engine.native.scheduler import SlotTable
@@ -37,6 +39,7 @@ class DeviceSlots:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
 
+        num_words = -(-vocab_size // 32)
         self.page_table_SP = zeros(max_pages)
         self.last_token_S = zeros()
         self.num_tokens_S = zeros().fill_(1)
@@ -52,7 +55,15 @@ class DeviceSlots:
             stop_ids_SM=zeros(MAX_STOP_IDS).fill_(-1),
             history_SC=zeros(context),
             constrained_S=zeros(),
-            allowed_SB=zeros(-(-vocab_size // 32)),
+            allowed_SB=zeros(num_words),
+            adjusted_S=zeros(),
+            presence_penalty_S=zeros(dtype=torch.float32),
+            repetition_penalty_S=zeros(dtype=torch.float32).fill_(1.0),
+            min_p_S=zeros(dtype=torch.float32),
+            biased_SN=zeros(MAX_BIASED).fill_(-1),
+            bias_SN=zeros(MAX_BIASED, dtype=torch.float32),
+            drawn_SB=zeros(num_words),
+            prompt_SB=zeros(num_words),
         )
 
     def update(self, slots: np.ndarray) -> None:
@@ -93,6 +104,7 @@ class DeviceSlots:
             options.top_k_S: np.minimum(table.top_k, _MAX_INT32),
             options.greedy_S: table.greedy,
             options.constrained_S: table.constrained,
+            options.adjusted_S: table.adjusted,
         }
         numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(np.int32))
         for target, source in zip(columns, numbers, strict=True):
@@ -108,6 +120,8 @@ class DeviceSlots:
         options.seed_S[index] = self.upload(table.seed[slots].view(np.int64))
         options.stop_ids_SM[index] = self.upload(self._stop_ids(slots))
         self._upload_history(slots)
+        for slot in slots[table.adjusted[slots]].tolist():
+            self._upload_rare(slot)
         self.page_table_SP[index] = 0
         self._num_pages[slots] = 0
         self._generation[slots] = table.generation[slots]
@@ -121,12 +135,31 @@ class DeviceSlots:
         return ids
 
     def _upload_history(self, slots: np.ndarray) -> None:
-        """Outputs of preempted sequences from before, for those with a frequency penalty."""
-        for slot in slots[self._table.frequency_penalty[slots] != 0].tolist():
+        """Outputs of preempted sequences from before, for those with a penalty."""
+        table = self._table
+        is_read = (table.frequency_penalty[slots] != 0) | table.adjusted[slots]
+        for slot in slots[is_read].tolist():
             output = self._table.sequences[slot].output_tokens
             if output:
                 history = self.upload(np.array(output, np.int32))
                 self.sampling.history_SC[slot, : len(output)] = history
+
+    def _upload_rare(self, slot: int) -> None:
+        sequence, options = self._table.sequences[slot], self.sampling
+        assert sequence is not None
+        gconfig = sequence.gconfig
+        options.presence_penalty_S[slot] = gconfig.presence_penalty
+        options.repetition_penalty_S[slot] = gconfig.repetition_penalty
+        options.min_p_S[slot] = gconfig.min_p
+        tokens = np.full(MAX_BIASED, -1, np.int32)
+        tokens[: len(gconfig.logit_bias)] = [int(token) for token in gconfig.logit_bias]
+        bias = np.zeros(MAX_BIASED, np.float32)
+        bias[: len(gconfig.logit_bias)] = list(gconfig.logit_bias.values())
+        options.biased_SN[slot] = self.upload(tokens)
+        options.bias_SN[slot] = self.upload(bias)
+        num_words = options.drawn_SB.shape[1]
+        options.drawn_SB[slot] = self.upload(_bits(sequence.output_tokens, num_words))
+        options.prompt_SB[slot] = self.upload(_bits(sequence.prompt, num_words))
 
     def _upload_pages(self, slots: np.ndarray) -> None:
         first, end = self._num_pages[slots], self._table.num_pages[slots]
@@ -139,3 +172,9 @@ class DeviceSlots:
         )
         self.page_table_SP[row_D, column_D] = page_D.int()
         self._num_pages[slots] = end
+
+
+def _bits(tokens: Iterable[int], num_words: int) -> np.ndarray:
+    is_in = np.zeros(num_words * 32, bool)
+    is_in[list(tokens)] = True
+    return np.packbits(is_in, bitorder="little").view(np.int32)

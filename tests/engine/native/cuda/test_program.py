@@ -49,7 +49,6 @@ class EagerRunner:
     launches_ahead = 1
     max_prefill_tokens = 20
     shared_launches = 0
-    has_rare_options = False
 
     def __init__(self, model, table, *, max_prefill_tokens, **program) -> None:
         self._model = model
@@ -114,21 +113,23 @@ def run(engine: NativeEngine) -> dict[str, Finished]:
 
 
 @torch.no_grad()
-def full_forward_logprobs(model, prompt, output, temperature=1.0, allowed=None):
-    """`allowed`: the tokens that could be drawn at each step, if not all."""
+def full_forward_logits(model, prompt, output) -> torch.Tensor:
+    """Of each output token, float64 on the host."""
     device = model.tok_embeddings.weight.device
     tokens = torch.tensor(prompt + output, device=device)
     attend = PackedAttention(torch.tensor([0, len(tokens)], device=device), len(tokens))
     hidden = model(tokens, torch.arange(len(tokens), device=device), attend)
-    logits = model.logits(hidden).double() / temperature
+    return model.logits(hidden).double().cpu()[len(prompt) - 1 : -1]
+
+
+def full_forward_logprobs(model, prompt, output, temperature=1.0, allowed=None):
+    """`allowed`: the tokens that could be drawn at each step, if not all."""
+    logits = full_forward_logits(model, prompt, output) / temperature
     for i in range(len(output) if allowed else 0):
-        row = logits[len(prompt) - 1 + i]
-        kept = row[allowed[i]]
-        row[:] = -torch.inf
-        row[allowed[i]] = kept
-    logprobs = torch.log_softmax(logits, dim=-1)
-    rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
-    return logprobs[rows, tokens[len(prompt) :]].tolist()
+        kept = logits[i, allowed[i]]
+        logits[i] = -torch.inf
+        logits[i, allowed[i]] = kept
+    return logits.log_softmax(-1)[range(len(output)), output].tolist()
 
 
 def mixed_requests(count: int, most: int, seed: int = 0) -> list[GenRequest]:
@@ -184,6 +185,31 @@ def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
         out = done[request.rid]
         expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens)
         assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_bias_and_penalties_follow_a_sequence_through_preemption(make_engine):
+    """Each token's log-probability under all that was drawn before it, also before a preemption."""
+    engine, requests = make_engine(num_pages=12), mixed_requests(6, most=14, seed=1)
+    rare = {"repetition_penalty": 1.7, "presence_penalty": 0.8, "logit_bias": {"9": 2.0}}
+    for one in requests[1::2]:
+        one.gconfig = one.gconfig.new(**rare)
+    for one in requests:
+        engine.add(one)
+    done = run(engine)
+    assert engine.stats()["preemptions"] > 0
+    for i, one in enumerate(requests):
+        out = done[one.rid]
+        tokens = torch.tensor([*one.input_ids, *out.output_tokens])
+        logits = full_forward_logits(engine.model, one.input_ids, out.output_tokens)
+        for step, found in enumerate(out.output_logprobs):
+            x_V = logits[step]
+            if i % 2:
+                x_V[9] += 2.0
+                seen = tokens[: len(one.input_ids) + step].unique()
+                x_V[seen] = torch.where(x_V[seen] > 0, x_V[seen] / 1.7, x_V[seen] * 1.7)
+                x_V[torch.tensor(out.output_tokens[:step]).long().unique()] -= 0.8
+            expected = (x_V / 0.8).log_softmax(-1)[out.output_tokens[step]].item()
+            assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_rows_under_a_grammar_beside_rows_without(make_engine):

@@ -7,12 +7,14 @@ once more in numpy, give softmax's frequencies, and the kernels find the winner 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
 from areal.engine.native.cuda.sampler import (
+    MAX_BIASED,
     MAX_STOP_IDS,
     DeviceSampling,
     SamplingTiles,
@@ -39,7 +41,12 @@ def device_sampling(num_slots: int, device: torch.device, **changes) -> DeviceSa
         "num_output": (0, torch.int32),
         "min_output": (0, torch.int32),
         "frequency_penalty": (0.0, torch.float32),
+        "presence_penalty": (0.0, torch.float32),
+        "repetition_penalty": (1.0, torch.float32),
+        "min_p": (0.0, torch.float32),
     }
+    rare = {"presence_penalty", "repetition_penalty", "min_p", "bias"}
+    is_adjusted = int(not rare.isdisjoint(changes))
     columns = {}
     for name, (default, dtype) in kinds.items():
         value = torch.as_tensor(changes.pop(name, default), dtype=dtype, device=device)
@@ -54,18 +61,36 @@ def device_sampling(num_slots: int, device: torch.device, **changes) -> DeviceSa
     allowed_SB = torch.zeros((num_slots, num_words), dtype=torch.int32, device=device)
     constrained_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
     for slot, tokens in changes.pop("allowed", {}).items():
-        bits = np.zeros(num_words * 32, bool)
-        bits[tokens] = True
-        words = np.packbits(bits, bitorder="little").view(np.int32)
-        allowed_SB[slot], constrained_S[slot] = torch.from_numpy(words), 1
+        allowed_SB[slot] = torch.from_numpy(bits_of(tokens, num_words))
+        constrained_S[slot] = 1
+    biased_SN = torch.full((num_slots, MAX_BIASED), -1, dtype=torch.int32, device=device)
+    bias_SN = torch.zeros((num_slots, MAX_BIASED), dtype=torch.float32, device=device)
+    for slot, bias in changes.pop("bias", {}).items():
+        biased_SN[slot, : len(bias)] = torch.tensor(list(bias))
+        bias_SN[slot, : len(bias)] = torch.tensor(list(bias.values()))
+    seen = {name: torch.zeros_like(allowed_SB) for name in ("drawn", "prompt")}
+    for name, bits_SB in seen.items():
+        for slot, tokens in changes.pop(name, {}).items():
+            bits_SB[slot] = torch.from_numpy(bits_of(tokens, num_words))
     assert not changes
     return DeviceSampling(
+        adjusted_S=torch.full((num_slots,), is_adjusted, dtype=torch.int32, device=device),
+        biased_SN=biased_SN,
+        bias_SN=bias_SN,
+        drawn_SB=seen["drawn"],
+        prompt_SB=seen["prompt"],
         **columns,
         stop_ids_SM=stop_ids_SM,
         history_SC=history_SC,
         constrained_S=constrained_S,
         allowed_SB=allowed_SB,
     )
+
+
+def bits_of(tokens: list[int], num_words: int) -> np.ndarray:
+    bits = np.zeros(num_words * 32, bool)
+    bits[tokens] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def draw(logits_RV: torch.Tensor, options: DeviceSampling, slots=None, tiles=TILES):
@@ -363,6 +388,62 @@ def test_a_constrained_row_draws_allowed_tokens_alone(device, vocab_size):
     assert tokens.tolist() == winners
     drawn = expected.gather(1, tokens.cpu()[:, None])[:, 0] / expected.sum(-1)
     assert (logprobs.cpu() - drawn.log()).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("vocab_size", [61, 1500])
+def test_bias_and_penalties_are_those_of_the_cpu_sampler(device, vocab_size):
+    """The newest token is not among the bits yet; row 4 has all options, row 5 the defaults."""
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(7, vocab_size, device=device) * 3
+    end = vocab_size - 1
+    history = {row: [5, 31, 5, end] for row in range(7)}
+    prompt = {row: [2, 5, 32, end] for row in range(7)}
+    columns = {
+        "presence_penalty": [1.5, 0.0, 0.0, 0.0, 0.7, 0.0, -2.0],
+        "repetition_penalty": [1.0, 1.8, 1.0, 1.0, 0.6, 1.0, 1.0],
+        "min_p": [0.0, 0.0, 0.0, 0.2, 0.1, 0.0, 0.3],
+        "frequency_penalty": [0.0, 0.0, 0.0, 0.0, 0.4, 0.0, 0.0],
+        "top_p": [1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 1.0],
+        "greedy": [0, 0, 0, 0, 0, 0, 1],
+    }
+    top_k = [OFF, OFF, OFF, OFF, 9, OFF, OFF]
+    bias = {2: {0: 4.0, 7: -100.0, end: 2.5}, 4: {31: 3.0, 33: 1.0}}
+    options = device_sampling(
+        7,
+        device,
+        **{name: torch.tensor(values) for name, values in columns.items()},
+        top_k=torch.tensor(top_k),
+        temperature=1.3,
+        num_output=4,
+        history=history,
+        drawn={row: tokens[:-1] for row, tokens in history.items()},
+        prompt=prompt,
+        bias=bias,
+        vocab_size=vocab_size,
+    )
+    tokens, logprobs, _ = draw(logits, options)
+    adjusted = logits.cpu().double()
+    for row in range(7):
+        for token, value in bias.get(row, {}).items():
+            adjusted[row, token] += value
+        for token in {*history[row], *prompt[row]}:
+            penalty = columns["repetition_penalty"][row]
+            adjusted[row, token] *= 1 / penalty if adjusted[row, token] > 0 else penalty
+        for token, count in Counter(history[row]).items():
+            adjusted[row, token] -= columns["presence_penalty"][row]
+            adjusted[row, token] -= columns["frequency_penalty"][row] * count
+    probs = (adjusted / 1.3).softmax(-1)
+    for row in (3, 4):
+        probs[row, probs[row] < columns["min_p"][row] * probs[row].max()] = 0.0
+    expected = keep_top(probs, torch.tensor(top_k), torch.tensor(columns["top_p"]).double()).numpy()
+    expected /= expected.sum(-1, keepdims=True)
+    times = exponentials_RV(np.arange(7), np.full(7, 4), vocab_size) / np.maximum(expected, 1e-300)
+    assert tokens.tolist()[:6] == times.argmin(-1).tolist()[:6]
+    assert tokens[6] == expected[6].argmax(), "greedy"
+    drawn = np.log(np.take_along_axis(expected, tokens.cpu().numpy()[:, None], 1)[:, 0])
+    assert np.abs(logprobs.cpu().numpy() - drawn).max() < 1e-5
+    again, _, _ = draw(logits, options)  # the bit of the newest token is there now
+    assert torch.equal(again, tokens)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
