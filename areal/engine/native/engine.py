@@ -203,7 +203,7 @@ class NativeEngine:
         if sequence.slot is None:
             self._scheduler.waiting.remove(sequence)
         else:
-            self._scheduler.release(sequence)
+            self._scheduler.retire(sequence)
         return sequence.finish("abort")
 
     @torch.inference_mode()
@@ -286,6 +286,7 @@ class NativeEngine:
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.num_preemptions,
             "prefixes": len(scheduler.prefixes),
+            "pages_shared": scheduler.prefixes.num_pages,
             "pages_in_use": self._pool.num_usable - self._pool.num_free,
             "pages_total": self._pool.num_usable,
         }
@@ -473,6 +474,7 @@ class NativeEngine:
                 starting.append((sequence, prefix.last_hidden))
             scheduler.prefixes.attach(prefix)
             sequence.prefix, sequence.num_cached = None, prefix.num_tokens
+            sequence.cache_age = scheduler.prefixes.num_updates
         if sources:
             self._present_runner.copy_pages(sources, targets)
         return starting
@@ -499,7 +501,7 @@ class NativeEngine:
         return finished
 
     def _end(self, sequence: Sequence, reason: StopReason) -> Finished:
-        self._scheduler.release(sequence)
+        self._scheduler.retire(sequence)
         del self._by_rid[sequence.rid]
         self._silent.discard(sequence.rid)
         self._counts["finished"] += 1

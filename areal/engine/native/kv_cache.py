@@ -3,7 +3,8 @@
 A page is `page_size` consecutive positions of one sequence, in all layers. `PagePool` allocates
 pages and counts references. A `Prefix` is one prompt being computed or cached: the samples of a
 group share its full pages and copy its last, partial page, since each writes its own output there.
-`PrefixTable` finds the prefix of a prompt and keeps finished ones until their pages are needed.
+`PrefixTable` finds the prefix of a prompt, and keeps computed ones, and the full pages of sequences
+that have ended, until their pages are needed.
 
     prefix = table.find(prompt)
     if prefix is None:                                     # pages allocated, those of a computed
@@ -12,11 +13,13 @@ group share its full pages and copy its last, partial page, since each writes it
     shared = prefix.pages[: len(prompt) // page_size]; pool.retain(shared)
     ...                                                    # the engine computes it, `complete`
     table.attach(prefix)                                   # that sequence copied the partial page
+    table.keep(tokens, pages)                              # it has ended, after these tokens
 
-Invariant: a page is free exactly when its reference count is 0. Page 0 is scratch: padding rows
+Invariants: a page is free exactly when its reference count is 0. Page 0 is scratch: padding rows
 write there, and unused entries of a page table point to it; it is never allocated. Equal full pages
-of computed prompts are one page: the next turn of a dialogue finds those of the turn before. So a
-page of a computed prompt stands for all tokens up to its end.
+that were computed are one page: the next turn of a dialogue finds those of the turn before, prompt
+and reply. So such a page stands for all tokens up to its end, and whatever holds it in the table
+holds all pages before it. All pages that can be found were computed with the same weights.
 """
 
 from __future__ import annotations
@@ -83,10 +86,14 @@ class PagePool:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The cache pages of one prompt, with a reference besides those of sharing sequences."""
+    """The cache pages of one prompt, with a reference besides those of sharing sequences.
+
+    Or the full pages of a sequence that has ended, which have no hidden state (`is_kept`).
+    """
 
     tokens: tuple[int, ...]
     pages: list[int]
+    is_kept: bool = False
     num_borrowed: int = 0  # leading tokens in pages that other prompts had computed
     num_cached: int = 0  # leading tokens whose keys and values are computed
     last_hidden: torch.Tensor | None = None  # [D] of the last token: every sample starts from it
@@ -97,6 +104,15 @@ class Prefix:
         return self.last_hidden is not None
 
     @property
+    def is_computed(self) -> bool:
+        return self.is_ready or self.is_kept
+
+    @property
+    def key(self) -> tuple[int, ...] | int:
+        """Of a kept one its last page, which stands for all its tokens."""
+        return self.pages[-1] if self.is_kept else self.tokens
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
@@ -105,19 +121,25 @@ class Prefix:
 
 
 class PrefixTable:
-    """Prompts by their tokens, least recently used first."""
+    """Prompts by their tokens, and kept pages, least recently used first."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         # An OrderedDict finds its oldest entry in O(1), however many older ones were deleted.
-        self._by_tokens: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, ...] | int, Prefix] = OrderedDict()
         self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
-        # Full pages of ready prefixes, by the page before and their own tokens.
+        # Full pages of computed entries, by the page before and their own tokens.
         self._page_after: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._num_ready: Counter[int] = Counter()  # ready prefixes of such a page
+        self._num_entries: Counter[int] = Counter()  # computed entries of such a page
+        self.num_updates = 0  # of the weights: pages of an earlier count are not kept
 
     def __len__(self) -> int:
-        return len(self._by_tokens)
+        return len(self._entries)
+
+    @property
+    def num_pages(self) -> int:
+        """Full pages that a prompt can find."""
+        return len(self._num_entries)
 
     @property
     def pending(self) -> list[Prefix]:
@@ -125,9 +147,9 @@ class PrefixTable:
         return list(self._pending)
 
     def find(self, tokens: tuple[int, ...]) -> Prefix | None:
-        prefix = self._by_tokens.get(tokens)
+        prefix = self._entries.get(tokens)
         if prefix is not None:
-            self._by_tokens.move_to_end(tokens)
+            self._entries.move_to_end(tokens)
         return prefix
 
     def borrow(self, tokens: tuple[int, ...]) -> list[int]:
@@ -141,26 +163,36 @@ class PrefixTable:
             pages.append(page)
             before = page
         self._pool.retain(pages)
+        if before in self._entries:
+            self._entries.move_to_end(before)
         return pages
 
     def create(self, tokens: tuple[int, ...], borrowed: Sequence[int] = ()) -> Prefix:
         own = self._pool.allocate(self._pool.pages_for(len(tokens)) - len(borrowed))
         num_borrowed = len(borrowed) * self._pool.page_size
-        prefix = Prefix(tokens, [*borrowed, *own], num_borrowed, num_cached=num_borrowed)
-        self._by_tokens[tokens] = prefix
+        prefix = Prefix(tokens, [*borrowed, *own], False, num_borrowed, num_cached=num_borrowed)
+        self._entries[tokens] = prefix
         self._pending[prefix] = None
         return prefix
 
     def complete(self, prefix: Prefix, last_hidden: torch.Tensor) -> None:
         prefix.last_hidden = last_hidden
         del self._pending[prefix]
-        for number, place in self._full_pages(prefix):
-            page = self._page_after.setdefault(place, prefix.pages[number])
-            if page != prefix.pages[number]:  # two prompts that begin alike were computed together
-                self._pool.retain([page])
-                self._pool.release([prefix.pages[number]])
-                prefix.pages[number] = page
-            self._num_ready[page] += 1
+        self._share_pages(prefix)
+
+    def keep(self, tokens: tuple[int, ...], pages: list[int]) -> None:
+        """The full pages among `pages`, which hold keys and values of `tokens`."""
+        num_full = len(tokens) // self._pool.page_size
+        if not num_full:
+            return
+        kept = Prefix(tokens[: num_full * self._pool.page_size], pages[:num_full], is_kept=True)
+        self._pool.retain(kept.pages)
+        self._share_pages(kept)
+        if kept.key in self._entries:  # two sequences of the same tokens
+            self._release(kept)
+            self._entries.move_to_end(kept.key)
+        else:
+            self._entries[kept.key] = kept
 
     def wait(self, prefix: Prefix) -> None:
         prefix.num_waiting += 1
@@ -176,9 +208,9 @@ class PrefixTable:
             self._drop(prefix)
 
     def make_room(self, count: int, keep: Prefix | None = None) -> bool:
-        """Evict idle prefixes other than `keep`, oldest first, until `count` pages are free."""
+        """Evict idle entries other than `keep`, oldest first, until `count` pages are free."""
         while self._pool.num_free < count:
-            idle = (p for p in self._by_tokens.values() if not p.num_waiting and p is not keep)
+            idle = (p for p in self._entries.values() if not p.num_waiting and p is not keep)
             oldest = next(idle, None)
             if oldest is None:
                 return False
@@ -186,9 +218,10 @@ class PrefixTable:
         return True
 
     def forget(self) -> None:
-        """The weights changed: drop ready prefixes, restart the others."""
-        for prefix in list(self._by_tokens.values()):
-            if prefix.is_ready:
+        """The weights changed: drop what is computed, restart the others."""
+        self.num_updates += 1
+        for prefix in list(self._entries.values()):
+            if prefix.is_computed:
                 assert not prefix.num_waiting, "sequences attach in the step that made it ready"
                 self._drop(prefix)
             else:
@@ -196,15 +229,28 @@ class PrefixTable:
                 prefix.num_cached = 0
 
     def _drop(self, prefix: Prefix) -> None:
-        del self._by_tokens[prefix.tokens]
+        del self._entries[prefix.key]
         self._pending.pop(prefix, None)
-        if prefix.is_ready:
+        self._release(prefix)
+
+    def _release(self, prefix: Prefix) -> None:
+        if prefix.is_computed:
             for number, place in self._full_pages(prefix):
                 page = prefix.pages[number]
-                self._num_ready[page] -= 1
-                if not self._num_ready[page]:
-                    del self._num_ready[page], self._page_after[place]
+                self._num_entries[page] -= 1
+                if not self._num_entries[page]:
+                    del self._num_entries[page], self._page_after[place]
         self._pool.release(prefix.pages)
+
+    def _share_pages(self, prefix: Prefix) -> None:
+        """Its full pages can be found from now on; pages computed twice become one."""
+        for number, place in self._full_pages(prefix):
+            page = self._page_after.setdefault(place, prefix.pages[number])
+            if page != prefix.pages[number]:
+                self._pool.retain([page])
+                self._pool.release([prefix.pages[number]])
+                prefix.pages[number] = page
+            self._num_entries[page] += 1
 
     def _full_pages(self, prefix: Prefix) -> Iterator[tuple[int, tuple[int, tuple[int, ...]]]]:
         """Number and key of each. A page may be replaced before the next one is asked for."""

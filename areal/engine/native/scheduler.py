@@ -201,6 +201,13 @@ class Scheduler:
         sequence.slot, sequence.prefix = None, None
         sequence.pages, sequence.num_cached = [], 0
 
+    def retire(self, sequence: Sequence) -> None:
+        """Remove a sequence that has ended. What it cached is kept for prompts that begin alike."""
+        if sequence in self.decoding and sequence.cache_age == self.prefixes.num_updates:
+            cached = (*sequence.prompt, *sequence.output_tokens[:-1])
+            self.prefixes.keep(cached, sequence.pages)
+        self.release(sequence)
+
     def send_back(self, sequence: Sequence) -> None:
         """Return a running sequence to the head of the queue."""
         self.release(sequence)

@@ -149,6 +149,7 @@ class Sequence:
     prefix: Prefix | None = None  # until it is computed and its last partial page copied to ours
     pages: list[int] = field(default_factory=list)  # shared prompt pages, then our own
     num_cached: int = 0  # while filling: leading tokens whose keys and values are in `pages`
+    cache_age: int = -1  # PrefixTable.num_updates when its prompt was in `pages`
     has_ended: bool = False
 
     @property

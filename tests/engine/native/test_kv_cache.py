@@ -152,3 +152,41 @@ def test_pages_computed_twice_become_one():
     assert pool.num_usable - pool.num_free == 2 + 2
     found = table.borrow((1, 2, 3, 4, 6, 7, 8, 9, 11))
     assert found == two.pages[:2]
+
+
+def test_full_pages_of_what_has_ended_are_found_until_their_room_is_needed():
+    pool, table = make_table(num_pages=7)
+    tokens = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    pages = pool.allocate(3)
+    table.keep(tokens, pages)
+    pool.release(pages)
+    assert pool.num_free == 4 and table.num_pages == 2, "the partial page is free"
+    found = table.borrow((*tokens, 10))
+    assert found == pages[:2]
+    pool.release(found)
+    assert table.find(tokens) is None, "it has no hidden state to draw from"
+    table.keep((1, 2, 3), pool.allocate(1))  # no full page
+    assert table.make_room(5) and table.borrow(tokens) == [] and table.num_pages == 0
+
+
+def test_equal_replies_are_kept_once():
+    pool, table = make_table()
+    for _ in range(2):
+        pages = pool.allocate(2)
+        table.keep((1, 2, 3, 4, 5, 6, 7, 8), pages)
+        pool.release(pages)
+    assert len(table) == 1 and table.num_pages == 2 and pool.num_usable - pool.num_free == 2
+    table.forget()
+    assert pool.num_free == pool.num_usable and len(table) == 0
+    assert table.num_updates == 1
+
+
+def test_what_was_borrowed_lately_is_evicted_last():
+    pool, table = make_table(num_pages=5)
+    for first in (1, 2):
+        pages = pool.allocate(1)
+        table.keep((first, 2, 3, 4), pages)
+        pool.release(pages)
+    pool.release(table.borrow((1, 2, 3, 4, 5)))
+    assert table.make_room(3)
+    assert table.borrow((2, 2, 3, 4, 5)) == [] and len(table.borrow((1, 2, 3, 4, 5))) == 1

@@ -7,6 +7,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import tiny_model, write_tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
@@ -150,9 +152,10 @@ def test_a_late_sample_of_the_group_finds_the_prompt_computed():
 
 
 def test_the_next_turn_is_computed_from_its_first_new_page_on():
+    """Prompt and reply of the turn before are cached, but for its last token, in pages of 4."""
     model, rng = tiny_model("qwen3"), random.Random(4)
     engine = make_engine(model)
-    first = request("first", random_prompt(rng, 10))
+    first = request("first", random_prompt(rng, 10), max_new_tokens=9)
     engine.add(first)
     done = run(engine)
     prompt = first.input_ids + done["first"].output_tokens + random_prompt(rng, 5)
@@ -161,8 +164,8 @@ def test_the_next_turn_is_computed_from_its_first_new_page_on():
         engine.add(req)
     done |= run(engine)
     cached = [done[name].cached_tokens for name in ("first", "0", "1")]
-    assert cached == [0, 8, 8]
-    assert engine.stats()["tokens_prefilled"] == 10 + len(prompt) - 8
+    assert cached == [0, 16, 16]
+    assert engine.stats()["tokens_prefilled"] == 10 + len(prompt) - 16
     for req in turns:
         assert_matches_full_forward(model, req, done[req.rid])
     alone = make_engine(model)
@@ -187,6 +190,83 @@ def test_dialogues_that_share_pages_under_pressure(num_pages):
             assert 0 <= out.cached_tokens <= len(req.input_ids)
             assert_matches_full_forward(model, req, out)
             chats[req.rid.split(".")[0]] = req.input_ids + out.output_tokens[:3]
+    assert pages_in_use_after_forgetting(engine) == 0
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_reply_of_other_weights_is_never_shared(is_kept):
+    """A sequence that went on after an update with its old cache leaves nothing behind."""
+    new, rng = tiny_model(seed=1), random.Random(3)
+    engine = make_engine(tiny_model(seed=0))
+    first = request("first", random_prompt(rng, 8), max_new_tokens=12)
+    engine.add(first)
+    engine.step()
+    engine.step()
+    engine.load_weights(new.named_hf_tensors(), 1, recompute_kv=not is_kept)
+    reply = run(engine)["first"].output_tokens
+    later = request("later", first.input_ids + reply + random_prompt(rng, 3))
+    engine.add(later)
+    out = run(engine)["later"]
+    assert out.cached_tokens == (0 if is_kept else 16)
+    assert_matches_full_forward(new, later, out)
+    assert pages_in_use_after_forgetting(engine) == 0
+
+
+turns = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 3), st.integers(1, 9)),  # dialogue, new tokens
+    st.tuples(st.just("edit"), st.integers(0, 3), st.integers(1, 9)),  # ... after a part of it
+    st.tuples(st.just("step"), st.integers(1, 9), st.just(0)),
+    st.tuples(st.just("abort"), st.integers(0, 3), st.just(0)),
+    st.tuples(st.just("update"), st.booleans(), st.just(0)),
+)
+
+
+@settings(max_examples=60)
+@given(num_pages=st.sampled_from([14, 22, 200]), schedule=st.lists(turns, max_size=40))
+def test_any_schedule_of_dialogues_gives_the_logprobs_of_a_fresh_computation(num_pages, schedule):
+    rng, models = random.Random(len(schedule)), [tiny_model(seed=seed) for seed in range(2)]
+    engine = make_engine(tiny_model(seed=0), num_pages=num_pages, max_prefill_tokens=6)
+    chats = [random_prompt(rng, 5) for _ in range(4)]
+    running: dict[str, GenRequest] = {}
+    mixed: set[str] = set()  # those that kept a cache of older weights
+    version = num_asked = 0
+
+    def end(finished) -> None:
+        req = running.pop(finished.rid)
+        chats[int(finished.rid[0])] = req.input_ids + finished.output_tokens
+        assert 0 <= finished.cached_tokens < len(req.input_ids)
+        for number, model in enumerate(models):
+            expected = full_forward_logprobs(
+                model, req.input_ids, finished.output_tokens, req.gconfig.temperature
+            )
+            drawn = zip(finished.output_versions, finished.output_logprobs, expected, strict=True)
+            found = [(got, want) for at, got, want in drawn if at % 2 == number]
+            if finished.rid not in mixed:
+                assert [got for got, _ in found] == pytest.approx([w for _, w in found], abs=1e-5)
+
+    for action, value, count in [*schedule, ("step", 300, 0)]:
+        if action in ("ask", "edit") and f"{value}" not in {rid[0] for rid in running}:
+            begin = chats[value][: rng.randrange(len(chats[value]))] if action == "edit" else None
+            prompt = (chats[value] if begin is None else begin) + random_prompt(rng, count)
+            chats[value] = prompt if len(prompt) < 36 else random_prompt(rng, 5)
+            req = request(f"{value}.{num_asked}", chats[value], seed=num_asked, max_new_tokens=7)
+            num_asked += 1
+            running[req.rid] = req
+            engine.add(req)
+        elif action == "step":
+            for _ in range(value):
+                for finished in engine.step():
+                    end(finished)
+        elif action == "abort":
+            rid = next((rid for rid in running if rid[0] == f"{value}"), "none")
+            if (aborted := engine.abort(rid)) is not None:
+                end(aborted)
+        elif action == "update":
+            version += 1
+            weights = models[version % 2].named_hf_tensors()
+            engine.load_weights(weights, version, recompute_kv=value)
+            mixed |= set() if value else set(running)
+    assert not running
     assert pages_in_use_after_forgetting(engine) == 0
 
 

@@ -375,7 +375,8 @@ def test_a_client_that_leaves_frees_its_pages(client, control, stream, address):
     wait_until(lambda: control.get("/stats")["running"] == 0)
     stats = control.get("/stats")
     assert stats["finished"] == before["finished"]  # ended, not finished
-    assert stats["pages_in_use"] <= before["pages_in_use"] + 2  # the prompt, kept for later
+    kept = stats["pages_shared"] - before["pages_shared"]  # for prompts that begin alike
+    assert stats["pages_in_use"] <= before["pages_in_use"] + kept + 1
 
 
 async def test_thirty_streams_while_weights_change(address, control, tmp_path):

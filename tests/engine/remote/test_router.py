@@ -51,6 +51,41 @@ def test_servers_come_and_go():
     assert first.tokens_in_flight == 0 and second.tokens_in_flight == 10
 
 
+def test_the_next_turn_goes_where_the_turn_before_was():
+    router = RequestRouter(["a", "b", "c"])
+    chats = [[chat] * 70 for chat in range(6)]
+    homes = []
+    for chat in chats:
+        homes.append(router.take(chat, 100))
+    for home, chat in zip(homes, chats, strict=True):
+        router.give_back(home, chat, 100)
+    assert {home.address for home in homes} == {"a", "b", "c"}
+    for home, chat in reversed(list(zip(homes, chats, strict=True))):
+        assert router.take([*chat, 7, 8, 9], 120) is home
+
+
+def test_a_beginning_does_not_hold_where_there_is_too_much_to_do():
+    router = RequestRouter(["a", "b"])
+    chat = [1] * 130
+    home = router.take(chat, 200)
+    router.give_back(home, chat, 200)
+    router.take([2], 128)  # as much as both blocks of the beginning save
+    router.take([3], 1)
+    assert router.take([*chat, 4], 10) is home, "128 in flight against 1, less 128 to compute"
+    router.take([*chat, 4], 1000)  # in flight there already
+    idle = router.take([*chat, 7], 10)
+    assert idle is not home
+    assert router.take([*chat, 7, 7], 10) is idle, "the beginning has moved"
+
+
+def test_one_beginning_of_all_is_no_reason_to_leave_servers_idle():
+    router = RequestRouter(["a", "b", "c", "d"])
+    for number in range(64):
+        router.take([*[0] * 640, number], 700)
+    loads = [server.tokens_in_flight for server in router.servers]
+    assert max(loads) <= 1.25 * min(loads) + 2 * 700
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50), st.booleans()), max_size=60))
 def test_what_was_given_back_weighs_nothing(calls):
     router = RequestRouter(["a", "b", "c"])
