@@ -223,7 +223,8 @@ def reward_environment(limits: ProcessLimits | None, folder: str) -> dict[str, s
         }
     else:
         kept = {name: value for name, value in os.environ.items() if _is_kept(name, value, limits)}
-    return {**kept, "TMPDIR": folder}
+    # The pool is what runs in parallel: threads of each worker would take the trainer's cores.
+    return {"OMP_NUM_THREADS": "1", **kept, "TMPDIR": folder}
 
 
 def _is_kept(name: str, value: str, limits: ProcessLimits) -> bool:

@@ -73,6 +73,38 @@ def test_it_is_what_transformers_renders(tokenizer, chat, tools, system):
     tokenizer.chat_template = CHAT_TEMPLATE
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{%- for m in messages %}\n  {%- if loop.index0 == 1 %}{% break %}{% endif %}\n{{ m.role }}"
+        "\n{%- endfor %}|{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}"
+        "{{ m.content }}{% endfor %}",
+        "{% set seen = namespace(n=0) %}{% set x = 1 %}{% for m in messages %}{% generation %}"
+        "{% set x = 2 %}{% set seen.n = seen.n + 1 %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        "{{ x }}{{ seen.n }}",
+        "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ '<é>&' | tojson }}|"
+        "{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=True, sort_keys=True) }}"
+        "{{ [1, 2] | tojson(separators=(',', ':')) }}",
+        "{% macro say(m) %}\n    {{ m.role | upper }}: {{ m.content | trim }}\n{% endmacro %}\n"
+        "{{ say(messages[-1]) }}{{ documents is none }}{{ tools is none }}{{ nothing is defined }}",
+        "{{ strftime_now('%Y') | length }}{% if add_generation_prompt %}>{% endif %}{{ late }}",
+        "{% set roles = messages | map(attribute='role') | list %}{{ roles | unique | join(',') }}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}\n\n  {# note #}\n!",
+    ],
+)
+def test_templates_of_every_make_are_rendered_alike(with_template, template):
+    chat = [
+        {"role": "user", "content": " <hi> & \u2603\n"},
+        {"role": "assistant", "content": "é"},
+        {"role": "user", "content": "again"},
+    ]
+    tokenizer = with_template(template)
+    expected = tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True, late=True
+    )
+    assert render_chat(tokenizer, chat, variables={"late": True}) == expected
+
+
 def test_long_chats_have_long_texts(tokenizer):
     long = [{"role": "user", "content": "x" * 5_000_000}]
     assert len(render_chat(tokenizer, long, variables={})) > 5_000_000
@@ -168,7 +200,7 @@ def test_what_is_no_chat(tokenizer):
     with pytest.raises(TemplateError, match="expected at most"):
         render_chat(tokenizer, [{"role": "user", "content": "x" * MAX_INPUT}], variables={})
     with pytest.raises(TemplateError, match="multiple values"):
-        render_chat(tokenizer, HELLO, variables={"conversations": []})
+        render_chat(tokenizer, HELLO, variables={"messages": []})
 
 
 def test_half_a_character_of_the_template_is_replaced(with_template):
