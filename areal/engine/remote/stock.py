@@ -51,6 +51,8 @@ _MAX_REPLY = 256 << 20  # bytes
 class StockProtocol(ServerProtocol):
     """`model_path` is the folder the servers started from."""
 
+    stream_options: Mapping[str, Any] = {}  # keys of a request that is streamed
+
     def __init__(self, model_path: str | Path) -> None:
         self.model_path = Path(model_path)
 
@@ -70,6 +72,10 @@ class StockProtocol(ServerProtocol):
             name = "image_data" if request.image_data else "vision_msg_vllm"
             raise ValueError(f"{name}: a {self.kind} is sent text only; remove the images")
 
+    def told_cached(self, content: bytes) -> int:
+        """Cached tokens of the prompt, by an event after the last token."""
+        return 0
+
     def wants_lm_head(self) -> bool:
         """Whether weight folders must hold a head even if it is tied to the embedding."""
         return False
@@ -85,26 +91,31 @@ class StockProtocol(ServerProtocol):
         rest, is_stream = continuation(draft), draft.request.on_tokens is not None
         call = self.generation(rest)
         url, payload = f"http://{address}{call.endpoint}", {**call.payload, "stream": is_stream}
-        num_known, stop_reason = 0, None
-        async with session.request(call.method, url, json=payload) as answer:
-            async for content in self._contents(answer, address, is_stream):
-                if stop_reason is not None:
-                    continue  # [DONE], and statistics
-                found = self._read(content, address, rest, num_known, is_stream)
-                tokens, logprobs = found.output_tokens, found.output_logprobs
-                num_known, stop_reason = num_known + len(tokens), found.stop_reason
-                if not is_stream and stop_reason == "abort" and depends_on_start(draft.request):
-                    tokens, logprobs = [], []
-                yield (
-                    rid,
-                    Result(
-                        tokens,
-                        logprobs,
-                        [version] * len(tokens),
-                        stop_reason,
-                        cached_tokens=found.cached_tokens,
-                    ),
-                )
+        if is_stream:
+            payload |= self.stream_options
+        num_known, ended = 0, None
+        try:
+            async with session.request(call.method, url, json=payload) as answer:
+                async for content in self._contents(answer, address, is_stream):
+                    if ended is not None:  # statistics, and [DONE]
+                        ended.cached_tokens = max(ended.cached_tokens, self.told_cached(content))
+                        continue
+                    found = self._read(content, address, rest, num_known, is_stream)
+                    tokens, logprobs = found.output_tokens, found.output_logprobs
+                    reason, cached = found.stop_reason, found.cached_tokens
+                    num_known += len(tokens)
+                    if is_stream and reason is not None:
+                        ended = Result([], [], [], reason, cached_tokens=cached)
+                        reason = None
+                    elif reason == "abort" and depends_on_start(draft.request):
+                        tokens, logprobs = [], []
+                    versions = [version] * len(tokens)
+                    yield rid, Result(tokens, logprobs, versions, reason, cached_tokens=cached)
+        except (aiohttp.ClientError, OSError):
+            if ended is None:
+                raise
+        if ended is not None:
+            yield rid, ended
 
     async def _contents(
         self, answer: aiohttp.ClientResponse, address: str, is_stream: bool

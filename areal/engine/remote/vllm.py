@@ -26,6 +26,7 @@ from areal.api.io_struct import (
     ModelRequest,
     WeightUpdateMeta,
 )
+from areal.api.json_text import loads_object
 from areal.engine.remote.protocol import WeightOrder
 from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.remote.server_process import launch_server
@@ -56,6 +57,7 @@ _STATS = {
 class VLLMProtocol(StockProtocol):
     kind = "vLLM server"
     weight_types = ("shm", "disk", "xccl")
+    stream_options = {"stream_options": {"include_usage": True}}
 
     def generation(self, request: ModelRequest) -> HttpRequest:
         gconfig = request.gconfig
@@ -100,10 +102,15 @@ class VLLMProtocol(StockProtocol):
         if reason not in (None, "stop", "length", "abort"):
             raise ValueError(f"finish_reason: expected stop, length or abort, got {reason!r}")
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-        # Told by --enable-prompt-tokens-details, and not by the events of a stream.
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens") or 0
-        return HttpGenerationResult(choice["token_ids"] or [], logprobs, reason, cached)
+        return HttpGenerationResult(
+            choice["token_ids"] or [], logprobs, reason, _cached_tokens(answer)
+        )
+
+    def told_cached(self, content: bytes) -> int:
+        try:
+            return max(_cached_tokens(loads_object(content)), 0)
+        except (ValueError, TypeError, AttributeError):  # [DONE]
+            return 0
 
     def pause(self, control: ControlClient) -> None:
         control.post("/pause?mode=keep&clear_cache=false")
@@ -151,6 +158,12 @@ class VLLMProtocol(StockProtocol):
 
     def stats(self, control: ControlClient) -> dict[str, float]:
         return read_metrics(control.get_text("/metrics"), _STATS)
+
+
+def _cached_tokens(answer: dict[str, Any]) -> int:
+    """Told with --enable-prompt-tokens-details, of a stream by an event after its last token."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") or 0
 
 
 def launch_vllm_server(

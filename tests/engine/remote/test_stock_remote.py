@@ -410,7 +410,10 @@ EVENTS = {
     ),
     "vllm": (
         VLLMProtocol,
-        [vllm_event([]), vllm_event([7]), vllm_event([8]), vllm_event([9], "stop"), {"usage": {}}],
+        [
+            *(vllm_event([]), vllm_event([7]), vllm_event([8]), vllm_event([9], "stop")),
+            {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}},
+        ],
     ),
 }
 
@@ -435,6 +438,23 @@ async def test_tokens_are_told_while_the_server_samples(kind):
     assert reply.output_tokens == told.tokens == [7, 8, 9] and told.num_calls == 3
     assert reply.output_logprobs == told.logprobs == [-0.5] * 3
     assert reply.stop_reason == "stop" and reply.output_versions == [0] * 3
+    assert reply.cached_tokens == (2 if kind == "vllm" else 0)
+
+
+@pytest.mark.parametrize("event", [None, "nonsense", {"usage": 3}], ids=["cut", "no JSON", "odd"])
+async def test_what_comes_after_the_end_of_a_stream_cannot_spoil_it(event):
+    async def script(body):
+        assert body["stream_options"] == {"include_usage": True}
+        yield vllm_event([7], "stop")
+        yield event
+
+    asked = request()
+    told = Told(asked)
+    server = ScriptedServer(script)
+    async with engine_of(server, protocol=VLLMProtocol) as engine:
+        reply = await engine.agenerate(asked)
+    assert reply.output_tokens == told.tokens == [7] and reply.stop_reason == "stop"
+    assert reply.cached_tokens == 0 and len(server.seen) == 1
 
 
 async def test_who_does_not_listen_is_sent_no_stream():

@@ -141,6 +141,7 @@ async def test_one_server_through_its_life(world, children, tmp_path):
     await check_generation(world)
     await check_refusals(world)
     await check_streams(world)
+    await check_cached_tokens(world)
     await check_stop_texts_and_penalties(world)
     await check_pause(world)
     await check_adapter(world, tmp_path)
@@ -165,6 +166,15 @@ def processes_of_group(leader: int) -> list[str]:
             if rest.split()[2] == str(leader) and rest.split()[0] != "Z":
                 found.append(name)
     return found
+
+
+async def check_cached_tokens(world):
+    """Where the first has been, the second finds most of its prompt, also as a stream."""
+    prompt = list(range(5, 15)) * 6
+    for is_stream, cached in ((False, 0), (False, 32), (True, 32)):
+        asked = request(prompt)
+        asked.on_tokens = (lambda *_: None) if is_stream else None
+        assert (await world.engine.agenerate(asked)).cached_tokens >= cached
 
 
 async def check_stop_texts_and_penalties(world):
