@@ -170,8 +170,8 @@ def processes_of_group(leader: int) -> list[str]:
 
 async def check_cached_tokens(world):
     """Where the first has been, the second finds most of its prompt, also as a stream."""
-    prompt = list(range(5, 15)) * 6
-    for is_stream, cached in ((False, 0), (False, 32), (True, 32)):
+    prompt = list(range(5, 15)) * 18  # more than one block of its cache
+    for is_stream, cached in ((False, 0), (False, 16), (True, 16)):
         asked = request(prompt)
         asked.on_tokens = (lambda *_: None) if is_stream else None
         assert (await world.engine.agenerate(asked)).cached_tokens >= cached
