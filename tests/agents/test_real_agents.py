@@ -41,7 +41,8 @@ SDKS = {
 }
 PROGRAMS = {
     "mini": [str(PYTHON), str(PROGRAM_FILES / "mini_swe.py"), "{prompt}"],
-    "claude": [str(PYTHON), str(PROGRAM_FILES / "claude_code.py"), "{prompt}"],
+    "claude-agent-sdk": [str(PYTHON), str(PROGRAM_FILES / "claude_code.py"), "{prompt}"],
+    "claude": "claude",
     "codex": "codex",
 }
 EPISODES = 2
@@ -95,9 +96,11 @@ def test_an_agent_that_is_a_program_is_trained(client, taught, tmp_path, monkeyp
     monkeypatch.syspath_prepend(ROOT)
     from examples.agents.cli_agent import PROMPT, CliAgent
 
-    codex = next(PYTHON.parents[1].glob("lib/python*/site-packages/codex_cli_bin/bin"))
-    monkeypatch.setenv("PATH", f"{codex}:{os.environ['PATH']}")
-    agent = CliAgent(PROGRAMS[client], f"{PROMPT} {STYLES[client].question.format('2026-01-02')}")
+    (packages,) = PYTHON.parents[1].glob("lib/python*/site-packages")
+    programs = (packages / "codex_cli_bin/bin", packages / "claude_agent_sdk/_bundled")
+    monkeypatch.setenv("PATH", os.pathsep.join([*map(str, programs), os.environ["PATH"]]))
+    style = STYLES[client.partition("-")[0]]
+    agent = CliAgent(PROGRAMS[client], f"{PROMPT} {style.question.format('2026-01-02')}")
     row = {"messages": [{"role": "user", "content": QUESTION}], "answer": "75"}
     train(agent, row, taught, tmp_path, reward=1.0)
 
