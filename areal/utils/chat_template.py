@@ -38,12 +38,11 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from areal.api.json_text import loads_written
 from areal.utils.channel import Channel
+from areal.utils.chat_template_worker import CPU_S
+from areal.utils.chat_template_worker import answer as answer_here
 from areal.utils.child_process import describe_exit, module_argv, spawn
 from areal.utils.waits import waiting
 
-CPU_S = 5.0
-MEMORY_BYTES = 1 << 30
-OUTPUT_FACTOR, OUTPUT_CHARS = 4, 1 << 20  # output characters: chat bytes * factor + constant
 MAX_INPUT = 32 << 20  # bytes; far beyond any model's context
 CALL_S = 120.0  # a child takes seconds to start on a busy machine
 _MAX_REPLY = 1 << 30  # bytes: the longest text, with every character escaped
@@ -143,8 +142,6 @@ def _encoded(order: dict[str, Any]) -> bytes:
 
 def _render(template: str, order: bytes, *, folder: str) -> list[str]:
     if _is_sandboxed():
-        from areal.utils.chat_template_worker import answer as answer_here
-
         answer = answer_here(template, order)
     else:
         with _children.one() as child:
