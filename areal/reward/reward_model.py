@@ -56,7 +56,9 @@ class _Scorer:
         _check_is_scorer(path)
         self._device = torch.device(device)
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False
+        )
         self._model = model.to(self._device).eval()
         self.tokenizer = load_hf_tokenizer(path)
 
