@@ -170,7 +170,8 @@ class PrefixTable:
     def create(self, tokens: tuple[int, ...], borrowed: Sequence[int] = ()) -> Prefix:
         own = self._pool.allocate(self._pool.pages_for(len(tokens)) - len(borrowed))
         num_borrowed = len(borrowed) * self._pool.page_size
-        prefix = Prefix(tokens, [*borrowed, *own], False, num_borrowed, num_cached=num_borrowed)
+        pages = [*borrowed, *own]
+        prefix = Prefix(tokens, pages, num_borrowed=num_borrowed, num_cached=num_borrowed)
         self._entries[tokens] = prefix
         self._pending[prefix] = None
         return prefix
