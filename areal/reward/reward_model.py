@@ -18,7 +18,7 @@ from areal.utils.tokenizer import Messages, chat_prompt_ids, load_hf_tokenizer, 
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """Call it as a reward function: the score at the last token, any finite number.
+    """Call it as a reward function: the score at the last token, which has no bounds.
 
     The prompt is the row's `messages`, where it has them, else the text of the prompt. An answer
     that was cut off is scored as if it had ended there.

@@ -101,7 +101,7 @@ class AsyncRewardWrapper:
         self.max_workers = max_workers
         self.max_retries = max_retries
         self._limits = _checked_limits(limits, timeout_seconds)
-        self._options = dict(options or {})
+        self._options = _checked_options(options)
         self.counts: Counter[str] = Counter()  # failed attempts: timeout, crash, killed, error
         self.name, self._setup = describe_function(reward_fn)
         self._output = OutputRelay(self.name)
@@ -526,6 +526,14 @@ def _how_it_ended(code: int | None) -> str:
     if is_from_outside(code):
         return f"{describe_exit(code)} from outside (kill, or the system was out of memory)"
     return describe_exit(code)
+
+
+def _checked_options(options: Any) -> dict[str, Any]:
+    if options is None:
+        return {}
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise ValueError(f"options must be names and values, got {options!r:.200}")
+    return options
 
 
 def _checked_limits(

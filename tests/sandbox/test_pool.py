@@ -360,3 +360,9 @@ async def test_a_function_that_never_returns_fails_all_that_wait():
     wrapper.close()
     assert all(isinstance(result, RewardTimeoutError) for result in results)
     assert time.monotonic() - began < 80
+
+
+@pytest.mark.parametrize("options", ["path", ["path"], {1: "path"}])
+def test_options_are_names_and_values(options):
+    with pytest.raises(ValueError, match="options must be names and values, got"):
+        AsyncRewardWrapper("math.fsum", options=options)

@@ -78,7 +78,9 @@ def test_clients_of_two_workers_have_one_address(tmp_path, monkeypatch, capsys):
     of_two: list[dict] = []  # the sessions, once each worker has begun an episode
 
     def list_sessions():
-        if not of_two:
+        """While its own session is open, so that those of both workers are there in the end."""
+        deadline = time.monotonic() + 120
+        while not of_two and time.monotonic() < deadline:
             assert main(["agents", str(paths.root), "--json"]) == 0
             listed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["sessions"]
             of_two.extend(listed if len({session["pid"] for session in listed}) == 2 else [])

@@ -27,7 +27,7 @@ from areal.api.config.inference import GenerationHyperparameters
 
 MAX_STOP_IDS = 64  # stop tokens one request can ban
 MAX_BIASED = 1024  # tokens with a bias
-# Of `gconfig`: read from the sequence at each draw, because few requests have them.
+# Of `gconfig`: read from the sequence, not from arrays of all slots: few requests have them.
 _RARE = ("presence_penalty", "repetition_penalty", "min_p", "logit_bias")
 _DEFAULTS = GenerationHyperparameters()
 

@@ -1,6 +1,6 @@
 """Which sequences run, with which pages: admission, growth, preemption.
 
-    waiting --admit--> filling --promote--> decoding --release--> (finished)
+    waiting --admit--> filling --promote--> decoding --retire--> (finished)
        ^                  |                    |
        +-----preempt------+--------------------+
 
