@@ -553,7 +553,9 @@ def make_runner(
     Plain torch on the CPU is batch-invariant anyway.
     """
     on_cuda = model.embedding_weight.device.type == "cuda"
-    if not on_cuda or not kernels_take(model):
+    # Experts have no batch-invariant kernels.
+    is_refused = batch_invariant and model.args.moe is not None
+    if not on_cuda or is_refused or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
                 f"batch_invariant: its kernels do not compute this {model.args.model_type} "
@@ -570,12 +572,11 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: plain norms, full attention, SwiGLU. A tensor-core product
-    needs a head dim of at least 16, a tile a power of two."""
+    """Whether the kernels support it: plain norms, full attention, SwiGLU (dense, or of experts). A
+    tensor-core product needs a head dim of at least 16, a tile a power of two."""
     args = model.args
     is_plain = (
         type(model).block_class is DecoderBlock
-        and args.moe is None
         and args.activation == "silu"
         and args.embedding_scale == 1.0
         and args.score_scale is None

@@ -29,22 +29,26 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: tor
 
 
 def add_rms_norm(
-    x_TD: torch.Tensor,
+    x: torch.Tensor,
     residual_TD: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
     out_TD: torch.Tensor,
 ) -> None:
-    """residual += x in place, rounded to its dtype; out = norm of that. `out` may be `x`."""
-    _norm(x_TD, residual_TD, weight_D, eps, out_TD)
+    """residual += x in place, rounded to its dtype; out = norm of that. `out` may be `x`.
+
+    `x` is [T, D], or [T, C, D]: the outputs of C experts, summed in their order and rounded.
+    """
+    _norm(x, residual_TD, weight_D, eps, out_TD)
 
 
-def _norm(x_TD, residual_TD, weight_D, eps, out_TD) -> None:
-    num_rows, dim = x_TD.shape
+def _norm(x, residual_TD, weight_D, eps, out_TD) -> None:
+    num_rows, dim = out_TD.shape
     block = triton.next_power_of_2(dim)
     _rms_norm_kernel[(num_rows,)](
-        x_TD, residual_TD, weight_D, out_TD, dim, eps,
+        x, residual_TD, weight_D, out_TD, dim, eps,
         BLOCK=block,
+        CHOICES=x.shape[1] if x.dim() == 3 else 1,
         ADD=residual_TD is not None,
         OVERLAP=OVERLAP,
         num_warps=min(max(block // 512, 1), 16),  # 16 elements per thread
@@ -55,7 +59,7 @@ def _norm(x_TD, residual_TD, weight_D, eps, out_TD) -> None:
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, D, eps,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, CHOICES: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < D
@@ -63,8 +67,14 @@ def _rms_norm_kernel(
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    place = tl.program_id(0).to(tl.int64) * D + column
-    x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    place = row * D + column
+    x_ptr += row * CHOICES * D + column
+    x = tl.load(x_ptr, inside, 0.0).to(tl.float32)
+    if CHOICES > 1:
+        for choice in tl.static_range(1, CHOICES):
+            x += tl.load(x_ptr + choice * D, inside, 0.0).to(tl.float32)
+        x = _rounded(x, x_ptr.dtype.element_ty)
     if ADD:
         x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
         rounded = x.to(residual_ptr.dtype.element_ty)

@@ -8,38 +8,33 @@ read the same input are adjacent in memory (`fuse_linears`), and each parameter 
 loading a weight by name writes where the kernels read, captured graphs stay valid, and a trainer
 that owns the module is not affected. `forward` is for many rows (matrix products by cuBLAS);
 `forward_few` is for 1 to 8 rows, where a step is bound by reading the weights: each kernel reads
-them once, norm and activation included.
+them once, norm and activation included. Experts have kernels of their own (feed_forward.py).
 
 `ModuleDecoder` has the interface of `FusedDecoder` without `forward_few`, for batch-invariant
 numerics: it runs the module itself, whose linear layers are `InvariantLinear`, op by op as the
 trainer does, and adds only the cache.
 
-Shapes: T rows, D model dim, F feed-forward dim, X = (N + 2 K) * H, R = H / 2, V vocabulary.
+Shapes: T rows, D model dim, X = (N + 2 K) * H, R = H / 2, V vocabulary; of `routed_TLK`: L layers
+with experts, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_mul
-from areal.engine.native.cuda.skinny_linear import (
-    SkinnyWorkspace,
-    skinny_gate_up_silu,
-    skinny_linear,
-)
-from areal.engine.native.cuda.small_linear import (
-    norm_gate_up_silu,
-    norm_linear,
-    small_linear,
-)
+from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, rope_and_cache
+from areal.engine.native.cuda.feed_forward import DenseLayer, ExpertLayer, FeedForwardLayer
+from areal.engine.native.cuda.linear import fuse_linears, project, project_back
+from areal.engine.native.cuda.routing import router_arrivals
+from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
+from areal.engine.native.cuda.small_linear import norm_linear, small_linear
 from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits
 from areal.models.common.invariant import invariant_logits, make_invariant
-from areal.models.common.moe import FeedForward
+from areal.models.common.moe import MoE
 
 
 class PagedCache:
@@ -77,15 +72,29 @@ class Rows:
 
 
 class _Block:
-    def __init__(self, block: DecoderBlock) -> None:
-        attention, mlp = block.attention, block.feed_forward
-        assert isinstance(mlp, FeedForward), "kernels_take keeps experts from here"
+    def __init__(self, block: DecoderBlock, feed_forward: FeedForwardLayer) -> None:
+        attention = block.attention
         self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
-        self.gate_up, self.gate_up_bias = fuse_linears([mlp.w1, mlp.w3])
-        self.wo, self.w2 = attention.wo, mlp.w2
+        self.wo = attention.wo
+        self.feed_forward = feed_forward
         self.attention_norm, self.ffn_norm = block.attention_norm, block.ffn_norm
         self.q_norm = None if attention.q_norm is None else attention.q_norm.weight
         self.k_norm = None if attention.k_norm is None else attention.k_norm.weight
+
+
+def _fused_blocks(model: Decoder) -> list[_Block]:
+    arrivals = router_arrivals(model.embedding_weight.device)
+    ranks = None if model.share is None else model.share.ranks
+    blocks, num_sparse = [], 0
+    for block in model.blocks:
+        mlp = block.feed_forward
+        if isinstance(mlp, MoE):
+            layer = ExpertLayer(mlp, num_sparse, arrivals, ranks)
+            num_sparse += 1
+        else:
+            layer = DenseLayer(mlp)
+        blocks.append(_Block(block, layer))
+    return blocks
 
 
 class FusedDecoder:
@@ -95,7 +104,7 @@ class FusedDecoder:
         self._norm = model.norm
         self._cache = cache
         self._args = model.args
-        self._blocks = [_Block(block) for block in model.blocks]
+        self._blocks = _fused_blocks(model)
         self._eps = model.args.norm_eps
         # The kernels for few rows support no feed-forward bias and no tensor parallelism.
         self._is_plain = not model.args.mlp_bias and model.share is None
@@ -113,17 +122,18 @@ class FusedDecoder:
         normed_TD = torch.empty_like(residual_TD)
         rms_norm(residual_TD, self._blocks[0].attention_norm.weight, self._eps, normed_TD)
         next_norms = [block.attention_norm for block in self._blocks[1:]] + [self._norm]
+        routed_TLK = self._new_routed(len(residual_TD))
         # float32 tiles would not fit into shared memory.
         halves = residual_TD.element_size() == 2
-        skinny = len(residual_TD) <= MAX_SKINNY_ROWS and self._is_plain and halves
+        is_skinny = len(residual_TD) <= MAX_SKINNY_ROWS and self._is_plain and halves
+        space = self._skinny_space if is_skinny else None
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
-            qkv_TX = self._project(normed_TD, block.qkv, block.qkv_bias, skinny)
+            qkv_TX = project(normed_TD, block.qkv, block.qkv_bias, space)
             attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
-            out_TD = self._project_back(attended, block.wo, skinny)
+            out_TD = project_back(attended, block.wo, space)
             add_rms_norm(out_TD, residual_TD, block.ffn_norm.weight, self._eps, normed_TD)
-            activated = self._activate(normed_TD, block, skinny)
-            out_TD = self._project_back(activated, block.w2, skinny)
-            add_rms_norm(out_TD, residual_TD, next_norm.weight, self._eps, normed_TD)
+            out = block.feed_forward.forward(normed_TD, routed_TLK, space)
+            add_rms_norm(out, residual_TD, next_norm.weight, self._eps, normed_TD)
         return normed_TD
 
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
@@ -131,6 +141,7 @@ class FusedDecoder:
         model = self._model
         x_TD = F.embedding(rows.tokens_T, model.embedding_weight)
         cos_TR, sin_TR = self._rope(rows.positions_T)
+        routed_TLK = self._new_routed(len(x_TD))
         for layer, block in enumerate(self._blocks):
             qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
             norm_linear(
@@ -139,34 +150,16 @@ class FusedDecoder:
             attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
             after_TD = torch.empty_like(x_TD)
             small_linear(attended, block.wo.weight, block.wo.bias, after_TD, x_TD)
-            activated = x_TD.new_empty(len(x_TD), len(block.gate_up) // 2)
-            norm_gate_up_silu(after_TD, block.ffn_norm.weight, self._eps, block.gate_up, activated)
-            x_TD = torch.empty_like(x_TD)
-            small_linear(activated, block.w2.weight, block.w2.bias, x_TD, after_TD)
+            x_TD = block.feed_forward.forward_few(after_TD, block.ffn_norm, routed_TLK, self._eps)
         normed_TD = torch.empty_like(x_TD)
         rms_norm(x_TD, self._norm.weight, self._eps, normed_TD)
         return normed_TD
 
-    def _project(
-        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, skinny: bool
-    ) -> torch.Tensor:
-        if not skinny:
-            return F.linear(x_TD, weight, bias)
-        out = x_TD.new_empty(len(x_TD), len(weight))
-        skinny_linear(x_TD, weight, bias, out, self._skinny_space)
-        return out
-
-    def _project_back(self, x: torch.Tensor, linear: nn.Linear, skinny: bool) -> torch.Tensor:
-        """To the model dim; with several ranks the module itself sums over them."""
-        return self._project(x, linear.weight, linear.bias, True) if skinny else linear(x)
-
-    def _activate(self, x_TD: torch.Tensor, block: _Block, skinny: bool) -> torch.Tensor:
-        activated = x_TD.new_empty(len(x_TD), len(block.gate_up) // 2)
-        if skinny:
-            skinny_gate_up_silu(x_TD, block.gate_up, activated, self._skinny_space)
-        else:
-            silu_mul(F.linear(x_TD, block.gate_up, block.gate_up_bias), activated)
-        return activated
+    def _new_routed(self, num_rows: int) -> torch.Tensor:
+        """The experts of each row, layer by layer, for the layers to write."""
+        moe = self._args.moe
+        shape = (0, 0) if moe is None else (len(moe.layers), moe.top_k)
+        return torch.empty(num_rows, *shape, dtype=torch.int32, device=self._cos_table.device)
 
     def _rope(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # A row that ran past its end may exceed the table; its result is dropped.
@@ -205,38 +198,6 @@ class FusedDecoder:
         out_TNH = torch.empty_like(q_TNH)
         attend(layer, q_TNH, out_TNH)
         return out_TNH.flatten(1)
-
-
-def fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Fused weights [sum of outputs, D] and biases; the modules' own become views of them.
-
-    Linears that are already fused (a second engine on one model) keep their storage.
-    """
-    biases = [x.bias for x in linears if x.bias is not None]
-    return _fuse([x.weight for x in linears]), _fuse(biases) if biases else None
-
-
-def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    first = parameters[0].data
-    rows = sum(len(parameter) for parameter in parameters)
-    if _lie_side_by_side(parameters):
-        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-    fused = torch.cat([parameter.data for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        parameter.data = fused[start : start + len(parameter)]
-        start += len(parameter)
-    return fused
-
-
-def _lie_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
-    end = parameters[0].data_ptr()
-    storage = parameters[0].untyped_storage().data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != end or parameter.untyped_storage().data_ptr() != storage:
-            return False
-        end += parameter.numel() * parameter.element_size()
-    return True
 
 
 class ModuleDecoder:

@@ -1,0 +1,160 @@
+"""Products of many tokens with their experts, on tensor cores.
+
+    expert_gate_up_silu   hidden[s] = silu(x[t] W1[e]') * (x[t] W3[e]')
+    expert_down           out[s] = weight[s] * (hidden[s] W2[e]')
+
+for every pair s of a token t and one of its experts e. A program multiplies a tile of an expert's
+weights with one block of its pairs (routing.py), so that an expert nobody chose is not read. As in
+skinny_linear.py the weight is the left operand, whose tiles have at least 64 rows, and the block's
+rows the right one, which is only as wide as the rows of an expert need. Programs of one block are
+neighbours: they share its rows in the L2 cache, and blocks of one expert its weights.
+
+Each pair has its own row of the result, so nothing is added across programs; `add_rms_norm` sums a
+token's choices in their order. A row's bits do not depend on its place in a block. Sums are
+float32; results are rounded where the module rounds them. All tensors are contiguous.
+
+Shape legend: T tokens, K experts per token, S = T * K pairs, D model dim, F expert dim, E experts,
+B blocks of M pairs.
+"""
+
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from areal.engine.native.cuda.device import OVERLAP, Device
+from areal.engine.native.cuda.routing import Blocks
+
+_MIN_BLOCK_M, _MAX_BLOCK_M = 16, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    block_m: int  # pairs in one program
+    rows: int  # of the weights, in one program (2 make one gated output)
+    block: int  # elements of the inner dim in one tile
+    warps: int
+    stages: int  # tiles in flight or in use
+    overlap: bool = OVERLAP
+
+
+@functools.cache
+def block_m_for(num_pairs: int, num_experts: int) -> int:
+    """A little more than an expert's share of the pairs, so that most experts are read once."""
+    wanted = triton.next_power_of_2(-(-3 * num_pairs // (2 * num_experts)))
+    return min(max(wanted, _MIN_BLOCK_M), _MAX_BLOCK_M)
+
+
+@functools.cache
+def plan_for(block_m: int, element_bytes: int, device: Device) -> Plan:
+    """Narrow blocks are bound by reading weights: two programs of a multiprocessor keep many bytes
+    in flight. The widest are bound by arithmetic and by the L2 cache, which wants large tiles."""
+    if element_bytes > 2:  # not the tensor cores' types
+        return Plan(block_m, rows=32, block=32, warps=4, stages=2)
+    if block_m < _MAX_BLOCK_M:
+        rows, block, warps, resident = 128, 64, 4, 2
+    else:
+        rows, block, warps, resident = 256, 64, 8, 1
+    stage_bytes = element_bytes * block * (rows + block_m)
+    room = device.shared_bytes // resident - 1024
+    return Plan(block_m, rows, block, warps, stages=min(max(room // stage_bytes, 2), 5))
+
+
+def expert_gate_up_silu(
+    x_TD: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    blocks: Blocks,
+    top_k: int,
+    out_SF: torch.Tensor,
+    plan: Plan,
+) -> None:
+    _launch(x_TD, w1_EFD, w3_EFD, None, blocks, top_k, out_SF, plan)
+
+
+def expert_down(
+    hidden_SF: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    weights_TK: torch.Tensor,
+    blocks: Blocks,
+    out_SD: torch.Tensor,
+    plan: Plan,
+) -> None:
+    _launch(hidden_SF, w2_EDF, None, weights_TK, blocks, 1, out_SD, plan)
+
+
+def _launch(x, weight_END, up_END, weights_TK, blocks, rows_per_x, out_SN, plan) -> None:
+    (num_blocks, block_m), (_, num_outputs, dim) = blocks.pair_BM.shape, weight_END.shape
+    gated = up_END is not None
+    outputs = plan.rows // 2 if gated else plan.rows
+    assert block_m == plan.block_m, (block_m, plan)
+    _expert_kernel[(triton.cdiv(num_outputs, outputs), num_blocks)](
+        x, weight_END, up_END, weights_TK, blocks.pair_BM, blocks.expert_B, out_SN,
+        len(out_SN), num_outputs, dim,
+        ROWS_PER_X=rows_per_x,
+        BLOCK_M=block_m,
+        OUTPUTS=outputs,
+        BLOCK=plan.block,
+        GATED=gated,
+        WHOLE=dim % plan.block == 0,
+        OVERLAP=plan.overlap,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        launch_pdl=plan.overlap,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expert_kernel(
+    x_ptr, weight_ptr, up_ptr, weights_ptr, pair_ptr, block_expert_ptr, out_ptr, S, N, D,
+    ROWS_PER_X: tl.constexpr, BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tile, block = tl.program_id(0), tl.program_id(1)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    expert = tl.load(block_expert_ptr + block)
+    if expert >= 0:
+        pair = tl.load(pair_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+        column = tl.arange(0, BLOCK)
+        # Past the end, the last row repeats: its product is not written.
+        x_row = (tl.minimum(pair, S - 1) // ROWS_PER_X).to(tl.int64)
+        x_tile_ptr = x_ptr + x_row[:, None] * D + column[None, :]
+        weight_row = expert.to(tl.int64) * N + tl.minimum(output, N - 1)
+        place = weight_row[:, None] * D + column[None, :]
+        sums = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
+        up_sums = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
+        for start in range(0, D, BLOCK):
+            inside = (start + column < D)[None, :]
+            x = tl.trans(_load_tile(x_tile_ptr + start, inside, WHOLE))
+            weight = _load_tile(weight_ptr + start + place, inside, WHOLE)
+            sums = tl.dot(weight, x, sums, input_precision="ieee")
+            if GATED:
+                up = _load_tile(up_ptr + start + place, inside, WHOLE)
+                up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
+        y = sums.to(dtype).to(tl.float32)
+        if GATED:
+            up = up_sums.to(dtype).to(tl.float32)
+            y = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32) * up
+        else:
+            share = tl.load(weights_ptr + pair, pair < S, 0.0)
+            y *= share.to(dtype).to(tl.float32)[None, :]
+        written = (output < N)[:, None] & (pair < S)[None, :]
+        out_place = pair.to(tl.int64)[None, :] * N + output[:, None]
+        tl.store(out_ptr + out_place, y.to(dtype), written)
+
+
+@triton.jit
+def _load_tile(tile_ptr, inside, WHOLE: tl.constexpr):
+    return tl.load(tile_ptr) if WHOLE else tl.load(tile_ptr, inside, 0.0)

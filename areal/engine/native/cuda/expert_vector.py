@@ -1,0 +1,157 @@
+"""Products of a few tokens with their experts, on the CUDA cores at memory bandwidth.
+
+    vector_gate_up_silu   hidden[s] = silu(x[t] W1[e]') * (x[t] W3[e]')
+    vector_down           out[t] = residual[t] + sum over k of weight[t, k] * (hidden[s] W2[e]')
+
+for every pair s = (t, k) of a token and one of its experts e. Few tokens rarely share an expert, so
+each pair reads its weights by itself and nothing is grouped; the choices of a token are added in
+their order by the program that has its outputs. A program's loads do not depend on each other: all
+of them are in flight at once. Sums are float32; results are rounded where the module rounds them.
+All tensors but `experts` are contiguous.
+
+Shape legend: T tokens, K experts per token, S = T * K pairs, D model dim, F expert dim, E experts.
+"""
+
+# Launch options (num_warps, num_stages) are none of a kernel's own parameters.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from areal.engine.native.cuda.device import OVERLAP
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    outputs: int  # in one program
+    block: int  # elements of the inner dim in one tile
+    warps: int
+    overlap: bool = OVERLAP
+
+
+def gate_up_plan(dim: int) -> Plan:
+    return Plan(outputs=2, block=min(1024, triton.next_power_of_2(dim)), warps=4)
+
+
+def down_plan(hidden_dim: int) -> Plan:
+    """A warp reads 256 elements with one load of 16 bytes per thread: a row of the tile each."""
+    return Plan(outputs=4, block=min(256, triton.next_power_of_2(hidden_dim)), warps=4)
+
+
+def vector_gate_up_silu(
+    x_TD: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    experts_TK: torch.Tensor,
+    out_SF: torch.Tensor,
+    plan: Plan | None = None,
+) -> None:
+    _, hidden_dim, dim = w1_EFD.shape
+    plan = plan or gate_up_plan(dim)
+    _gate_up_kernel[(triton.cdiv(hidden_dim, plan.outputs), len(out_SF))](
+        x_TD, w1_EFD, w3_EFD, experts_TK, out_SF, hidden_dim, experts_TK.stride(0),
+        D=dim,
+        TOP_K=experts_TK.shape[1],
+        OUTPUTS=plan.outputs,
+        BLOCK=plan.block,
+        OVERLAP=plan.overlap,
+        num_warps=plan.warps,
+        launch_pdl=plan.overlap,
+    )  # fmt: skip
+
+
+def vector_down(
+    hidden_SF: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    residual_TD: torch.Tensor,
+    out_TD: torch.Tensor,
+    plan: Plan | None = None,
+) -> None:
+    """`out` may be `residual`."""
+    _, dim, hidden_dim = w2_EDF.shape
+    plan = plan or down_plan(hidden_dim)
+    _down_kernel[(triton.cdiv(dim, plan.outputs), len(out_TD))](
+        hidden_SF, w2_EDF, weights_TK, experts_TK, residual_TD, out_TD, dim, experts_TK.stride(0),
+        F=hidden_dim,
+        TOP_K=experts_TK.shape[1],
+        OUTPUTS=plan.outputs,
+        BLOCK=plan.block,
+        OVERLAP=plan.overlap,
+        num_warps=plan.warps,
+        launch_pdl=plan.overlap,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, w1_ptr, w3_ptr, experts_ptr, out_ptr, F, experts_stride,
+    D: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    pair = tl.program_id(1)
+    token = pair // TOP_K
+    column = tl.arange(0, BLOCK)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    expert = tl.load(experts_ptr + token * experts_stride + pair % TOP_K).to(tl.int64)
+    # Past the end, the last row repeats: its product is not written.
+    place = (expert * F + tl.minimum(output, F - 1))[:, None] * D + column[None, :]
+    gate_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    for start in tl.static_range(0, D, BLOCK):
+        inside = start + column < D
+        w1 = tl.load(w1_ptr + start + place, inside[None, :], 0.0, eviction_policy="evict_first")
+        w3 = tl.load(w3_ptr + start + place, inside[None, :], 0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + token * D + start + column, inside, 0.0).to(tl.float32)[None, :]
+        gate_sums += w1.to(tl.float32) * x
+        up_sums += w3.to(tl.float32) * x
+    gate = tl.sum(gate_sums, axis=1).to(dtype).to(tl.float32)
+    up = tl.sum(up_sums, axis=1).to(dtype).to(tl.float32)
+    y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    tl.store(out_ptr + pair * F + output, y.to(dtype), output < F)
+
+
+@triton.jit
+def _down_kernel(
+    hidden_ptr, w2_ptr, weights_ptr, experts_ptr, residual_ptr, out_ptr, D, experts_stride,
+    F: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    total = tl.zeros([OUTPUTS], tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + token * experts_stride + k).to(tl.int64)
+        place = (expert * D + tl.minimum(output, D - 1))[:, None] * F + column[None, :]
+        hidden_row_ptr = hidden_ptr + (token * TOP_K + k) * F
+        sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+        for start in tl.static_range(0, F, BLOCK):
+            inside = start + column < F
+            w2 = tl.load(
+                w2_ptr + start + place, inside[None, :], 0.0, eviction_policy="evict_first"
+            )
+            hidden = tl.load(hidden_row_ptr + start + column, inside, 0.0).to(tl.float32)
+            sums += w2.to(tl.float32) * hidden[None, :]
+        weight = tl.load(weights_ptr + token * TOP_K + k).to(dtype).to(tl.float32)
+        y = tl.sum(sums, axis=1).to(dtype).to(tl.float32)
+        total += (y * weight).to(dtype).to(tl.float32)
+    written = output < D
+    residual = tl.load(residual_ptr + token * D + output, written, 0.0).to(tl.float32)
+    y = total.to(dtype).to(tl.float32) + residual
+    tl.store(out_ptr + token * D + output, y.to(dtype), written)
