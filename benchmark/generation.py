@@ -2,13 +2,14 @@
 
     python benchmark/generation.py [--only ROW ...] [--json FILE]
 
-Random weights in the shapes of Qwen2.5 1.5B and 7B, bfloat16, temperature 1, the log-probability of
-every sampled token returned, time from the first request to the last token (prefill included). The
-limit of a row counts the bytes and operations its steps cannot avoid, at the copy bandwidth and the
-matrix rate measured in the same run. `1.5b_group_tail` also says which share of the time the device
-had nothing to do, `1.5b_http_ratio` compares the same work through the server (its client in a
-process of its own), `1.5b_update_stall_ms` is how long generation stands still for new weights,
-`1.5b_invariant_ratio` the speed of batch-invariant numerics over the usual ones.
+Random weights in the shapes of Qwen2.5 1.5B and 7B and of Qwen3 30B-A3B (128 experts), bfloat16,
+temperature 1, the log-probability of every sampled token returned, time from the first request to
+the last token (prefill included). The limit of a row counts the bytes and operations its steps
+cannot avoid, at the copy bandwidth and the matrix rate measured in the same run; rows choose their
+experts evenly, and only chosen ones are read. `1.5b_group_tail` also says which share of the time
+the device had nothing to do, `1.5b_http_ratio` compares the same work through the server (its
+client in a process of its own), `1.5b_update_stall_ms` is how long generation stands still for new
+weights, `1.5b_invariant_ratio` the speed of batch-invariant numerics over the usual ones.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
 from areal.engine.native.sequence import GenRequest
 from areal.engine.remote.native import NativeRemoteEngine
+from areal.models.common.args import DecoderArgs
 from areal.models.common.decoder import Decoder
 from areal.models.hf_io import build_model
 
@@ -64,6 +66,22 @@ SHAPES = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "30b_a3b": _COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
 }
@@ -111,6 +129,9 @@ LOADS = {
     "7b_1024_256_512": Load("7b", 1024, 256, 512),
     "7b_64": Load("7b", 64, 256, 512),
     "7b_1": Load("7b", 1, 256, 512),
+    "30b_a3b_512_128_256": Load("30b_a3b", 512, 128, 256),
+    "30b_a3b_64": Load("30b_a3b", 64, 256, 256),
+    "30b_a3b_1": Load("30b_a3b", 1, 256, 512),
 }
 EXTRA = ("1.5b_update_stall_ms", "1.5b_http_ratio", "1.5b_invariant_ratio")
 
@@ -270,9 +291,9 @@ def least_seconds(model: Decoder, load: Load, ceilings: Ceilings) -> float:
     """Each decode step reads the weights and the cache once; all arithmetic at the matrix rate."""
     args = model.args
     head = args.vocab_size * args.dim
-    body = sum(p.numel() for p in model.layers.parameters())
     cache_bytes = 2 * 2 * args.n_layers * args.n_kv_heads * args.head_dim
-    seconds = 2 * body * load.prompts * load.num_in / ceilings.flop_per_s
+    _, used = body_weights(args, 1)
+    seconds = 2 * used * load.prompts * load.num_in / ceilings.flop_per_s
     lengths = sorted(load.lengths())
     done = 0
     for step in range(lengths[-1]):
@@ -281,10 +302,31 @@ def least_seconds(model: Decoder, load: Load, ceilings: Ceilings) -> float:
         running = len(lengths) - done
         # The samples of a prompt could read its part of the cache once.
         cached = running * step + min(running, load.prompts) * load.num_in
-        moved = 2 * (body + head) + cached * cache_bytes
-        flop = 2 * (body + head) * running
+        read, _ = body_weights(args, running)
+        moved = 2 * (read + head) + cached * cache_bytes
+        flop = 2 * (used + head) * running
         seconds += max(moved / ceilings.bytes_per_s, flop / ceilings.flop_per_s)
     return seconds
+
+
+def body_weights(args: DecoderArgs, num_rows: int) -> tuple[float, float]:
+    """Numbers in the blocks' matrices that `num_rows` rows read together, and that one row uses.
+
+    Rows choose their experts independently and evenly.
+    """
+    attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
+    read = used = float(args.n_layers * attention)
+    for layer in range(args.n_layers):
+        if not args.is_sparse(layer):
+            read += 3 * args.dim * args.hidden_dim
+            used += 3 * args.dim * args.hidden_dim
+            continue
+        moe = args.expert_args
+        chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_rows)
+        router, expert = moe.num_experts * args.dim, 3 * args.dim * moe.hidden_dim
+        read += router + chosen * expert
+        used += router + moe.top_k * expert
+    return read, used
 
 
 def measure_ceilings() -> Ceilings:

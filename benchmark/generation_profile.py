@@ -32,6 +32,7 @@ from generation import (
     LOADS,
     Ceilings,
     Load,
+    body_weights,
     generate,
     measure_apart,
     measure_ceilings,
@@ -51,7 +52,8 @@ from areal.models.common.args import DecoderArgs
 KINDS = {
     "attention": r"_(decode|prompt|prefill)_kernel|PagedKVCache",  # the last: FlashInfer's
     "sampling": r"^(cut|race|finish)_kernel",
-    "matrix": r"gemm|nvjet|cutlass|splitK|_skinny_kernel|_row_kernel|_rows_kernel",
+    "matrix": r"gemm|nvjet|cutlass|splitK|_skinny_kernel|_row_kernel|_rows_kernel|"
+    r"_router_kernel|_expert_kernel|_gate_up_kernel|_down_kernel",
 }
 PROFILED_LAUNCHES = 4  # engine steps, each a few decode steps
 
@@ -177,11 +179,12 @@ def kind_of(kernel: str) -> str:
 
 
 def prefill_work(args: DecoderArgs, load: Load) -> Work:
-    body, head = weights(args)
+    num_rows, head = load.prompts * load.num_in, args.dim * args.vocab_size
+    read, used = body_weights(args, num_rows)
     pairs = load.prompts * load.num_in * (load.num_in + 1) / 2
     return Work(
-        matrix_bytes=2 * body,
-        matrix_flop=2 * body * load.prompts * load.num_in + 2 * head * load.num_requests,
+        matrix_bytes=2 * read,
+        matrix_flop=2 * used * num_rows + 2 * head * load.num_requests,
         cache_bytes=0.0,
         attention_flop=4 * pairs * args.n_layers * args.n_heads * args.head_dim,
         logit_bytes=4.0 * load.num_requests * args.vocab_size,
@@ -190,21 +193,16 @@ def prefill_work(args: DecoderArgs, load: Load) -> Work:
 
 def decode_work(args: DecoderArgs, load: Load) -> Work:
     """Of a step at half of the output: the mean over all steps."""
-    body, head = weights(args)
+    head = args.dim * args.vocab_size
+    read, used = body_weights(args, load.num_requests)
     cached = load.num_requests * (load.num_in + load.num_out / 2)
     return Work(
-        matrix_bytes=2 * (body + head),
-        matrix_flop=2 * (body + head) * load.num_requests,
+        matrix_bytes=2 * (read + head),
+        matrix_flop=2 * (used + head) * load.num_requests,
         cache_bytes=cached * 4 * args.n_layers * args.n_kv_heads * args.head_dim,
         attention_flop=4 * cached * args.n_layers * args.n_heads * args.head_dim,
         logit_bytes=4.0 * load.num_requests * args.vocab_size,
     )
-
-
-def weights(args: DecoderArgs) -> tuple[float, float]:
-    """Numbers in the blocks' matrices, and in the LM head."""
-    attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
-    return args.n_layers * (attention + 3 * args.dim * args.hidden_dim), args.dim * args.vocab_size
 
 
 def _rows(name: str, unit: str, measured: dict[str, float], least: dict[str, float]) -> list[Row]:

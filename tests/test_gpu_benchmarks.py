@@ -30,13 +30,24 @@ def gpu_check(monkeypatch):
     return gpu_check
 
 
-@pytest.mark.parametrize("shape", ["1.5b", "7b"])
-def test_the_profile_counts_every_matrix(profile, shape):
-    from generation import SHAPES
+@pytest.mark.parametrize("shape", ["1.5b", "7b", "30b_a3b"])
+def test_many_rows_read_every_matrix(profile, shape):
+    from generation import SHAPES, body_weights
 
     model = build_model(SHAPES[shape], device="meta", dtype=torch.bfloat16)
-    matrices = [p.numel() for p in model.layers.parameters() if p.ndim == 2]
-    assert profile.weights(model.args) == (sum(matrices), model.output_weight.numel())
+    matrices = [p.numel() for p in model.layers.parameters() if p.ndim >= 2]
+    assert body_weights(model.args, 10_000)[0] == pytest.approx(sum(matrices))
+
+
+def test_few_rows_read_the_experts_they_choose(profile):
+    from generation import body_weights
+
+    args = tiny_model("qwen3_moe", num_hidden_layers=1).args  # 2 of 4 experts
+    attention, router, expert = 32 * 8 * 12, 4 * 32, 3 * 32 * 16
+    used = attention + router + 2 * expert
+    assert body_weights(args, 1) == (used, used)
+    # Two rows: of each expert, both fail to choose it with probability 1/4.
+    assert body_weights(args, 2) == (attention + router + 3 * expert, used)
 
 
 def test_the_least_time_of_a_step_by_hand(profile):
@@ -56,6 +67,7 @@ def test_the_least_time_of_a_step_by_hand(profile):
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix"),
         ("_skinny_kernel", "matrix"),
         ("_few_rows_kernel", "matrix"),
+        ("_expert_kernel", "matrix"),
         ("_decode_kernel", "attention"),
         ("_prompt_kernel", "attention"),
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),

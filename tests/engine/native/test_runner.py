@@ -16,7 +16,7 @@ from areal.engine.native.engine import kernels_take
         ("llama", {"head_dim": 16, "mlp_bias": True}, True),
         ("llama", {"head_dim": 8}, False),
         ("llama", {"head_dim": 48}, False),
-        ("qwen3_moe", {"head_dim": 16}, False),
+        ("qwen3_moe", {"head_dim": 16}, True),
         ("gemma3_text", {"head_dim": 16}, False),
     ],
 )

@@ -4,9 +4,9 @@
     vector_down           out[t] = residual[t] + sum over k of weight[t, k] * (hidden[s] W2[e]')
 
 for every pair s = (t, k) of a token and one of its experts e. Few tokens rarely share an expert, so
-each pair reads its weights by itself and nothing is grouped; the choices of a token are added in
-their order by the program that has its outputs. A program's loads do not depend on each other: all
-of them are in flight at once. Sums are float32; results are rounded where the module rounds them.
+each pair reads its weights by itself and nothing is grouped; the choices of a token are added by
+the program that has its outputs. A program's loads do not depend on each other: many of them are in
+flight at once. Sums are float32; results are rounded where the module rounds them.
 All tensors but `experts` are contiguous.
 
 Shape legend: T tokens, K experts per token, S = T * K pairs, D model dim, F expert dim, E experts.
@@ -76,12 +76,13 @@ def vector_down(
     plan: Plan | None = None,
 ) -> None:
     """`out` may be `residual`."""
-    _, dim, hidden_dim = w2_EDF.shape
+    (_, dim, hidden_dim), top_k = w2_EDF.shape, experts_TK.shape[1]
     plan = plan or down_plan(hidden_dim)
     _down_kernel[(triton.cdiv(dim, plan.outputs), len(out_TD))](
         hidden_SF, w2_EDF, weights_TK, experts_TK, residual_TD, out_TD, dim, experts_TK.stride(0),
         F=hidden_dim,
-        TOP_K=experts_TK.shape[1],
+        TOP_K=top_k,
+        BLOCK_K=triton.next_power_of_2(top_k),
         OUTPUTS=plan.outputs,
         BLOCK=plan.block,
         OVERLAP=plan.overlap,
@@ -125,8 +126,8 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     hidden_ptr, w2_ptr, weights_ptr, experts_ptr, residual_ptr, out_ptr, D, experts_stride,
-    F: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -135,23 +136,22 @@ def _down_kernel(
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    total = tl.zeros([OUTPUTS], tl.float32)
-    for k in tl.static_range(TOP_K):
-        expert = tl.load(experts_ptr + token * experts_stride + k).to(tl.int64)
-        place = (expert * D + tl.minimum(output, D - 1))[:, None] * F + column[None, :]
-        hidden_row_ptr = hidden_ptr + (token * TOP_K + k) * F
-        sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
-        for start in tl.static_range(0, F, BLOCK):
-            inside = start + column < F
-            w2 = tl.load(
-                w2_ptr + start + place, inside[None, :], 0.0, eviction_policy="evict_first"
-            )
-            hidden = tl.load(hidden_row_ptr + start + column, inside, 0.0).to(tl.float32)
-            sums += w2.to(tl.float32) * hidden[None, :]
-        weight = tl.load(weights_ptr + token * TOP_K + k).to(dtype).to(tl.float32)
-        y = tl.sum(sums, axis=1).to(dtype).to(tl.float32)
-        total += (y * weight).to(dtype).to(tl.float32)
+    choice = tl.arange(0, BLOCK_K)
+    is_choice = choice < TOP_K
+    expert = tl.load(experts_ptr + token * experts_stride + choice, is_choice, 0).to(tl.int64)
+    # Past the end, the last row repeats: its product is not written.
+    weight_row = expert[:, None] * D + tl.minimum(output, D - 1)[None, :]
+    place = weight_row[:, :, None] * F + column[None, None, :]
+    hidden_place = (token * TOP_K + choice)[:, None] * F + column[None, :]
+    sums = tl.zeros([BLOCK_K, OUTPUTS, BLOCK], tl.float32)
+    for start in tl.static_range(0, F, BLOCK):
+        real = is_choice[:, None] & (start + column < F)[None, :]
+        w2 = tl.load(w2_ptr + start + place, real[:, None, :], 0.0, eviction_policy="evict_first")
+        hidden = tl.load(hidden_ptr + start + hidden_place, real, 0.0).to(tl.float32)
+        sums += w2.to(tl.float32) * hidden[:, None, :]
+    share = tl.load(weights_ptr + token * TOP_K + choice, is_choice, 0.0).to(dtype)
+    y = tl.sum(sums, axis=2).to(dtype).to(tl.float32) * share.to(tl.float32)[:, None]
+    total = tl.sum(y.to(dtype).to(tl.float32), axis=0).to(dtype).to(tl.float32)
     written = output < D
     residual = tl.load(residual_ptr + token * D + output, written, 0.0).to(tl.float32)
-    y = total.to(dtype).to(tl.float32) + residual
-    tl.store(out_ptr + token * D + output, y.to(dtype), written)
+    tl.store(out_ptr + token * D + output, (total + residual).to(dtype), written)

@@ -196,17 +196,17 @@ def _router_kernel(
             TOP_K, BLOCK_K, TOKENS, BLOCK_E, BIAS, NORM_TOPK,
         )  # fmt: skip
     else:
-        logits_place = token.to(tl.int64)[None, :] * E + expert[:, None]
-        tl.store(logits_ptr + logits_place, sums, is_token[None, :] & (expert < E)[:, None])
+        written = is_token[None, :] & (expert < E)[:, None]
+        tl.store(logits_ptr + token.to(tl.int64)[None, :] * E + expert[:, None], sums, written)
         # Orders the stores of all threads before one thread's release of the counter.
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
             tl.store(arrived_ptr + tile, 0)
             every = tl.arange(0, BLOCK_E)
-            real = is_token[:, None] & (every < E)[None, :]
+            is_logit = is_token[:, None] & (every < E)[None, :]
             logits_place = token.to(tl.int64)[:, None] * E + every[None, :]
             # ".cg" reads from the L2 cache, which has the other programs' stores.
-            logits = tl.load(logits_ptr + logits_place, real, 0.0, cache_modifier=".cg")
+            logits = tl.load(logits_ptr + logits_place, is_logit, 0.0, cache_modifier=".cg")
             _choose(
                 logits, bias_ptr, weights_ptr, experts_ptr, token, T, E, experts_stride,
                 TOP_K, BLOCK_K, TOKENS, BLOCK_E, BIAS, NORM_TOPK,

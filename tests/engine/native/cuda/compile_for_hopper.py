@@ -52,15 +52,18 @@ def main() -> None:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
 
-    model = tiny_model("qwen3", head_dim=64, hidden_size=128, num_hidden_layers=1).bfloat16()
-    program = DeviceProgram(
-        model, SlotTable(64, 8), num_pages=32, page_size=16, max_rows=64, batch_invariant=False
-    )
-    program.prefill([Chunk([1, 2, 3], 0, [1])])
-    for num_rows in (4, 64):  # few rows and many have kernels of their own
-        slots = torch.zeros(num_rows, dtype=torch.int32)
-        program.begin()
-        program.step(slots, *program.new_outputs(1, num_rows))
+    for family in ("qwen3", "qwen3_moe"):
+        model = tiny_model(family, head_dim=64, hidden_size=128, num_hidden_layers=1).bfloat16()
+        program = DeviceProgram(
+            model, SlotTable(64, 8), num_pages=32, page_size=16, max_rows=64, batch_invariant=False
+        )
+        # Blocks of an expert are 16 and 128 rows wide here, and 64 in the step of 64 rows.
+        program.prefill([Chunk([1, 2, 3], 0, [1])])
+        program.prefill([Chunk([1] * 100, 0, [*range(1, 8)])])
+        for num_rows in (4, 64):  # few rows and many have kernels of their own
+            slots = torch.zeros(num_rows, dtype=torch.int32)
+            program.begin()
+            program.step(slots, *program.new_outputs(1, num_rows))
 
 
 if __name__ == "__main__":

@@ -22,19 +22,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_two_ranks_compute_what_one_does(tmp_path):
-    folder = write_tiny_model(tmp_path / "model", "llama", **OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_two_ranks_compute_what_one_does(family, tmp_path):
+    folder = write_tiny_model(tmp_path / "model", family, **OPTIONS)
     spawn = multiprocessing.get_context("spawn")
     results = spawn.SimpleQueue()
     ranks = [
         spawn.Process(
-            target=run_rank, args=(rank, str(tmp_path / "store"), folder, results), daemon=True
+            target=run_rank,
+            args=(rank, str(tmp_path / "store"), family, folder, results),
+            daemon=True,
         )
         for rank in range(2)
     ]
     for process in ranks:
         process.start()
-    hidden_TD, many_TV, few_TV = forward(tiny_model("llama", **OPTIONS))
+    hidden_TD, many_TV, few_TV = forward(tiny_model(family, **OPTIONS))
     for process in ranks:
         process.join(WAIT_S)
     assert [process.exitcode for process in ranks] == [0, 0]
@@ -44,11 +47,11 @@ def test_two_ranks_compute_what_one_does(tmp_path):
         torch.testing.assert_close(torch.tensor(theirs), mine, atol=2e-5, rtol=1e-5)
 
 
-def run_rank(rank, store, folder, results) -> None:
+def run_rank(rank, store, family, folder, results) -> None:
     runpy.run_path(str(Path(__file__).with_name("conftest.py")))  # turns the interpreter on
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = build_model(
-        tiny_config("llama", **OPTIONS),
+        tiny_config(family, **OPTIONS),
         device="cpu",
         dtype=torch.float32,
         ranks=Ranks.of(dist.group.WORLD),

@@ -21,6 +21,7 @@ from areal.engine.native.cuda.routing import group_by_expert
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 # E, K, D, F: dims of whole and of broken tiles, experts that are no power of two.
 SHAPES = [(4, 2, 32, 16), (20, 8, 128, 96), (5, 1, 100, 36)]
+FEW_SHAPES = [(4, 2, 32, 16), (7, 3, 72, 20), (5, 1, 36, 33)]
 
 
 def draw(num_tokens, shape, device, dtype, experts_TK=None):
@@ -67,7 +68,7 @@ def default_plan(num_pairs, num_experts, dtype) -> Plan:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 9, 70])
+@pytest.mark.parametrize("num_tokens", [1, 9, 45])
 def test_many_tokens(shape, num_tokens, device, dtype):
     inputs, hidden_SF, out_TKD = draw(num_tokens, shape, device, dtype)
     plan = default_plan(num_tokens * shape[1], shape[0], dtype)
@@ -95,8 +96,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device, dtype):
     assert torch.equal(every[7:12], some)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 2, 8])
+@pytest.mark.parametrize("shape", FEW_SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 3])
 def test_few_tokens(shape, num_tokens, device, dtype):
     inputs, hidden_SF, out_TKD = draw(num_tokens, shape, device, dtype)
     x_TD, w1, w2, w3, weights_TK, experts_TK = inputs
@@ -132,4 +133,4 @@ def test_blocks_are_as_wide_as_the_rows_of_an_expert():
 def test_tiles_fit_into_shared_memory(block_m, element_bytes):
     plan = plan_for(block_m, element_bytes, HOPPER)
     tile_bytes = element_bytes * plan.block * (plan.rows + plan.block_m)
-    assert 2 <= plan.stages and plan.stages * tile_bytes <= HOPPER.program_bytes
+    assert plan.stages >= 2 and plan.stages * tile_bytes <= HOPPER.program_bytes

@@ -148,7 +148,8 @@ def mixed_requests(count: int, most: int, seed: int = 0) -> list[GenRequest]:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_requests"), [("qwen2", 3), ("qwen3", 3), ("llama", 3), ("qwen3", 10)]
+    ("family", "num_requests"),
+    [("qwen2", 3), ("qwen3", 3), ("llama", 3), ("qwen3", 10), ("qwen3_moe", 3), ("qwen3_moe", 10)],
 )
 def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
     """A few rows, and more than the kernels for few rows take."""

@@ -1,0 +1,106 @@
+"""A model with experts in bfloat16 behind the real runner: graphs, prefill, new weights."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.engine.native.cuda.feed_forward import ExpertLayer
+from areal.engine.native.cuda.routing import router_arrivals
+from areal.engine.native.cuda.runner import CudaRunner
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.sequence import Finished, GenRequest
+from areal.models.common.attention import PackedAttention
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 512
+SHAPE = {
+    "head_dim": 64,
+    "hidden_size": 256,
+    "vocab_size": VOCAB,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "initializer_range": 0.05,
+}
+# Sums in another order may choose another expert where two are nearly equal, and such a token is
+# off by more than rounding: the mean is compared, and nearly all of the tokens.
+MEAN_TOLERANCE, TOLERANCE, SHARE_WITHIN = 0.01, 0.05, 0.97
+
+
+def make_model(seed=0):
+    return tiny_model("qwen3_moe", seed=seed, **SHAPE).to("cuda", torch.bfloat16)
+
+
+def make_requests(count, seed=0):
+    rng = random.Random(seed)
+    return [
+        GenRequest(
+            str(i),
+            [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))],
+            GenerationHyperparameters(seed=i, max_new_tokens=9, ignore_eos=True),
+        )
+        for i in range(count)
+    ]
+
+
+def run(engine: NativeEngine) -> dict[str, Finished]:
+    done: dict[str, Finished] = {}
+    while engine.has_work:
+        done |= {one.rid: one for one in engine.step() if isinstance(one, Finished)}
+    return done
+
+
+@torch.no_grad()
+def full_forward(model, prompt, output) -> torch.Tensor:
+    tokens = torch.tensor(prompt + output, device="cuda")
+    attend = PackedAttention(torch.tensor([0, len(tokens)], device="cuda"), len(tokens))
+    hidden = model(tokens, torch.arange(len(tokens), device="cuda"), attend)
+    logits = model.logits(hidden).float()[len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[range(len(output)), output].cpu()
+
+
+def check(engine, requests, done):
+    gaps = []
+    for request in requests:
+        out = done[request.rid]
+        expected = full_forward(engine.model, request.input_ids, out.output_tokens)
+        gaps.append((torch.tensor(out.output_logprobs) - expected).abs())
+    gap = torch.cat(gaps)
+    assert gap.mean() < MEAN_TOLERANCE
+    assert (gap < TOLERANCE).float().mean() > SHARE_WITHIN
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 8, 20, 100, 400])
+def test_logprobs_are_those_of_the_module_also_with_new_weights(num_requests):
+    engine = NativeEngine(make_model(), num_pages=4096, max_running=512)
+    assert isinstance(engine._runner, CudaRunner)
+    requests = make_requests(num_requests)
+    for version in range(2):
+        if version:
+            new = make_model(seed=1)
+            engine.load_weights(new.named_hf_tensors(), version, recompute_kv=True)
+        for request in requests:
+            engine.add(request)
+        check(engine, requests, run(engine))
+
+
+@pytest.mark.parametrize("num_rows", [3, 64, 900])
+def test_a_layer_computes_the_same_bits_at_every_launch(num_rows):
+    """Whichever program of the router arrives last."""
+    moe = make_model().layers["0"].feed_forward.requires_grad_(False)
+    layer = ExpertLayer(moe, 0, router_arrivals(torch.device("cuda")), None)
+    x_TD = torch.randn(num_rows, SHAPE["hidden_size"], device="cuda").bfloat16()
+    routed_TLK = torch.zeros(num_rows, 1, SHAPE["num_experts_per_tok"], device="cuda").int()
+    first_TKD = layer.forward(x_TD, routed_TLK, None)
+    first_routed = routed_TLK.clone()
+    for _ in range(50):
+        assert torch.equal(layer.forward(x_TD, routed_TLK, None), first_TKD)
+        assert torch.equal(routed_TLK, first_routed)
