@@ -18,6 +18,9 @@ Trajectories are plain dicts of tensors, right-padded to `[B, S]`:
 | `episode_ids`    | int32 | `[B]`, index of the row's episode in its group; added by the rollout |
 
 With `gconfig.reward_normalization` there is `original_rewards` too: `rewards` before it.
+With `rollout.return_routed_experts` there is `routed_experts` `[B, S, L, K]`, uint8 or int16: the K
+experts that computed the token in each of the L layers with experts; the dtype's largest number on
+tokens without a record, such as the last.
 Rows with images have `multi_modal_input`: a list of B dicts of tensors, {} for a row without.
 
 The `check_*` functions validate generated tokens, for every backend. An invalid reply cannot be
@@ -53,6 +56,8 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.json_text import dumps, well_formed
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from areal.api.alloc_mode import ModelAllocation
     from areal.api.json_text import Json
 
@@ -184,6 +189,9 @@ class ModelResponse:
     ttft: float = 0.0  # seconds to the first token
     processor: Any = None  # the request's
     cached_tokens: int = 0  # of the prompt, found in the server's cache; 0 if it does not tell
+    # With rollout.return_routed_experts: the experts of each token but the last, uint8 or int16
+    # [input_len + output_len - 1, layers with experts, experts per token].
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = len(self.output_tokens), len(self.output_logprobs), len(self.output_versions)

@@ -75,7 +75,13 @@ def open_inference(
 
 def _local_engine(config: PPOConfig) -> NativeLocalEngine:
     options = _native_options(config)
-    return NativeLocalEngine(config.actor.path, seed=config.seed, device=best_device(), **options)
+    return NativeLocalEngine(
+        config.actor.path,
+        seed=config.seed,
+        device=best_device(),
+        return_routed_experts=config.rollout.return_routed_experts,
+        **options,
+    )
 
 
 def _remote_engine(
@@ -139,7 +145,8 @@ class _Kind(NamedTuple):
 def _native_kind(config: PPOConfig) -> _Kind:
     device = None  # the best one of its machine
     options = {"model_path": config.actor.path, "device": device, **_native_options(config)}
-    return _Kind(NativeProtocol(), launch_native_server, options)
+    protocol = NativeProtocol(return_routed_experts=config.rollout.return_routed_experts)
+    return _Kind(protocol, launch_native_server, options)
 
 
 def _native_options(config: PPOConfig) -> dict[str, Any]:

@@ -459,6 +459,10 @@ class InferenceEngineConfig:
     which handles more than a thousand samples a second."""
     recompute_kv: bool = True
     """After a weight update, recompute the cache of running requests with the new weights."""
+    return_routed_experts: bool = False
+    """Router replay: the native engine returns the experts of each token, and the actor trains with
+    them instead of those its own routers choose. For a mixture of experts with actor.backend
+    archon."""
     scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
     """With Ray, what each server needs of its machine: one entry for all servers, or one for each.
     Default: a CPU for each of its threads, and a GPU for each of its processes."""

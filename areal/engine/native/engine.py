@@ -34,7 +34,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,7 @@ class NativeEngine:
             stop_ids=eos_ids | frozenset(options.stop_token_ids),
             max_output=self._max_output(request),
             progress_tokens=request.progress_tokens,
+            return_routed_experts=request.return_routed_experts,
             stop_watch=request.stop_watch,
             grammar=request.grammar_state,
         )
@@ -315,6 +316,8 @@ class NativeEngine:
                     f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
                     f"got {min(tokens)} to {max(tokens)}"
                 )
+        if request.return_routed_experts and self.model.args.moe is None:
+            raise ValueError("return_routed_experts: this model has no experts; leave it out")
         check_bias(request.gconfig.logit_bias, vocab_size)
         if request.gconfig.min_new_tokens and len(stop_ids) + len(self._eos_ids) > MAX_STOP_IDS:
             raise ValueError(
@@ -501,11 +504,16 @@ class NativeEngine:
         return finished
 
     def _end(self, sequence: Sequence, reason: StopReason) -> Finished:
+        routed = None
+        if sequence.return_routed_experts:
+            # The last token was drawn, and never computed.
+            num_computed = sequence.num_tokens - 1
+            routed = self._present_runner.routed_experts(sequence.pages, num_computed)
         self._scheduler.retire(sequence)
         del self._by_rid[sequence.rid]
         self._silent.discard(sequence.rid)
         self._counts["finished"] += 1
-        return sequence.finish(reason)
+        return replace(sequence.finish(reason), routed_experts=routed)
 
 
 def _go_on_from(sequence: Sequence, so_far: Progress) -> None:

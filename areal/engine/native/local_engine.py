@@ -29,7 +29,8 @@ from areal.weight_sync.transports import open_sent
 
 
 class NativeLocalEngine(InferenceEngine):
-    """`initialize` loads the model; the options are those of `NativeEngine.from_pretrained`.
+    """`initialize` loads the model; the options are those of `NativeEngine.from_pretrained`, and
+    `return_routed_experts`: responses have the experts of their tokens (router replay).
 
     engine = NativeLocalEngine(path)
     engine.initialize()
@@ -48,7 +49,9 @@ class NativeLocalEngine(InferenceEngine):
         max_running: int = 512,
         batch_invariant: bool = False,
         seed: int = 0,
+        return_routed_experts: bool = False,
     ) -> None:
+        self._return_routed_experts = return_routed_experts
         self._folder = model_folder(model_path)
         self._text = ModelText(self._folder)
         self._options = {
@@ -80,7 +83,12 @@ class NativeLocalEngine(InferenceEngine):
         rid = f"{req.rid}.{next(self._num_sent)}"
         interval = 0 if req.on_tokens is None else 1
         request = GenRequest(
-            rid, req.input_ids, req.gconfig, progress_tokens=interval, grammar=req.grammar
+            rid,
+            req.input_ids,
+            req.gconfig,
+            progress_tokens=interval,
+            grammar=req.grammar,
+            return_routed_experts=self._return_routed_experts,
         )
         if req.gconfig.stop or req.grammar:  # in a thread: loading the tokenizer takes seconds
             request = await asyncio.to_thread(self._text.prepare, request)

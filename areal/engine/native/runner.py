@@ -53,6 +53,11 @@ class Runner(Protocol):
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None: ...
 
+    def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
+        """The experts of the first tokens in `pages` (expert_cache.py), of a model that has some.
+        Waits for the device."""
+        ...
+
     def load(self, model_weights: list[tuple[str, torch.Tensor]]) -> None:
         """Copy checked weights into the model, after everything launched before."""
         ...

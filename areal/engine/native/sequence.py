@@ -90,6 +90,7 @@ class GenRequest:
     progress_tokens: int = 0  # report `Progress` every so many new tokens; 0: never
     so_far: Progress | None = None  # start of the output, drawn by another engine
     grammar: Grammar | None = None  # of the output
+    return_routed_experts: bool = False
     # Made from the above by `ModelText.prepare`, for this request alone.
     stop_watch: StopWatch | None = None  # for `gconfig.stop`, if not empty
     grammar_state: GrammarState | None = None  # for `grammar`
@@ -122,6 +123,8 @@ class Finished:
     first_token_time: float = 0.0  # time.monotonic() of the first token; 0.0 when there is none
     fault: str = ""  # why the request, rather than its output, is at its end
     cached_tokens: int = 0  # of the prompt, found in the cache when it was first needed
+    # If asked for, unless aborted: as in ModelResponse.
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +138,7 @@ class Sequence:
     stop_ids: frozenset[int]
     max_output: int  # output tokens at which generation ends by length
     progress_tokens: int = 0
+    return_routed_experts: bool = False
     num_told: int = 0  # leading output tokens already reported, or drawn elsewhere
     stop_watch: StopWatch | None = None
     grammar: GrammarState | None = None  # has accepted all output tokens

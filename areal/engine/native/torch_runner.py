@@ -29,8 +29,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from areal.engine.native.expert_cache import ExpertCache
 from areal.engine.native.kv_cache import SCRATCH_PAGE
 from areal.engine.native.sampler import sample
+from areal.models.common.moe import recorded_experts
 from areal.utils.device import use_plain_blas
 
 if TYPE_CHECKING:
@@ -71,6 +73,10 @@ class TorchRunner:
         self._device = weight.device
         self._table = table
         self._cache = KVCache(model, num_pages=num_pages, page_size=page_size)
+        moe = model.args.moe
+        self._experts = moe and ExpertCache(
+            moe, num_pages=num_pages, page_size=page_size, device=weight.device
+        )
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         rows = Rows()
@@ -101,7 +107,14 @@ class TorchRunner:
         return Computed(tokens, logprobs)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        self._cache.copy_pages(sources, targets)
+        source, target = torch.tensor([sources, targets], device=self._device)
+        self._cache.copy_pages(source, target)
+        if self._experts is not None:
+            self._experts.copy_pages(source, target)
+
+    def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
+        assert self._experts is not None, "the engine refuses it for a dense model"
+        return self._experts.read(pages, num_tokens)
 
     def load(self, model_weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in model_weights:
@@ -110,11 +123,13 @@ class TorchRunner:
     def _forward(self, rows: Rows) -> torch.Tensor:
         """Hidden states [T, D] of all rows; writes their keys and values to the cache."""
         tokens_T, positions_T, pages_TP = rows.build()
-        return self._model(
-            torch.from_numpy(tokens_T).to(self._device),
-            torch.from_numpy(positions_T).to(self._device),
-            PagedAttention(self._cache, positions_T, pages_TP),
-        )
+        attend = PagedAttention(self._cache, positions_T, pages_TP)
+        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, positions_T))
+        with recorded_experts(self._model) as chosen:
+            hidden_TD = self._model(*inputs, attend)
+        if self._experts is not None:
+            self._experts.write(attend.write_T, torch.stack(chosen, dim=1))
+        return hidden_TD
 
 
 # Elements of keys (and of values) gathered at once; long prompts are split into chunks of rows.
@@ -131,8 +146,7 @@ class KVCache:
         self.keys, self.values = (model.embedding_weight.new_zeros(shape) for _ in range(2))
         self.page_size = page_size
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        source, target = torch.tensor([sources, targets], device=self.keys.device)
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for cache in (self.keys, self.values):
             cache.index_copy_(1, target, cache.index_select(1, source))
 
@@ -157,7 +171,8 @@ class PagedAttention:
         size = cache.page_size
         self._last_page_T = positions_T // size
         written = np.take_along_axis(pages_TP, self._last_page_T[:, None], axis=1)[:, 0]
-        self._write_T = self._upload(written * size + positions_T % size)
+        # Flat cache position of each row's key and value.
+        self.write_T = self._upload(written * size + positions_T % size)
         self._buckets_of: dict[int | None, list[_Bucket]] = {}  # by window
 
     def __call__(
@@ -171,8 +186,8 @@ class PagedAttention:
         scale: float | None = None,
     ) -> torch.Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.flatten(0, 1).index_copy_(0, self._write_T, k_TKH)
-        values.flatten(0, 1).index_copy_(0, self._write_T, v_TKH)
+        keys.flatten(0, 1).index_copy_(0, self.write_T, k_TKH)
+        values.flatten(0, 1).index_copy_(0, self.write_T, v_TKH)
         if window not in self._buckets_of:
             self._buckets_of[window] = self._make_buckets(window)
         buckets = self._buckets_of[window]

@@ -10,7 +10,9 @@
 A request with `"progress_tokens": 64` gets its output every 64 tokens, before the final reply:
 `{"rid": "a", "progress": {"output_tokens": ..., "output_logprobs": ..., "output_versions": ...}}`.
 After losing its server it continues on another with these in `so_far`; the reply starts with them.
-`"grammar": {"regex": "yes|no"}` (or `json_schema`, or `lark`) constrains the output.
+`"grammar": {"regex": "yes|no"}` (or `json_schema`, or `lark`) constrains the output. With
+`"return_routed_experts": true` the final reply has the experts of every token but the last, layer
+by layer: `"routed_experts": {"dtype": "uint8", "shape": [300, 48, 8], "data": <base64>}`.
 
 The models below are the only definition of both. For any bytes, decoding returns valid values or
 raises ValueError naming the field. An invalid request becomes a `Refusal`, so that it does not fail
@@ -21,10 +23,13 @@ often end together.
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
@@ -84,6 +89,7 @@ class Reply:
             ttft=self.ttft,
             processor=request.processor,
             cached_tokens=finished.cached_tokens,
+            routed_experts=finished.routed_experts,
         )
 
 
@@ -181,6 +187,7 @@ class Request(ClosedBody):
     progress_tokens: Annotated[int, Integer(0)] = 0
     so_far: Tokens | None = None
     grammar: GrammarBody | None = None
+    return_routed_experts: bool = False
 
     def gen_request(self) -> GenRequest:
         return GenRequest(
@@ -190,6 +197,7 @@ class Request(ClosedBody):
             progress_tokens=self.progress_tokens,
             so_far=self.so_far and self.so_far.progress(self.rid),
             grammar=self.grammar and self.grammar.grammar(),
+            return_routed_experts=self.return_routed_experts,
         )
 
 
@@ -224,16 +232,46 @@ class _RefusalLine(_Named):
         return Refusal(self.rid, self.refused, self.message)
 
 
+class ExpertsBody(Body):
+    """An array, its bytes in base64: lists of numbers would be several times as long."""
+
+    dtype: Literal["uint8", "int16"]  # little-endian
+    shape: Annotated[Items[Annotated[int, Integer(0)]], Field(min_length=3, max_length=3)]
+    data: Text
+
+    @model_validator(mode="after")
+    def _has_its_bytes(self) -> ExpertsBody:
+        try:
+            num_bytes = len(base64.b64decode(self.data, validate=True))
+        except ValueError:
+            raise refused("data", "expected base64") from None
+        expected = math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        if num_bytes != expected:
+            raise refused("data", f"expected {expected} bytes, got {num_bytes}")
+        return self
+
+    def array(self) -> np.ndarray:
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        return np.frombuffer(base64.b64decode(self.data), dtype).reshape(self.shape)
+
+
 class _ReplyLine(Tokens):
     rid: Rid
     stop_reason: StopReason
     latency: Float
     ttft: Float
     cached_tokens: Annotated[int, Integer(0)] = 0
+    routed_experts: ExpertsBody | None = None
 
     def result(self) -> Reply:
         output = self.output_tokens, self.output_logprobs, self.output_versions
-        finished = Finished(self.rid, *output, self.stop_reason, cached_tokens=self.cached_tokens)
+        finished = Finished(
+            self.rid,
+            *output,
+            self.stop_reason,
+            cached_tokens=self.cached_tokens,
+            routed_experts=None if self.routed_experts is None else self.routed_experts.array(),
+        )
         return Reply(finished, self.latency, self.ttft)
 
 
@@ -339,6 +377,8 @@ def _entry_of(request: GenRequest) -> dict[str, Any]:
         entry["so_far"] = _output_of(request.so_far)
     if request.grammar is not None:
         entry["grammar"] = {request.grammar.kind: getattr(request.grammar, request.grammar.kind)}
+    if request.return_routed_experts:
+        entry["return_routed_experts"] = True
     return entry
 
 
@@ -356,7 +396,7 @@ def _line_of(result: Reply | Refusal | Progress) -> dict[str, Any]:
     if isinstance(result, Refusal):
         return {"rid": result.rid, "refused": result.kind, "message": well_formed(result.message)}
     finished = result.finished
-    return {
+    line = {
         "rid": finished.rid,
         "output_tokens": finished.output_tokens,
         "output_logprobs": finished.output_logprobs,
@@ -366,3 +406,12 @@ def _line_of(result: Reply | Refusal | Progress) -> dict[str, Any]:
         "ttft": result.ttft,
         "cached_tokens": finished.cached_tokens,
     }
+    if finished.routed_experts is not None:
+        line["routed_experts"] = _experts_of(finished.routed_experts)
+    return line
+
+
+def _experts_of(routed: np.ndarray) -> dict[str, Any]:
+    content = routed.astype(routed.dtype.newbyteorder("<")).tobytes()
+    data = base64.b64encode(content).decode("ascii")
+    return {"dtype": routed.dtype.name, "shape": list(routed.shape), "data": data}

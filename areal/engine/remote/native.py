@@ -67,6 +67,10 @@ class NativeProtocol(ServerProtocol):
     weight_types = ("shm", "disk", "ipc", "delta", "xccl")
     offloads = True
 
+    def __init__(self, *, return_routed_experts: bool = False) -> None:
+        """`return_routed_experts`: replies have the experts of their tokens (router replay)."""
+        self._return_routed_experts = return_routed_experts
+
     def check_request(self, request: ModelRequest) -> None:
         check_supported(request)
 
@@ -77,7 +81,7 @@ class NativeProtocol(ServerProtocol):
         drafts: Mapping[str, Draft],
         version: int,
     ) -> Results:
-        body = encode_requests(_wire_request(rid, draft) for rid, draft in drafts.items())
+        body = encode_requests(self._wire_request(rid, draft) for rid, draft in drafts.items())
         async with session.post(f"http://{address}/generate", data=body) as answer:
             if answer.status != 200:
                 raise self._error(address, answer.status, await answer.text())
@@ -178,11 +182,38 @@ class NativeProtocol(ServerProtocol):
                 return found.rid, ServerError(f"{self.kind} {address}: {message}")
             if (draft := drafts.get(found.rid)) is None:
                 return found.rid, bad_reply(self.kind, address, "nobody sent this request")
+            self._check_experts(draft, found.finished)
             return found.rid, _rest_of(draft, found.finished, found.ttft)
         except BadLineError as err:
             return err.rid, bad_reply(self.kind, address, err)
         except ValueError as err:  # not attributable to one request
             raise bad_reply(self.kind, address, err) from err
+
+    def _wire_request(self, rid: str, draft: Draft) -> GenRequest:
+        so_far = None
+        if draft.tokens:
+            so_far = Progress(rid, draft.tokens, draft.logprobs, draft.versions)
+        request = draft.request
+        interval = PROGRESS_TOKENS if request.on_tokens is None else 1
+        return GenRequest(
+            rid,
+            request.input_ids,
+            request.gconfig,
+            progress_tokens=interval,
+            so_far=so_far,
+            grammar=request.grammar,
+            return_routed_experts=self._return_routed_experts,
+        )
+
+    def _check_experts(self, draft: Draft, finished: Finished) -> None:
+        """BadLineError unless each token but the last has its experts, where asked for."""
+        if not self._return_routed_experts or finished.stop_reason == "abort":
+            return
+        found = 0 if finished.routed_experts is None else len(finished.routed_experts)
+        expected = len(draft.request.input_ids) + len(finished.output_tokens) - 1
+        if found != expected:
+            fault = f"routed_experts: expected those of {expected} tokens, got {found}"
+            raise BadLineError(finished.rid, fault)
 
     def _error(self, address: str, status: int, body: str) -> Exception:
         message = error_text(body)
@@ -190,22 +221,6 @@ class NativeProtocol(ServerProtocol):
             return ValueError(message)
         fault = f"{self.kind} {address}: {status}: {message}"
         return ServerEndedError(fault, status) if status == 503 else ServerError(fault)
-
-
-def _wire_request(rid: str, draft: Draft) -> GenRequest:
-    so_far = None
-    if draft.tokens:
-        so_far = Progress(rid, draft.tokens, draft.logprobs, draft.versions)
-    request = draft.request
-    interval = PROGRESS_TOKENS if request.on_tokens is None else 1
-    return GenRequest(
-        rid,
-        request.input_ids,
-        request.gconfig,
-        progress_tokens=interval,
-        so_far=so_far,
-        grammar=request.grammar,
-    )
 
 
 def _rest_of(draft: Draft, finished: Finished, ttft: float) -> Result:
@@ -220,7 +235,7 @@ def _rest_of(draft: Draft, finished: Finished, ttft: float) -> Result:
         tokens, versions = tokens[num_known:], versions[num_known:]
         logprobs = logprobs[num_known:]
     reason, cached = finished.stop_reason, finished.cached_tokens
-    return Result(tokens, logprobs, versions, reason, ttft, cached)
+    return Result(tokens, logprobs, versions, reason, ttft, cached, finished.routed_experts)
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
@@ -228,10 +243,13 @@ def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
 
 
 class NativeRemoteEngine(RemoteEngine):
-    """A client of native servers; `options` are those of `RemoteEngine`."""
+    """A client of native servers; further `options` are those of `RemoteEngine`."""
 
-    def __init__(self, addrs: list[str], token: str, **options: Any) -> None:
-        super().__init__(NativeProtocol(), addrs, token, **options)
+    def __init__(
+        self, addrs: list[str], token: str, *, return_routed_experts: bool = False, **options: Any
+    ) -> None:
+        protocol = NativeProtocol(return_routed_experts=return_routed_experts)
+        super().__init__(protocol, addrs, token, **options)
 
 
 def launch_native_server(

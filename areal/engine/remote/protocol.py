@@ -20,6 +20,7 @@ from areal.engine.remote.server_control import BadReplyError
 
 if TYPE_CHECKING:
     import aiohttp
+    import numpy as np
 
     from areal.engine.remote.server_control import ControlClient
     from areal.weight_sync.collective import GroupPlace
@@ -38,6 +39,7 @@ class Result:
     stop_reason: StopReason | None = None
     ttft: float = 0.0  # seconds to the first token, if known
     cached_tokens: int = 0  # of the prompt, if known
+    routed_experts: np.ndarray | None = None  # at the end, if asked for: as in ModelResponse
 
 
 Results = AsyncGenerator[tuple[str, Result | Exception], None]  # with the rid of the request
@@ -56,12 +58,14 @@ class Draft:
     stop_reason: StopReason | None = None
     ttft: float = 0.0
     cached_tokens: int = 0
+    routed_experts: np.ndarray | None = None
 
     def add(self, result: Result) -> None:
         self.tokens += result.tokens
         self.logprobs += result.logprobs
         self.versions += result.versions
         self.stop_reason, self.ttft = result.stop_reason, result.ttft
+        self.routed_experts = result.routed_experts
         # Of a continuation the prompt has tokens of the output.
         self.cached_tokens = min(result.cached_tokens, len(self.request.input_ids))
         if result.stop_reason == "abort" and len(self.tokens) == self.budget:
@@ -87,6 +91,7 @@ class Draft:
             latency=latency,
             ttft=self.ttft,
             cached_tokens=self.cached_tokens,
+            routed_experts=self.routed_experts,
         )
 
 

@@ -12,12 +12,18 @@ Load balancing without a loss: `expert_bias` affects which experts are chosen, n
 and has no gradient. `balance_experts` raises the bias of experts that got fewer tokens than the
 average since its last call, and lowers that of the others.
 
-Shape legend: T tokens, D model dim, E experts, K experts per token, S = T * K rows, F expert dim.
+Router replay: `recorded_experts` collects the experts that a forward chooses, and `replay_experts`
+makes the forwards after it choose given ones. The weights of replayed experts are those of the
+current router, with their gradients.
+
+Shape legend: T tokens, D model dim, E experts, K experts per token, S = T * K rows, F expert dim,
+L layers with experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -83,6 +89,7 @@ class Router(nn.Module):
         load_E = torch.zeros(args.num_experts, dtype=torch.int64) if args.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.register_buffer("load_E", load_E, persistent=False)
+        self.given_TK: torch.Tensor | None = None  # see replay_experts
 
     def _apply(self, fn, recurse=True):
         # Kept in float32: bfloat16 loses steps of 0.001. `to_empty` would leave it undefined.
@@ -101,6 +108,9 @@ class Router(nn.Module):
         probs_TE = F.linear(x_TD.float(), self.weight.float()).softmax(dim=-1)
         scores_TE = probs_TE if self.expert_bias is None else probs_TE + self.expert_bias
         experts_TK = scores_TE.topk(self.top_k, dim=-1).indices
+        if self.given_TK is not None:
+            is_given_TK = self.given_TK < self.num_experts
+            experts_TK = torch.where(is_given_TK, self.given_TK.long(), experts_TK)
         weights_TK = probs_TE.gather(1, experts_TK)
         if self.norm_topk_prob:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
@@ -159,6 +169,36 @@ def count_rows(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
     return zeros_E.scatter_add_(0, flat_S, torch.ones_like(flat_S))
 
 
+def routers_of(model: nn.Module) -> list[Router]:
+    """In the order of the layers."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@contextmanager
+def recorded_experts(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The experts [T, K] of each layer that has some, added by a forward within."""
+    chosen: list[torch.Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda _, __, out: chosen.append(out[1]))
+        for router in routers_of(model)
+    ]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def replay_experts(model: nn.Module, routed_TLK: torch.Tensor | None) -> None:
+    """Until the next call, tokens use these experts; None: those the routers choose.
+
+    A token whose indices are no experts of the model has none on record: the router chooses. Not a
+    context manager, because a backward pass may compute the forward again.
+    """
+    for layer, router in enumerate(routers_of(model)):
+        router.given_TK = None if routed_TLK is None else routed_TLK[:, layer]
+
+
 @torch.no_grad()
 def balance_experts(
     model: nn.Module, *, rate: float = BALANCE_RATE, group: dist.ProcessGroup | None = None
@@ -168,8 +208,8 @@ def balance_experts(
     `group`: the ranks that routed other tokens of the batch, each token equally often; all of them
     call, so that their biases stay equal. No-op for a model without expert biases.
     """
-    for router in model.modules():
-        if not isinstance(router, Router) or router.expert_bias is None or router.load_E is None:
+    for router in routers_of(model):
+        if router.expert_bias is None or router.load_E is None:
             continue
         if group is not None:
             dist.all_reduce(router.load_E, group=group)

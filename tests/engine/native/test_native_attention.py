@@ -88,6 +88,6 @@ def test_copied_pages_hold_the_same_in_all_layers():
     cache = make_cache(5, 4)
     cache.keys.normal_()
     cache.values.normal_()
-    cache.copy_pages([1, 2], [3, 4])
+    cache.copy_pages(torch.tensor([1, 2]), torch.tensor([3, 4]))
     assert torch.equal(cache.keys[:, 1:3], cache.keys[:, 3:5])
     assert torch.equal(cache.values[:, 1:3], cache.values[:, 3:5])

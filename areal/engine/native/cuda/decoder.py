@@ -1,7 +1,8 @@
 """The decoder of models/common as a CUDA step runs it: paged cache, fused form, module form.
 
 `PagedCache` holds keys and values as `[num_pages, K, page_size, H]` per layer. A (page, head) is
-contiguous, so a kernel that reads one head of a sequence reads whole pages.
+contiguous, so a kernel that reads one head of a sequence reads whole pages. Of a model with experts
+it has those of every position, too (expert_cache.py).
 
 `FusedDecoder` computes `Decoder.forward` with few kernels, on the same parameters: projections that
 read the same input are adjacent in memory (`fuse_linears`), and each parameter becomes a view. So
@@ -32,6 +33,7 @@ from areal.engine.native.cuda.linear import fuse_linears, project, project_back
 from areal.engine.native.cuda.routing import router_arrivals
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
 from areal.engine.native.cuda.small_linear import norm_linear, small_linear
+from areal.engine.native.expert_cache import ExpertCache
 from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits
 from areal.models.common.invariant import invariant_logits, make_invariant
 from areal.models.common.moe import MoE
@@ -42,8 +44,12 @@ class PagedCache:
         args = model.args
         shape = (args.n_layers, 2, num_pages, args.n_kv_heads, page_size, args.head_dim)
         # Zeros: a masked position is multiplied by 0, and 0 * NaN is NaN.
-        self._cache = model.embedding_weight.new_zeros(shape)
+        weight = model.embedding_weight
+        self._cache = weight.new_zeros(shape)
         self.page_size = page_size
+        self.experts = args.moe and ExpertCache(
+            args.moe, num_pages=num_pages, page_size=page_size, device=weight.device
+        )
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._cache[layer]
@@ -52,6 +58,8 @@ class PagedCache:
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy pages `sources` to pages `targets`, in all layers."""
         self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
+        if self.experts is not None:
+            self.experts.copy_pages(sources, targets)
 
 
 MAX_FEW_ROWS = 8
@@ -134,6 +142,7 @@ class FusedDecoder:
             add_rms_norm(out_TD, residual_TD, block.ffn_norm.weight, self._eps, normed_TD)
             out = block.feed_forward.forward(normed_TD, routed_TLK, space)
             add_rms_norm(out, residual_TD, next_norm.weight, self._eps, normed_TD)
+        self._record(rows, routed_TLK)
         return normed_TD
 
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
@@ -153,7 +162,12 @@ class FusedDecoder:
             x_TD = block.feed_forward.forward_few(after_TD, block.ffn_norm, routed_TLK, self._eps)
         normed_TD = torch.empty_like(x_TD)
         rms_norm(x_TD, self._norm.weight, self._eps, normed_TD)
+        self._record(rows, routed_TLK)
         return normed_TD
+
+    def _record(self, rows: Rows, routed_TLK: torch.Tensor) -> None:
+        if self._cache.experts is not None:
+            self._cache.experts.write(rows.write_T, routed_TLK)
 
     def _new_routed(self, num_rows: int) -> torch.Tensor:
         """The experts of each row, layer by layer, for the layers to write."""

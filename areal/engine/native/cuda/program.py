@@ -189,6 +189,10 @@ class DeviceProgram:
         source, target = self.slots.upload(np.array([sources, targets]))
         self.cache.copy_pages(source, target)
 
+    def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
+        assert self.cache.experts is not None, "the engine refuses it for a dense model"
+        return self.cache.experts.read(pages, num_tokens)
+
     def _lay_out(self, chunks: list[Chunk]) -> tuple[Rows, Attend, torch.Tensor]:
         """Rows of a prefill, its attention, and the index of each chunk's last row."""
         size = self.cache.page_size

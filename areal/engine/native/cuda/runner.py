@@ -126,6 +126,10 @@ class CudaRunner:
         with torch.cuda.stream(self.stream):
             self._program.copy_pages(sources, targets)
 
+    def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
+        with torch.cuda.stream(self.stream):
+            return self._program.routed_experts(pages, num_tokens)
+
     def load(self, model_weights: list[tuple[str, torch.Tensor]]) -> None:
         """Weights that are the model's own storage (a colocated trainer's) are not copied."""
         theirs = torch.cuda.current_stream(self._device)

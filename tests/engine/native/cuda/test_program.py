@@ -83,6 +83,9 @@ class EagerRunner:
     def copy_pages(self, sources, targets):
         self._program.copy_pages(sources, targets)
 
+    def routed_experts(self, pages, num_tokens):
+        return self._program.routed_experts(pages, num_tokens)
+
     def load(self, weights):
         for name, tensor in weights:
             self._model.load_hf_tensor(name, tensor)
