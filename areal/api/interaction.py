@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from areal.api.io_struct import ModelResponse
 from areal.api.json_text import Json, loads_written
+from areal.api.routed_experts import ROUTED_KEY, experts_of_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,9 @@ class InteractionWithTokenLogpReward:
         ids, logprobs, versions, turn_ids = self._tokens()
         original = self.reward if self.original_reward is None else self.original_reward
         turns = torch.tensor([turn_ids], dtype=torch.int32)
+        routed = experts_of_tokens([one.model_response for one in self.path()], len(ids))
         return {
+            **({} if routed is None else {ROUTED_KEY: torch.from_numpy(routed[None])}),
             "input_ids": torch.tensor([ids], dtype=torch.int32),
             "attention_mask": torch.ones(turns.shape, dtype=torch.bool),
             "loss_mask": (turns >= 0).int(),

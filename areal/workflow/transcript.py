@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from areal.api.io_struct import ModelResponse
+from areal.api.routed_experts import ROUTED_KEY, experts_of_tokens
 
 
 class Transcript:
@@ -62,5 +63,8 @@ class Transcript:
             "rewards": np.array([reward], np.float32),
             "seq_no_eos": np.array([cut]),
         }
+        routed = experts_of_tokens([reply for _, reply in self._replies], len(self.ids))
+        if routed is not None:
+            row[ROUTED_KEY] = routed[None]
         # Through numpy: torch is several times slower for lists and small tensors.
         return {key: torch.from_numpy(value) for key, value in row.items()}

@@ -16,6 +16,7 @@ ranks, except the rows of `forward_batch`. Loss functions run on the last pipeli
 With `config.is_critic` the model has a score head in place of the LM head, and values replace
 log-probabilities; a critic that starts from a language model has value 0 everywhere at first. With
 `config.use_lora` only adapters are trained and saved; weights sent to inference have them merged.
+A batch with `routed_experts` (io_struct.py) is computed by these experts.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.engine.train.base import BaseTrainEngine, reshard, run_each
 from areal.engine.train.export import StageLink, Weights, stream_weights
-from areal.engine.train.fit import check_archon
+from areal.engine.train.fit import check_archon, check_replay
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.packing import token_outputs, tree_outputs
 from areal.models import decoder_args
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
-from areal.models.common.moe import balance_experts
+from areal.models.common.moe import balance_experts, replay_experts
 from areal.models.hf_io import (
     SCORE_HEAD,
     build_model,
@@ -171,8 +172,12 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
             return run(mbs, output_fn)
         collect = None if forward_only else self.optimizer.collect_gradients
         outputs = run_each(mbs, self._token_outputs, output_fn, collect)
+        replay_experts(self.model, None)
         reshard(self.model)
         return outputs
+
+    def _check_replay(self) -> None:
+        check_replay(decoder_args(self._hf_config), self._dims)
 
     def _token_outputs(self, mb: MicroBatch) -> tuple[torch.Tensor, ...]:
         if mb.tree is None:

@@ -28,6 +28,7 @@ from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from areal.api.routed_experts import ROUTED_KEY
 from areal.engine.train import checkpoint
 from areal.engine.train.export import Weights, send_weights
 from areal.engine.train.micro_batches import MicroBatch, OutputFn, fill_up, split_micro_batches
@@ -116,6 +117,13 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         Outputs cover the whole micro-batch on every rank that shares its tokens. Gradients are
         summed (not averaged) over the ranks of `dp_group`.
         """
+
+    def _check_replay(self) -> None:
+        """ValueError unless the engine can compute by the experts that a batch names."""
+        raise ValueError(
+            f"{ROUTED_KEY}: {type(self).__name__} has no router replay; use backend archon, or "
+            "turn rollout.return_routed_experts off"
+        )
 
     def _weights_changed(self) -> None:
         """Called after weights were loaded or updated."""
@@ -251,6 +259,8 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
 
     def _micro_batches(self, input_: Mapping[str, Any], rows_per_unit: int) -> list[MicroBatch]:
         """This rank's micro-batches, as many as any other rank's."""
+        if ROUTED_KEY in input_:
+            self._check_replay()
         spec = replace(self.mb_spec, n_mbs=max(self.mb_spec.n_mbs, self.min_micro_batches))
 
         def split() -> list[MicroBatch]:

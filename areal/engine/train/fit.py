@@ -67,6 +67,40 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
         except ValueError as error:
             where = f"rollout.backend: {config.rollout.backend!r} with {config.actor.path!r}"
             raise ValueError(f"{where}: {error}") from None
+        if config.rollout.return_routed_experts:
+            check_router_replay(config, hf_configs["actor"])
+
+
+def check_router_replay(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
+    """The servers record experts, and the actor can train with them."""
+    if config.rollout.engine != "native":
+        raise ValueError(
+            f"rollout.return_routed_experts: {config.rollout.backend!r} returns none; use "
+            "rollout.backend native"
+        )
+    actor = ModelAllocation.from_str(config.actor.backend)
+    if actor.backend != "archon":
+        raise ValueError(
+            f"rollout.return_routed_experts: {config.actor.backend!r} trains with experts of its "
+            "own choice; use actor.backend archon"
+        )
+    num_replicas = config.actor.archon.num_replicas
+    check_replay(
+        decoder_args(hf_config), ParallelDims.of(actor.parallel, num_replicas=num_replicas)
+    )
+
+
+def check_replay(args: DecoderArgs, dims: ParallelDims) -> None:
+    """Archon can compute by given experts."""
+    if args.moe is None:
+        raise ValueError(
+            f"rollout.return_routed_experts: this {args.model_type} has no experts; turn it off"
+        )
+    if dims.tp > 1 or dims.pp > 1:
+        raise ValueError(
+            "rollout.return_routed_experts: archon has no router replay with tensor or pipeline "
+            "parallelism; lay the actor out with d, c and e"
+        )
 
 
 def check_training(config: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:

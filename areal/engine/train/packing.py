@@ -36,11 +36,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from areal.api.config.train_engine import TrainEngineConfig
+from areal.api.routed_experts import ROUTED_KEY
 from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.common.attention_tree import TreeAttention
 from areal.models.common.decoder import Decoder
+from areal.models.common.moe import replay_experts
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import gather_tokens
 from areal.utils.prefix_tree import PrefixTree
@@ -128,6 +130,7 @@ class LaidOut:
     attend: Attend
     num_tokens: int  # T
     cp: dist.ProcessGroup | None  # None: t is P
+    routed_tLK: torch.Tensor | None  # experts to replay, of L layers with K each
 
     def whole(self, outputs_t: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Per-token outputs `[T]` of all tokens, on every rank."""
@@ -148,15 +151,19 @@ def pack_rows(
     """P is a `multiple` (of cp's ranks at least), and `min_tokens` or more."""
     tokens_T = mb["input_ids"].long()
     tokens_P, cu_seqlens = _pad(tokens_T, mb["cu_seqlens"], min_tokens, multiple)
+    routed_P = None if ROUTED_KEY not in mb else _repeat(mb[ROUTED_KEY], len(tokens_P))
     attend = packed(cu_seqlens, mb["max_seqlen"])
     labels_P = _next_tokens(tokens_P, cu_seqlens)
     if cp is None or cp.size() == 1:
-        return LaidOut(tokens_P, attend.positions_T, labels_P, attend, len(tokens_T), None)
+        return LaidOut(
+            tokens_P, attend.positions_T, labels_P, attend, len(tokens_T), None, routed_P
+        )
     tokens_t, positions_t, labels_t = (
         own_tokens(x_P, cp) for x_P in (tokens_P, attend.positions_T, labels_P)
     )
+    routed_t = None if routed_P is None else own_tokens(routed_P, cp)
     attend = UlyssesAttention(attend, cp)
-    return LaidOut(tokens_t, positions_t, labels_t, attend, len(tokens_T), cp)
+    return LaidOut(tokens_t, positions_t, labels_t, attend, len(tokens_T), cp, routed_t)
 
 
 def _next_tokens(tokens_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -178,7 +185,13 @@ def _pad(
     offsets = torch.arange(num_copies, device=cu_seqlens.device) * len(tokens_T)
     starts = (offsets[:, None] + cu_seqlens[:-1]).flatten()
     bounds = torch.cat([starts[starts < num_tokens], offsets.new_tensor([num_tokens])])
-    return tokens_T.repeat(num_copies)[:num_tokens], bounds
+    return _repeat(tokens_T, num_tokens), bounds
+
+
+def _repeat(x_T: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The first `num_tokens` rows of x, x, x, ..."""
+    index = torch.arange(num_tokens, device=x_T.device) % len(x_T)
+    return x_T if num_tokens == len(x_T) else x_T.index_select(0, index)
 
 
 def token_outputs(
@@ -189,6 +202,7 @@ def token_outputs(
     At a sequence's last token, log p and entropy are undefined.
     """
     laid = pack_micro_batch(mb, config, mesh)
+    replay_experts(model, laid.routed_tLK)
     hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend)
     return outputs_of(model, hidden_tD, laid, config, mesh)
 
@@ -267,6 +281,9 @@ def tree_outputs(
 
     attend = TreeAttention(tree, device)
     tokens_U = tokens_T.index_select(0, index(tree.source_U))
+    # Sequences that share a token have computed it by the same experts.
+    routed_T = mb.get(ROUTED_KEY)
+    replay_experts(model, routed_T if routed_T is None else routed_T[index(tree.source_U)])
     hidden_UD = model(tokens_U, attend.positions_T, attend)
     if config.is_critic:
         (values_U,) = head_outputs(model, hidden_UD, tokens_U, config, mesh)

@@ -47,6 +47,7 @@ from areal.algorithm.off_policy import (
 )
 from areal.api.config.ppo import PPOActorConfig, TeacherConfig
 from areal.api.engine_api import TrainEngine
+from areal.api.routed_experts import ROUTED_KEY
 from areal.trainer.ppo.advantages import AdvantageEstimator
 from areal.trainer.ppo.batch import collect, loss_weight, minibatches, token_outputs
 from areal.trainer.ppo.critic import PPOCritic
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from areal.api.config.train_engine import TrainEngineConfig
     from areal.api.engine_api import TrainEngine
 
-# Batch keys that the loss reads; the last four are not in every batch.
+# Batch keys that the model and the loss read; the last five are not in every batch.
 BATCH_KEYS = (
     "loss_mask",
     "logprobs",
@@ -71,6 +72,7 @@ BATCH_KEYS = (
     "ref_logp",
     "teacher_logp",
     "credit",
+    ROUTED_KEY,
 )
 # Statistics of every micro-batch besides the metrics of the loss.
 _RECORDED = {
@@ -154,7 +156,7 @@ class PPOActor:
 
     def compute_logp(self, data: Mapping[str, Any]) -> torch.Tensor:
         """log pi of the current weights `[B, S]`, aligned to predictions."""
-        return token_outputs(self.engine, data)
+        return token_outputs(self.engine, data, replay=True)
 
     def compute_policies(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`prox_logp`, unless the loss computes it, and `logprobs` if recomputed too."""

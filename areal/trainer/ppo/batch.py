@@ -18,6 +18,7 @@ import torch
 from areal.algorithm.advantage import shift_left
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import EPISODE_KEY
+from areal.api.routed_experts import ROUTED_KEY
 from areal.utils.data import concat_batch, select_rows, sequence_lengths
 from areal.utils.seqpack import pack_sequences
 
@@ -58,9 +59,16 @@ def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
     return data[key]
 
 
-def token_outputs(engine: TrainEngine, data: Mapping[str, Any]) -> torch.Tensor:
-    """Per-token outputs `[B, S]`: log-probabilities, or values of a critic."""
-    return engine.forward_batch({key: data[key] for key in ("input_ids", "attention_mask")})
+def token_outputs(
+    engine: TrainEngine, data: Mapping[str, Any], *, replay: bool = False
+) -> torch.Tensor:
+    """Per-token outputs `[B, S]`: log-probabilities, or values of a critic.
+
+    With `replay` by the experts on record, if `data` has some; a model but the one that generated
+    the tokens has experts of its own.
+    """
+    keys = ("input_ids", "attention_mask", *([ROUTED_KEY] if replay else []))
+    return engine.forward_batch({key: data[key] for key in keys if key in data})
 
 
 def loss_weight(mb: Mapping[str, Any]) -> torch.Tensor:
