@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,6 +87,37 @@ def test_replies_round_trip_exactly(output, reason):
     lines = encode_lines(results).split(b"\n")
     assert lines.pop() == b""
     assert [decode_line(line) for line in lines] == results
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_experts_travel_as_bytes(dtype):
+    routed = (37 * np.arange(5 * 4 * 3) % 250).reshape(5, 4, 3).astype(dtype)
+    finished = Finished("a", [5], [-1.0], [0], "stop", routed_experts=routed)
+    (line,) = encode_lines([Reply(finished, latency=0.5, ttft=0.1)]).splitlines()
+    assert len(line) < 200 + 2 * routed.nbytes
+    found = decode_line(line).finished.routed_experts
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, routed)
+    request = GenRequest("a", [1], GenerationHyperparameters(), return_routed_experts=True)
+    assert decode_requests(encode_requests([request])) == [request]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": "AAA"}, "routed_experts.data: expected base64"),
+        ({"data": "AAAA"}, "routed_experts.data: expected 4 bytes, got 3"),
+        ({"dtype": "float32"}, "routed_experts.dtype: expected"),
+        ({"shape": [4]}, "routed_experts.shape: expected"),
+        ({"shape": [-1, 2, -2]}, "routed_experts.shape[0]: expected an integer of at least 0"),
+    ],
+)
+def test_malformed_experts_are_refused(change, message):
+    routed = {"dtype": "uint8", "shape": [2, 1, 2], "data": "AAAAAA==", **change}
+    line = {"rid": "a", "output_tokens": [5], "output_logprobs": [-1.0], "output_versions": [0]}
+    line |= {"stop_reason": "stop", "latency": 0.1, "ttft": 0.1, "routed_experts": routed}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode_line(json.dumps(line).encode())
 
 
 @pytest.mark.parametrize(
