@@ -48,27 +48,24 @@ CONFIG = {
 }
 EPS = 1e-6
 REPLAYS = 7
-LAYER_ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 512, 4096, 16384)
+LAYER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096, 16384)
 MAX_FEW_ROWS = 8
 COMPUTE_BOUND_ROWS = 2048
 FEW_ROWS = (1, 4)
-GATE_UP_PLANS = [(1, 2048, 4), (2, 512, 2), (2, 1024, 4), (2, 2048, 4), (4, 1024, 4), (4, 2048, 8)]
-DOWN_PLANS = [(1, 256, 2), (2, 256, 2), (2, 256, 4), (4, 256, 4), (4, 256, 8), (2, 1024, 4)]
+GATE_UP_PLANS = [(1, 2048, 4), (1, 1024, 2), (2, 1024, 4), (2, 2048, 4), (4, 1024, 4)]
+DOWN_PLANS = [(1, 1024, 2), (1, 1024, 4), (1, 1024, 8), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8)]
 # block_m, rows, block, warps, stages
 GROUPED_PLANS = {
-    64: [
-        (16, 128, 64, 4, 5), (16, 128, 64, 4, 3), (16, 128, 128, 4, 3), (16, 128, 128, 4, 5),
-        (16, 256, 64, 4, 4), (16, 256, 64, 8, 5), (16, 128, 256, 8, 2), (32, 128, 64, 4, 4),
+    64: [(16, 128, 64, 4, 5), (16, 256, 64, 8, 5), (16, 256, 128, 8, 3)],
+    256: [
+        (32, 128, 64, 4, 4), (32, 256, 64, 8, 3), (32, 256, 64, 8, 5), (64, 256, 64, 8, 5),
+        (16, 128, 128, 4, 3),
     ],
     512: [
-        (64, 128, 64, 4, 4), (64, 128, 64, 4, 3), (64, 128, 128, 4, 2), (64, 128, 128, 8, 4),
-        (64, 256, 64, 8, 5), (64, 256, 64, 8, 3), (32, 128, 64, 4, 4), (32, 128, 128, 4, 3),
-        (128, 128, 64, 4, 3),
+        (64, 256, 64, 8, 3), (64, 256, 64, 4, 5), (64, 256, 128, 8, 2), (64, 128, 64, 4, 4),
+        (64, 128, 128, 4, 2), (32, 128, 64, 4, 5), (32, 256, 64, 8, 5),
     ],
-    16384: [
-        (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4),
-        (64, 256, 64, 8, 4), (64, 256, 64, 4, 4),
-    ],
+    16384: [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4)],
 }  # fmt: skip
 
 
@@ -167,7 +164,11 @@ def grouped_rows(layers: Layers, num_rows: int) -> list[Row]:
     x_TD, experts, weights_TK, hidden_SF, _ = inputs(layers, num_rows)
     out_SD = x_TD.new_empty(len(hidden_SF), x_TD.shape[1])
     device = device_of(x_TD.device)
-    rule = expert_linear.plan_for(expert_linear.block_m_for(8 * num_rows, 128), 2, device)
+    block_m = expert_linear.block_m_for(8 * num_rows, 128)
+    rules = [
+        expert_linear.plan_for(block_m, dim, 2, device)
+        for dim in (x_TD.shape[1], hidden_SF.shape[1])
+    ]
     plans = [expert_linear.Plan(*numbers) for numbers in GROUPED_PLANS[num_rows]]
 
     def gate_up(plan: expert_linear.Plan, grouped: list[Blocks]) -> None:
@@ -181,11 +182,13 @@ def grouped_rows(layers: Layers, num_rows: int) -> list[Row]:
             expert_linear.expert_down(hidden_SF, w2, weights_TK, blocks, out_SD, plan)
 
     rows = []
-    for plan in [rule, *plans]:
+    for plan in [*rules, *plans]:
         grouped = [group_by_expert(e, 128, plan.block_m) for e in experts.unbind(1)]
         numbers = (plan.block_m, plan.rows, plan.block, plan.warps, plan.stages)
-        name = "rule" if plan is rule else plan_name(numbers)
-        for product, work, products in (("gate_up", gate_up, 2), ("down", down, 1)):
+        for i, (product, work, products) in enumerate([("gate_up", gate_up, 2), ("down", down, 1)]):
+            if plan in rules and plan is not rules[i]:
+                continue
+            name = "rule" if plan is rules[i] else plan_name(numbers)
             try:
                 seconds = graph_seconds(partial(work, plan, grouped)) / len(layers.moes)
             except OutOfResources:

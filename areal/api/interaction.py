@@ -88,7 +88,7 @@ class InteractionWithTokenLogpReward:
         turns = torch.tensor([turn_ids], dtype=torch.int32)
         routed = experts_of_tokens([one.model_response for one in self.path()], len(ids))
         return {
-            **({} if routed is None else {ROUTED_KEY: torch.from_numpy(routed[None])}),
+            **({} if routed is None else {ROUTED_KEY: torch.tensor(routed[None])}),
             "input_ids": torch.tensor([ids], dtype=torch.int32),
             "attention_mask": torch.ones(turns.shape, dtype=torch.bool),
             "loss_mask": (turns >= 0).int(),

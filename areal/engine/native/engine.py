@@ -37,28 +37,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from areal.api.io_struct import NO_ROOM, StopReason
 from areal.engine.native.kv_cache import PagePool, Prefix
+from areal.engine.native.make_runner import make_runner
 from areal.engine.native.runner import Chunk, Drawn, Runner
 from areal.engine.native.sampler import MAX_STOP_IDS, check_bias
-from areal.engine.native.scheduler import Scheduler, SlotTable
+from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
-from areal.engine.native.torch_runner import TorchRunner
-from areal.models.common.decoder import Decoder, DecoderBlock
+from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
 from areal.utils.hub import model_folder
 
 DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # can be offloaded
 _CPU_CACHE_BYTES = 1 << 30
-_CPU_PREFILL_TOKENS = 4096
-_CUDA_PREFILL_TOKENS = 16384
 # Half of the free memory, to leave room for a colocated trainer.
 _SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 
@@ -546,52 +543,6 @@ def cache_bytes(model: Decoder) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     num_bytes = int(free * _SHARE_OF_FREE_DEVICE_MEMORY)
     return num_bytes if model.share is None else model.share.ranks.least(num_bytes, device)
-
-
-def make_runner(
-    model: Decoder,
-    table: SlotTable,
-    *,
-    max_prefill_tokens: int | None,
-    batch_invariant: bool,
-    **cache: Any,
-) -> Runner:
-    """Kernels and graphs on CUDA, plain torch elsewhere and for models the kernels do not support.
-
-    Plain torch on the CPU is batch-invariant anyway.
-    """
-    on_cuda = model.embedding_weight.device.type == "cuda"
-    # Experts have no batch-invariant kernels.
-    is_refused = batch_invariant and model.args.moe is not None
-    if not on_cuda or is_refused or not kernels_take(model):
-        if on_cuda and batch_invariant:
-            raise ValueError(
-                f"batch_invariant: its kernels do not compute this {model.args.model_type} "
-                f"(head_dim {model.args.head_dim}); turn it off"
-            )
-        tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
-        return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
-    from areal.engine.native.cuda.runner import CudaRunner  # needs Triton
-
-    tokens = max_prefill_tokens or _CUDA_PREFILL_TOKENS
-    return CudaRunner(
-        model, table, max_prefill_tokens=tokens, batch_invariant=batch_invariant, **cache
-    )
-
-
-def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: plain norms, full attention, SwiGLU (dense, or of experts). A
-    tensor-core product needs a head dim of at least 16, a tile a power of two."""
-    args = model.args
-    is_plain = (
-        type(model).block_class is DecoderBlock
-        and args.activation == "silu"
-        and args.embedding_scale == 1.0
-        and args.score_scale is None
-        and not args.windows
-        and args.logit_softcap is None
-    )
-    return is_plain and args.head_dim >= 16 and args.head_dim & (args.head_dim - 1) == 0
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import tiny_model
 
-from areal.engine.native.engine import kernels_take
+from areal.engine.native.make_runner import kernels_take
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,10 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     place = row * D + column
     x_ptr += row * CHOICES * D + column
-    x = tl.load(x_ptr, inside, 0.0).to(tl.float32)
-    if CHOICES > 1:
-        for choice in tl.static_range(1, CHOICES):
-            x += tl.load(x_ptr + choice * D, inside, 0.0).to(tl.float32)
-        x = _rounded(x, x_ptr.dtype.element_ty)
+    x = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        x += tl.load(x_ptr + choice * D, inside, 0.0).to(tl.float32)
+    x = _rounded(x, x_ptr.dtype.element_ty)
     if ADD:
         x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
         rounded = x.to(residual_ptr.dtype.element_ty)

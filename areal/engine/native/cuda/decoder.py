@@ -63,6 +63,7 @@ class PagedCache:
 
 
 MAX_FEW_ROWS = 8
+MAX_FEW_EXPERT_ROWS = 4  # more rows share experts, which `forward` reads once
 # Up to here a matrix product is bound by reading the weights, where cuBLAS is slower.
 MAX_SKINNY_ROWS = 64
 
@@ -146,7 +147,7 @@ class FusedDecoder:
         return normed_TD
 
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
-        """The same for at most MAX_FEW_ROWS rows; requires `can_run_few`."""
+        """The same where `can_run_few`."""
         model = self._model
         x_TD = F.embedding(rows.tokens_T, model.embedding_weight)
         cos_TR, sin_TR = self._rope(rows.positions_T)
@@ -180,8 +181,9 @@ class FusedDecoder:
         inside_T = positions_T.clamp(max=len(self._cos_table) - 1)
         return F.embedding(inside_T, self._cos_table), F.embedding(inside_T, self._sin_table)
 
-    def can_run_few(self) -> bool:
-        return self._is_plain
+    def can_run_few(self, num_rows: int) -> bool:
+        most = MAX_FEW_ROWS if self._args.moe is None else MAX_FEW_EXPERT_ROWS
+        return self._is_plain and num_rows <= most
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """float32 [T, V]."""

@@ -49,23 +49,26 @@ class Plan:
 @functools.cache
 def block_m_for(num_pairs: int, num_experts: int) -> int:
     """A little more than an expert's share of the pairs, so that most experts are read once."""
-    wanted = triton.next_power_of_2(-(-3 * num_pairs // (2 * num_experts)))
+    wanted = int(triton.next_power_of_2(-(-3 * num_pairs // (2 * num_experts))))
     return min(max(wanted, _MIN_BLOCK_M), _MAX_BLOCK_M)
 
 
 @functools.cache
-def plan_for(block_m: int, element_bytes: int, device: Device) -> Plan:
+def plan_for(block_m: int, dim: int, element_bytes: int, device: Device) -> Plan:
     """Narrow blocks are bound by reading weights: two programs of a multiprocessor keep many bytes
-    in flight. The widest are bound by arithmetic and by the L2 cache, which wants large tiles."""
+    in flight. Wide ones are bound by the L2 cache or by arithmetic, and want large tiles."""
     if element_bytes > 2:  # not the tensor cores' types
         return Plan(block_m, rows=32, block=32, warps=4, stages=2)
-    if block_m < _MAX_BLOCK_M:
-        rows, block, warps, resident = 128, 64, 4, 2
-    else:
-        rows, block, warps, resident = 256, 64, 8, 1
-    stage_bytes = element_bytes * block * (rows + block_m)
+    rows, warps, resident = (128, 4, 2) if block_m <= 32 else (256, 8, 1)
     room = device.shared_bytes // resident - 1024
-    return Plan(block_m, rows, block, warps, stages=min(max(room // stage_bytes, 2), 5))
+    column_bytes = element_bytes * (rows + block_m)
+    is_narrow = block_m <= 32 and 3 * 128 * column_bytes <= room
+    block = 128 if is_narrow and dim % 128 == 0 else 64
+    stages = min(room // (block * column_bytes), 5)
+    if block_m == _MAX_BLOCK_M:
+        # Filling the stages takes as long as emptying them: not worth it for a few tiles.
+        stages = min(stages, max(3, dim // block // 4))
+    return Plan(block_m, rows, block, warps, max(stages, 2))
 
 
 def expert_gate_up_silu(
@@ -126,18 +129,21 @@ def _expert_kernel(
     expert = tl.load(block_expert_ptr + block)
     if expert >= 0:
         pair = tl.load(pair_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        is_pair = pair < S
         output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
         column = tl.arange(0, BLOCK)
-        # Past the end, the last row repeats: its product is not written.
-        x_row = (tl.minimum(pair, S - 1) // ROWS_PER_X).to(tl.int64)
+        x_row = (pair // ROWS_PER_X).to(tl.int64)
         x_tile_ptr = x_ptr + x_row[:, None] * D + column[None, :]
+        # Past the end, the last row repeats: its product is not written.
         weight_row = expert.to(tl.int64) * N + tl.minimum(output, N - 1)
         place = weight_row[:, None] * D + column[None, :]
         sums = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
         up_sums = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
         for start in range(0, D, BLOCK):
             inside = (start + column < D)[None, :]
-            x = tl.trans(_load_tile(x_tile_ptr + start, inside, WHOLE))
+            # Padding is not read: one row in most programs would be a hot spot of the L2 cache.
+            is_read = is_pair[:, None] if WHOLE else is_pair[:, None] & inside
+            x = tl.trans(tl.load(x_tile_ptr + start, is_read, 0.0))
             weight = _load_tile(weight_ptr + start + place, inside, WHOLE)
             sums = tl.dot(weight, x, sums, input_precision="ieee")
             if GATED:
@@ -148,9 +154,9 @@ def _expert_kernel(
             up = up_sums.to(dtype).to(tl.float32)
             y = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32) * up
         else:
-            share = tl.load(weights_ptr + pair, pair < S, 0.0)
+            share = tl.load(weights_ptr + pair, is_pair, 0.0)
             y *= share.to(dtype).to(tl.float32)[None, :]
-        written = (output < N)[:, None] & (pair < S)[None, :]
+        written = (output < N)[:, None] & is_pair[None, :]
         out_place = pair.to(tl.int64)[None, :] * N + output[:, None]
         tl.store(out_ptr + out_place, y.to(dtype), written)
 

@@ -30,18 +30,22 @@ from areal.engine.native.cuda.device import OVERLAP
 @dataclass(frozen=True, slots=True)
 class Plan:
     outputs: int  # in one program
-    block: int  # elements of the inner dim in one tile
+    block: int  # elements of the inner dim in one tile; all of `vector_down`
     warps: int
     overlap: bool = OVERLAP
 
 
 def gate_up_plan(dim: int) -> Plan:
-    return Plan(outputs=2, block=min(1024, triton.next_power_of_2(dim)), warps=4)
+    return Plan(outputs=2, block=min(1024, int(triton.next_power_of_2(dim))), warps=4)
 
 
-def down_plan(hidden_dim: int) -> Plan:
-    """A warp reads 256 elements with one load of 16 bytes per thread: a row of the tile each."""
-    return Plan(outputs=4, block=min(256, triton.next_power_of_2(hidden_dim)), warps=4)
+def down_plan(hidden_dim: int, top_k: int) -> Plan:
+    """A tile has all choices of a token: at most 128 elements per thread."""
+    block = int(triton.next_power_of_2(hidden_dim))
+    warps = 4
+    while warps < 16 and block * triton.next_power_of_2(top_k) > 128 * 32 * warps:
+        warps *= 2
+    return Plan(outputs=1, block=block, warps=warps)
 
 
 def vector_gate_up_silu(
@@ -77,7 +81,7 @@ def vector_down(
 ) -> None:
     """`out` may be `residual`."""
     (_, dim, hidden_dim), top_k = w2_EDF.shape, experts_TK.shape[1]
-    plan = plan or down_plan(hidden_dim)
+    plan = plan or down_plan(hidden_dim, top_k)
     _down_kernel[(triton.cdiv(dim, plan.outputs), len(out_TD))](
         hidden_SF, w2_EDF, weights_TK, experts_TK, residual_TD, out_TD, dim, experts_TK.stride(0),
         F=hidden_dim,
@@ -133,25 +137,25 @@ def _down_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
     choice = tl.arange(0, BLOCK_K)
     is_choice = choice < TOP_K
+    # The router was the kernel before the previous one, which waited for it: its choice is known,
+    # and the weights are on their way while the previous kernel ends.
     expert = tl.load(experts_ptr + token * experts_stride + choice, is_choice, 0).to(tl.int64)
     # Past the end, the last row repeats: its product is not written.
     weight_row = expert[:, None] * D + tl.minimum(output, D - 1)[None, :]
-    place = weight_row[:, :, None] * F + column[None, None, :]
+    real = is_choice[:, None] & (column < F)[None, :]
+    tile_ptr = w2_ptr + weight_row[:, :, None] * F + column[None, None, :]
+    w2 = tl.load(tile_ptr, real[:, None, :], 0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     hidden_place = (token * TOP_K + choice)[:, None] * F + column[None, :]
-    sums = tl.zeros([BLOCK_K, OUTPUTS, BLOCK], tl.float32)
-    for start in tl.static_range(0, F, BLOCK):
-        real = is_choice[:, None] & (start + column < F)[None, :]
-        w2 = tl.load(w2_ptr + start + place, real[:, None, :], 0.0, eviction_policy="evict_first")
-        hidden = tl.load(hidden_ptr + start + hidden_place, real, 0.0).to(tl.float32)
-        sums += w2.to(tl.float32) * hidden[:, None, :]
+    hidden = tl.load(hidden_ptr + hidden_place, real, 0.0).to(tl.float32)
     share = tl.load(weights_ptr + token * TOP_K + choice, is_choice, 0.0).to(dtype)
-    y = tl.sum(sums, axis=2).to(dtype).to(tl.float32) * share.to(tl.float32)[:, None]
-    total = tl.sum(y.to(dtype).to(tl.float32), axis=0).to(dtype).to(tl.float32)
+    y = tl.sum(w2.to(tl.float32) * hidden[:, None, :], axis=2).to(dtype).to(tl.float32)
+    y = (y * share.to(tl.float32)[:, None]).to(dtype).to(tl.float32)
+    total = tl.sum(y, axis=0).to(dtype).to(tl.float32)
     written = output < D
     residual = tl.load(residual_ptr + token * D + output, written, 0.0).to(tl.float32)
     tl.store(out_ptr + token * D + output, (total + residual).to(dtype), written)

@@ -29,7 +29,12 @@ from areal.engine.native.cuda.expert_linear import (
 )
 from areal.engine.native.cuda.expert_vector import vector_down, vector_gate_up_silu
 from areal.engine.native.cuda.linear import fuse_linears, project, project_back
-from areal.engine.native.cuda.routing import RouterOptions, group_by_expert, route
+from areal.engine.native.cuda.routing import (
+    RouterOptions,
+    group_by_expert,
+    norm_route,
+    route,
+)
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace, skinny_gate_up_silu
 from areal.engine.native.cuda.small_linear import norm_gate_up_silu, small_linear
 from areal.models.common.moe import FeedForward, MoE
@@ -98,41 +103,37 @@ class ExpertLayer:
         routed_TLK: torch.Tensor,
         skinny_space: SkinnyWorkspace | None,
     ) -> torch.Tensor:
-        weights_TK, experts_TK = self._route(normed_TD, routed_TLK)
+        router, experts_TK = self._router, routed_TLK[:, self._index]
+        weights_TK = normed_TD.new_empty(experts_TK.shape, dtype=torch.float32)
+        route(
+            normed_TD, router.weight, router.expert_bias, self._options, weights_TK, experts_TK,
+            self._arrivals,
+        )  # fmt: skip
         w1, w2, w3 = self._experts.weights()
-        num_experts, hidden_dim, _ = w1.shape
+        num_experts, hidden_dim, dim = w1.shape
         block_m = block_m_for(experts_TK.numel(), num_experts)
-        plan = plan_for(block_m, w1.element_size(), device_of(w1.device))
+        device, size = device_of(w1.device), w1.element_size()
+        up_plan, down_plan = (plan_for(block_m, d, size, device) for d in (dim, hidden_dim))
         blocks = group_by_expert(experts_TK, num_experts, block_m)
         hidden_SF = normed_TD.new_empty(experts_TK.numel(), hidden_dim)
-        expert_gate_up_silu(normed_TD, w1, w3, blocks, self._options.top_k, hidden_SF, plan)
-        out_TKD = normed_TD.new_empty(*experts_TK.shape, normed_TD.shape[1])
-        expert_down(hidden_SF, w2, weights_TK, blocks, out_TKD.flatten(0, 1), plan)
+        expert_gate_up_silu(normed_TD, w1, w3, blocks, self._options.top_k, hidden_SF, up_plan)
+        out_TKD = normed_TD.new_empty(*experts_TK.shape, dim)
+        expert_down(hidden_SF, w2, weights_TK, blocks, out_TKD.flatten(0, 1), down_plan)
         return out_TKD if self._ranks is None else self._ranks.add_up(out_TKD.sum(1))
 
     def forward_few(
         self, x_TD: torch.Tensor, norm: nn.RMSNorm, routed_TLK: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        router, experts_TK = self._router, routed_TLK[:, self._index]
+        weights_TK = x_TD.new_empty(experts_TK.shape, dtype=torch.float32)
         normed_TD = torch.empty_like(x_TD)
-        norm_to = (norm.weight, eps, normed_TD)
-        weights_TK, experts_TK = self._route(x_TD, routed_TLK, norm_to)
+        norm_route(
+            x_TD, norm.weight, eps, router.weight, router.expert_bias, self._options, normed_TD,
+            weights_TK, experts_TK, self._arrivals,
+        )  # fmt: skip
         w1, w2, w3 = self._experts.weights()
         hidden_SF = x_TD.new_empty(experts_TK.numel(), w1.shape[1])
         vector_gate_up_silu(normed_TD, w1, w3, experts_TK, hidden_SF)
         out_TD = torch.empty_like(x_TD)
         vector_down(hidden_SF, w2, weights_TK, experts_TK, x_TD, out_TD)
         return out_TD
-
-    def _route(
-        self,
-        x_TD: torch.Tensor,
-        routed_TLK: torch.Tensor,
-        norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        router, experts_TK = self._router, routed_TLK[:, self._index]
-        weights_TK = x_TD.new_empty(experts_TK.shape, dtype=torch.float32)
-        route(
-            x_TD, router.weight, router.expert_bias, self._options, weights_TK, experts_TK,
-            self._arrivals, norm,
-        )  # fmt: skip
-        return weights_TK, experts_TK

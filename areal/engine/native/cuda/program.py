@@ -21,7 +21,6 @@ from areal.engine.native.cuda.decode_attention import (
     splits_for,
 )
 from areal.engine.native.cuda.decoder import (
-    MAX_FEW_ROWS,
     Attend,
     FusedDecoder,
     ModuleDecoder,
@@ -142,7 +141,7 @@ class DeviceProgram:
 
         decoder = self._decoder
         forward = decoder.forward
-        if isinstance(decoder, FusedDecoder) and decoder.can_run_few() and num_rows <= MAX_FEW_ROWS:
+        if isinstance(decoder, FusedDecoder) and decoder.can_run_few(num_rows):
             forward = decoder.forward_few
         self.draw(slot_R, forward(rows, attend), tokens_KR, logprobs_KR)
 

@@ -1,11 +1,14 @@
 """Routing of tokens to experts on the device: choice of experts, and rows grouped by expert.
 
     route            weights and indices of each token's experts, as `Router.forward` chooses them
+    norm_route       the same of rms_norm(x), for a few tokens
     group_by_expert  the (token, choice) pairs in blocks of one expert each, for grouped products
 
 The router's product has exact products and float32 sums. If the tiles of tokens are too few for the
 device, experts are cut into parts: each writes its logits to the workspace, and the last program of
-a tile chooses. Of equal scores the lower index is chosen.
+a tile chooses. For a few tokens latency is all: a program has one token and a few experts, whose
+weights it loads before it waits for the previous kernel (device.py). Of equal scores the lower
+index is chosen.
 
 A block holds `block_m` pairs of one expert; what is left of an expert's last block is padding. How
 many blocks there are is known on the device only, so the list has room for the most there can be,
@@ -87,12 +90,8 @@ def route(
     weights_TK: torch.Tensor,
     experts_TK: torch.Tensor,
     arrived: torch.Tensor,
-    norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
 ) -> None:
-    """Writes `weights` (float32) and `experts` (int32, whose rows may be apart).
-
-    `norm` = (weight_D, eps, normed_TD): routes rms_norm(x) instead and writes that to `normed`.
-    """
+    """Writes `weights` (float32) and `experts` (int32, whose rows may be apart)."""
     (num_tokens, dim), num_experts = x_TD.shape, len(weight_ED)
     plan = router_plan(num_tokens, num_experts, dim, device_of(x_TD.device))
     block_e = _padded(num_experts)
@@ -101,22 +100,54 @@ def route(
     logits_TE = x_TD.new_empty(
         (num_tokens, num_experts) if parts > 1 else (0,), dtype=torch.float32
     )
-    norm_D, eps, normed_TD = norm or (None, 0.0, None)
     _router_kernel[(tiles, parts)](
-        x_TD, norm_D, normed_TD, weight_ED, bias_E, logits_TE, arrived, weights_TK, experts_TK,
-        num_tokens, num_experts, dim, eps, experts_TK.stride(0),
+        x_TD, weight_ED, bias_E, logits_TE, arrived, weights_TK, experts_TK,
+        num_tokens, num_experts, dim, experts_TK.stride(0),
         TOP_K=options.top_k,
         BLOCK_K=triton.next_power_of_2(options.top_k),
         TOKENS=plan.tokens,
         EXPERTS=plan.experts,
         BLOCK_E=block_e,
         BLOCK=plan.block,
-        NORM=norm is not None,
         BIAS=bias_E is not None,
         NORM_TOPK=options.norm_topk_prob,
         OVERLAP=OVERLAP,
         num_warps=4,
         num_stages=plan.stages,
+        launch_pdl=OVERLAP,
+    )  # fmt: skip
+
+
+def norm_route(
+    x_TD: torch.Tensor,
+    norm_D: torch.Tensor,
+    eps: float,
+    weight_ED: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    options: RouterOptions,
+    normed_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    arrived: torch.Tensor,
+) -> None:
+    """As `route`, of rms_norm(x), which it writes to `normed`."""
+    (num_tokens, dim), num_experts = x_TD.shape, len(weight_ED)
+    block = int(triton.next_power_of_2(dim))
+    experts = max(1, _MAX_CHOICE_ELEMENTS // block)
+    assert num_tokens <= len(arrived), num_tokens
+    logits_TE = x_TD.new_empty(num_tokens, num_experts, dtype=torch.float32)
+    _norm_router_kernel[(num_tokens, triton.cdiv(num_experts, experts))](
+        x_TD, norm_D, normed_TD, weight_ED, bias_E, logits_TE, arrived, weights_TK, experts_TK,
+        num_tokens, num_experts, dim, eps, experts_TK.stride(0),
+        TOP_K=options.top_k,
+        BLOCK_K=triton.next_power_of_2(options.top_k),
+        EXPERTS=experts,
+        BLOCK_E=_padded(num_experts),
+        BLOCK=block,
+        BIAS=bias_E is not None,
+        NORM_TOPK=options.norm_topk_prob,
+        OVERLAP=OVERLAP,
+        num_warps=4,
         launch_pdl=OVERLAP,
     )  # fmt: skip
 
@@ -141,23 +172,23 @@ def group_by_expert(experts_TK: torch.Tensor, num_experts: int, block_m: int) ->
         BLOCK_E=_padded(num_experts),
         CHUNK=chunk,
         OVERLAP=OVERLAP,
-        num_warps=4,
+        num_warps=8 if chunk > 1024 else 4,
         launch_pdl=OVERLAP,
     )  # fmt: skip
     return blocks
 
 
 def _padded(size: int) -> int:
-    return max(_MIN_TILE, triton.next_power_of_2(size))
+    return max(_MIN_TILE, int(triton.next_power_of_2(size)))
 
 
 @triton.jit
 def _router_kernel(
-    x_ptr, norm_ptr, normed_ptr, weight_ptr, bias_ptr, logits_ptr, arrived_ptr,
-    weights_ptr, experts_ptr, T, E, D, eps, experts_stride,
+    x_ptr, weight_ptr, bias_ptr, logits_ptr, arrived_ptr, weights_ptr, experts_ptr,
+    T, E, D, experts_stride,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    NORM_TOPK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = BLOCK_E // EXPERTS
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -170,25 +201,12 @@ def _router_kernel(
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    scale = tl.zeros([TOKENS], tl.float32)
-    if NORM:
-        squares = tl.zeros([TOKENS, BLOCK], tl.float32)
-        for start in range(0, D, BLOCK):
-            real = is_token[:, None] & (start + column < D)[None, :]
-            x = tl.load(x_ptr + start + place, real, 0.0).to(tl.float32)
-            squares += x * x
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
     sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
     for start in range(0, D, BLOCK):
         inside = start + column < D
         real = is_token[:, None] & inside[None, :]
         weight = tl.load(weight_ptr + start, inside[None, :], 0.0)
         x = tl.load(x_ptr + start + place, real, 0.0)
-        if NORM:
-            norm = tl.load(norm_ptr + start + column, inside, 0.0).to(tl.float32)
-            x = (x.to(tl.float32) * scale[:, None] * norm[None, :]).to(weight.dtype)
-            if part == 0:
-                tl.store(normed_ptr + start + place, x, real)
         sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
     if PARTS == 1:
         _choose(
@@ -211,6 +229,43 @@ def _router_kernel(
                 logits, bias_ptr, weights_ptr, experts_ptr, token, T, E, experts_stride,
                 TOP_K, BLOCK_K, TOKENS, BLOCK_E, BIAS, NORM_TOPK,
             )  # fmt: skip
+
+
+@triton.jit
+def _norm_router_kernel(
+    x_ptr, norm_ptr, normed_ptr, weight_ptr, bias_ptr, logits_ptr, arrived_ptr,
+    weights_ptr, experts_ptr, T, E, D, eps, experts_stride,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS: tl.constexpr, NORM_TOPK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0), tl.program_id(1)
+    expert = part * EXPERTS + tl.arange(0, EXPERTS)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    tile_ptr = weight_ptr + tl.minimum(expert, E - 1)[:, None] * D + column[None, :]
+    weight = tl.load(tile_ptr, inside[None, :], 0.0)
+    norm = tl.load(norm_ptr + column, inside, 0.0).to(tl.float32)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + token * D + column, inside, 0.0).to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x) / D + eps) * norm).to(normed_ptr.dtype.element_ty)
+    if part == 0:
+        tl.store(normed_ptr + token * D + column, x, inside)
+    logits = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    tl.store(logits_ptr + token * E + expert, logits, expert < E)
+    # Orders the stores of all threads before one thread's release of the counter.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + token, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        tl.store(arrived_ptr + token, 0)
+        every = tl.arange(0, BLOCK_E)[None, :]
+        # ".cg" reads from the L2 cache, which has the other programs' stores.
+        all_ptr = logits_ptr + token * E + every
+        _choose(
+            tl.load(all_ptr, every < E, 0.0, cache_modifier=".cg"), bias_ptr, weights_ptr,
+            experts_ptr, token + tl.arange(0, 1), T, E, experts_stride,
+            TOP_K, BLOCK_K, 1, BLOCK_E, BIAS, NORM_TOPK,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def forward(model):
     from areal.engine.native.cuda.decoder import FusedDecoder, PagedCache, Rows
 
     decoder = FusedDecoder(model, PagedCache(model, num_pages=4, page_size=4))
-    assert decoder.can_run_few() == (model.share is None)
+    assert decoder.can_run_few(3) == (model.share is None)
     positions = torch.arange(10, dtype=torch.int32)
     rows = Rows(positions + 3, positions, positions)
     hidden_TD = decoder.forward(rows, lambda layer, q_TNH, out_TNH: out_TNH.copy_(q_TNH))

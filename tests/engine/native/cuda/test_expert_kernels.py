@@ -64,7 +64,7 @@ def grouped(x_TD, w1, w2, w3, weights_TK, experts_TK, plan: Plan):
 
 
 def default_plan(num_pairs, num_experts, dtype) -> Plan:
-    return plan_for(block_m_for(num_pairs, num_experts), dtype.itemsize, HOPPER)
+    return plan_for(block_m_for(num_pairs, num_experts), 128, dtype.itemsize, HOPPER)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -130,7 +130,8 @@ def test_blocks_are_as_wide_as_the_rows_of_an_expert():
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 @pytest.mark.parametrize("element_bytes", [2, 4])
-def test_tiles_fit_into_shared_memory(block_m, element_bytes):
-    plan = plan_for(block_m, element_bytes, HOPPER)
+@pytest.mark.parametrize("dim", [64, 768, 2048])
+def test_tiles_fit_into_shared_memory(block_m, element_bytes, dim):
+    plan = plan_for(block_m, dim, element_bytes, HOPPER)
     tile_bytes = element_bytes * plan.block * (plan.rows + plan.block_m)
     assert plan.stages >= 2 and plan.stages * tile_bytes <= HOPPER.program_bytes

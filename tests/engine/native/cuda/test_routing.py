@@ -10,6 +10,7 @@ from areal.engine.native.cuda.routing import (
     RouterOptions,
     group_by_expert,
     max_blocks,
+    norm_route,
     route,
     router_arrivals,
     router_plan,
@@ -34,17 +35,23 @@ def make_router(num_experts, top_k, dim, device, dtype, *, normed=True, bias=Fal
     return router
 
 
-def run(router: Router, x_TD, norm=None):
+def run(router: Router, x_TD, norm: torch.nn.RMSNorm | None = None):
+    """Weights, experts, and what was routed."""
     options = RouterOptions(router.top_k, router.norm_topk_prob)
     weights_TK = x_TD.new_full((len(x_TD), router.top_k), float("nan"), dtype=torch.float32)
     # Rows apart, as those of one layer are among all layers'.
     routed_TLK = torch.full((len(x_TD), 3, router.top_k), -7, device=x_TD.device).int()
     arrived = router_arrivals(x_TD.device)
-    args = (router.weight, router.expert_bias, options, weights_TK, routed_TLK[:, 1], arrived, norm)
-    route(x_TD, *args)
+    outputs, normed_TD = (weights_TK, routed_TLK[:, 1], arrived), x_TD
+    if norm is None:
+        route(x_TD, router.weight, router.expert_bias, options, *outputs)
+    else:
+        normed_TD = torch.full_like(x_TD, float("nan"))
+        weights = (norm.weight, EPS, router.weight, router.expert_bias)
+        norm_route(x_TD, *weights, options, normed_TD, *outputs)
     assert not arrived.any()
     assert (routed_TLK[:, [0, 2]] == -7).all()
-    return weights_TK, routed_TLK[:, 1].long()
+    return weights_TK, routed_TLK[:, 1].long(), normed_TD
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -54,20 +61,22 @@ def test_chooses_as_the_router_does(shape, normed, bias, device, dtype):
     num_tokens, num_experts, top_k, dim = shape
     router = make_router(num_experts, top_k, dim, device, dtype, normed=normed, bias=bias)
     x_TD = torch.randn(num_tokens, dim, device=device).to(dtype)
-    weights_TK, experts_TK = run(router, x_TD)
+    weights_TK, experts_TK, _ = run(router, x_TD)
     expected_weights, expected_experts = router(x_TD)
     assert torch.equal(experts_TK, expected_experts)
     torch.testing.assert_close(weights_TK, expected_weights, atol=2e-6, rtol=1e-4)
 
 
-def test_norms_its_input_for_the_products_that_follow(device, dtype):
+@pytest.mark.parametrize("shape", [(1, 128, 8, 96), (4, 6, 3, 32), (3, 200, 1, 2048)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_few_tokens_are_normed_for_the_products_that_follow(shape, bias, device, dtype):
     torch.manual_seed(0)
-    router = make_router(16, 4, 96, device, dtype)
-    norm = torch.nn.RMSNorm(96, EPS).to(device, dtype).requires_grad_(False)
+    num_tokens, num_experts, top_k, dim = shape
+    router = make_router(num_experts, top_k, dim, device, dtype, bias=bias)
+    norm = torch.nn.RMSNorm(dim, EPS).to(device, dtype).requires_grad_(False)
     norm.weight.uniform_(0.5, 1.5)
-    x_TD = torch.randn(5, 96, device=device).to(dtype)
-    normed_TD = torch.full_like(x_TD, float("nan"))
-    weights_TK, experts_TK = run(router, x_TD, norm=(norm.weight, EPS, normed_TD))
+    x_TD = torch.randn(num_tokens, dim, device=device).to(dtype)
+    weights_TK, experts_TK, normed_TD = run(router, x_TD, norm)
     torch.testing.assert_close(normed_TD, norm(x_TD))
     expected_weights, expected_experts = router(normed_TD)
     assert torch.equal(experts_TK, expected_experts)
@@ -77,7 +86,7 @@ def test_norms_its_input_for_the_products_that_follow(device, dtype):
 def test_of_equal_scores_the_lower_index_is_chosen(device):
     router = make_router(6, 3, 32, device, torch.float32)
     router.weight.fill_(0.5)
-    weights_TK, experts_TK = run(router, torch.randn(4, 32, device=device))
+    weights_TK, experts_TK, _ = run(router, torch.randn(4, 32, device=device))
     assert (experts_TK == torch.tensor([0, 1, 2], device=device)).all()
     torch.testing.assert_close(weights_TK, torch.full_like(weights_TK, 1 / 3))
 
@@ -86,7 +95,7 @@ def test_what_is_no_number_still_has_experts_that_exist(device):
     router = make_router(6, 3, 32, device, torch.float32)
     x_TD = torch.randn(4, 32, device=device)
     x_TD[1] = float("nan")
-    _, experts_TK = run(router, x_TD)
+    _, experts_TK, _ = run(router, x_TD)
     assert (experts_TK >= 0).all() and (experts_TK < 6).all()
     assert torch.equal(experts_TK[[0, 2, 3]], router(x_TD)[1][[0, 2, 3]])
 
