@@ -43,6 +43,7 @@ gconfig.seed gconfig.lora_name gconfig.use_beam_search gconfig.drop_incomplete_g
 rollout.backend rollout.max_concurrent_rollouts rollout.consumer_batch_size
 rollout.max_head_offpolicyness rollout.max_failure_ratio rollout.request_timeout
 rollout.request_retries rollout.dump_to_file rollout.workers rollout.recompute_kv
+rollout.return_routed_experts
 rollout.scheduling_strategy.*
 dynamic_bs dynamic_filter_fn
 """
