@@ -26,6 +26,7 @@ from areal.engine.native.engine import NativeEngine
 from areal.engine.native.grammar import GrammarCompiler
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention import PackedAttention
+from areal.models.common.moe import recorded_experts
 
 VOCAB = 64
 
@@ -165,6 +166,22 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
         assert len(out.output_tokens) == request.gconfig.max_new_tokens
         expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens, 0.8)
         assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_requests", [2, 7])
+def test_experts_on_record_are_those_of_a_full_forward(make_engine, num_requests):
+    """A few rows, and more than the kernels for few rows take; prompts that are shared, too."""
+    engine, requests = make_engine("qwen3_moe"), mixed_requests(num_requests, most=3)
+    for request in requests:
+        request.return_routed_experts = True
+        engine.add(request)
+    done = run(engine)
+    for request in requests:
+        out = done[request.rid]
+        with recorded_experts(engine.model) as chosen:
+            full_forward_logits(engine.model, request.input_ids, out.output_tokens)
+        expected = torch.stack(chosen, dim=1)[:-1].cpu().numpy()
+        np.testing.assert_array_equal(out.routed_experts, expected)
 
 
 def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
