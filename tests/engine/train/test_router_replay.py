@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine.train.archon_world import loss_fn, make_batch, open_engine
+from engine.train.archon_world import loss_fn, make_batch, open_engine, train
+from gloo_ranks import run_ranks
 from tiny import tiny_config, tiny_model, write_tiny_model
 from tiny_run import grpo_config
 
@@ -74,6 +75,24 @@ def test_other_ways_to_compute_replay_too(folder, changes):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for mine, theirs in zip(plain.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
+
+
+def rank_losses(folder: str, layouts: list[str]) -> list[list[float]]:
+    """Losses of two steps; the second shows that the first changed the right weights."""
+    found = []
+    for layout in layouts:
+        engine = open_engine(folder, layout)
+        found.append([train(engine, replayed_batch(seed))["loss"] for seed in range(2)])
+    return found
+
+
+def test_ranks_replay_their_own_tokens(folder):
+    """Of rows, of parts of a sequence (which are padded), and with experts elsewhere."""
+    layouts = ["archon:d2e2", "archon:c2e2"]
+    expected = rank_losses(folder, ["archon:d1"])[0]
+    target = "engine.train.test_router_replay:rank_losses"
+    for found in run_ranks(2, target, folder, layouts):
+        assert found == [pytest.approx(expected, rel=1e-5)] * len(layouts)
 
 
 async def generate(folder: str, num_samples: int) -> list[dict[str, torch.Tensor]]:
