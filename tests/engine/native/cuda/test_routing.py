@@ -29,7 +29,7 @@ def make_router(num_experts, top_k, dim, device, dtype, *, normed=True, bias=Fal
         layers=frozenset(), expert_bias=bias,
     )  # fmt: skip
     router = Router(dim, args).to(device, dtype).requires_grad_(False)
-    router.weight.normal_()
+    router.weight.normal_(0.0, dim**-0.5)  # logits as of a model: no probability is 0
     if router.expert_bias is not None:
         router.expert_bias.normal_(0.0, 0.3)
     return router
