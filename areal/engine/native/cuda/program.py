@@ -3,7 +3,8 @@
 `CudaRunner` captures `step` and launches the rest. Nothing here reads a value back, so everything
 can run ahead of the host; all tensors it changes (cache, slots) are allocated once.
 
-Shapes: R rows of a decode step, S slots, C chunks, T prefill rows, P pages, D model dim.
+Shapes: R rows of a decode step, S slots, C chunks, T prefill rows, P pages, D model dim; B slots
+with drafts of L tokens each, which make B * Q rows, Q = L + 1.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from areal.engine.native.cuda.decoder import (
 from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.prefill_attention import flashinfer_prefill, prefill_attention
 from areal.engine.native.cuda.prompt_attention import prompt_attention
-from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
+from areal.engine.native.cuda.sampler import DeviceSampling, SamplingWorkspace, sample_rows
 from areal.engine.native.cuda.shared_prompts import (
     Heads,
     PromptSpace,
     SharedPrompts,
     share_prompts,
 )
-from areal.engine.native.cuda.slots import DeviceSlots
+from areal.engine.native.cuda.slots import DeviceSlots, SlotRows
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
 from areal.models.common.invariant import row_logprobs
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
+
+
+MAX_DRAFT_ROWS = 64  # up to here a step is bound by reading the weights
 
 
 class DeviceProgram:
@@ -75,7 +79,11 @@ class DeviceProgram:
         self._invariant = batch_invariant
         self._decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)
         self._attention_space = Workspace.make(
-            max_rows, args.n_heads, args.n_kv_heads, args.head_dim, weight.device
+            max(max_rows, MAX_DRAFT_ROWS),
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_dim,
+            weight.device,
         )
         heads = Heads(args.n_heads, args.n_kv_heads, args.head_dim, weight.dtype)
         self._prompt_space = None
@@ -122,7 +130,52 @@ class DeviceProgram:
         shared: SharedPrompts | None = None,
     ) -> None:
         """One decode step, from the slots' newest tokens to their next ones."""
-        slots, num_rows = self.slots, len(slot_R)
+        self.draw(slot_R, self._decode(slot_R, self.slots.rows, shared), tokens_KR, logprobs_KR)
+
+    def verify(
+        self,
+        slot_B: torch.Tensor,
+        drafts_BL: torch.Tensor,
+        tokens_BQ: torch.Tensor,
+        logprobs_BQ: torch.Tensor,
+        count_B: torch.Tensor,
+    ) -> None:
+        """One step for each slot's newest token and the L drafted ones after it (Q = L + 1).
+
+        A slot's first `count` draws are its next tokens, and it advances by as many. A draft may
+        be filled up with -1. What later rows wrote to the cache is written again when it is known.
+        """
+        slots, (num_slots, length) = self.slots, drafts_BL.shape
+        rows = slots.after_drafts(slot_B, drafts_BL)
+        row_R = torch.arange(num_slots * (length + 1), dtype=torch.int32, device=self.device)
+        token_R, logprob_R = self._sample(row_R, self._decode(row_R, rows), rows.sampling)
+        tokens_BQ.copy_(token_R.view(num_slots, -1))
+        logprobs_BQ.copy_(logprob_R.view(num_slots, -1))
+        is_true_BL = tokens_BQ[:, :-1] == drafts_BL
+        torch.add(is_true_BL.int().cumprod(1).sum(1), 1, out=count_B)
+        slots.advance(slot_B, tokens_BQ, count_B)
+
+    def draw(
+        self,
+        slot_R: torch.Tensor,
+        hidden_RD: torch.Tensor,
+        tokens_KR: torch.Tensor,
+        logprobs_KR: torch.Tensor,
+    ) -> None:
+        """A token for each slot from its newest hidden state; the slots advance by one."""
+        slots = self.slots
+        token_R, logprob_R = self._sample(slot_R, hidden_RD, slots.sampling)
+        finish_decode(
+            slot_R, token_R, logprob_R, slots.last_token_S, slots.num_tokens_S,
+            slots.sampling.num_output_S, slots.sampling.history_SC, self._step_count,
+            tokens_KR, logprobs_KR,
+        )  # fmt: skip
+
+    def _decode(
+        self, slot_R: torch.Tensor, slots: SlotRows, shared: SharedPrompts | None = None
+    ) -> torch.Tensor:
+        """Hidden states [R, D] of the newest tokens of the rows `slot_R` of `slots`."""
+        num_rows = len(slot_R)
         rows = Rows(*(torch.empty_like(slot_R) for _ in range(3)))
         prepare_decode(
             slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
@@ -144,46 +197,21 @@ class DeviceProgram:
         forward = decoder.forward
         if isinstance(decoder, FusedDecoder) and decoder.can_run_few() and num_rows <= MAX_FEW_ROWS:
             forward = decoder.forward_few
-        self.draw(slot_R, forward(rows, attend), tokens_KR, logprobs_KR)
+        return forward(rows, attend)
 
-    def draw(
-        self,
-        slot_R: torch.Tensor,
-        hidden_RD: torch.Tensor,
-        tokens_KR: torch.Tensor,
-        logprobs_KR: torch.Tensor,
-    ) -> None:
-        """A token for each slot from its newest hidden state; the slots advance by one."""
-        slots = self.slots
+    def _sample(
+        self, slot_R: torch.Tensor, hidden_RD: torch.Tensor, sampling: DeviceSampling
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities, [R] each."""
         token_R = torch.empty_like(slot_R)
         logprob_R = torch.empty_like(slot_R, dtype=torch.float32)
         logits_RV = self._decoder.logits(hidden_RD)
         num_rows, vocab_size = logits_RV.shape
         workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self.device)
-        sample_rows(logits_RV, slot_R, slots.sampling, token_R, logprob_R, workspace)
+        sample_rows(logits_RV, slot_R, sampling, token_R, logprob_R, workspace)
         if self._invariant:
-            logprob_R = self._trainer_logprobs(logits_RV, slot_R, token_R, logprob_R)
-        finish_decode(
-            slot_R, token_R, logprob_R, slots.last_token_S, slots.num_tokens_S,
-            slots.sampling.num_output_S, slots.sampling.history_SC, self._step_count,
-            tokens_KR, logprobs_KR,
-        )  # fmt: skip
-
-    def _trainer_logprobs(
-        self,
-        logits_RV: torch.Tensor,
-        slot_R: torch.Tensor,
-        token_R: torch.Tensor,
-        logprob_R: torch.Tensor,
-    ) -> torch.Tensor:
-        """Recompute log-probabilities in the trainer's arithmetic, for rows without a cut."""
-        options, slot_R = self.slots.sampling, slot_R.long()
-        scaled_RV = logits_RV / options.temperature_S[slot_R, None]
-        exact_R = row_logprobs(scaled_RV, token_R.long())
-        is_cut_R = (options.top_p_S < 1) | (options.top_k_S < logits_RV.shape[1])
-        is_cut_R |= (options.adjusted_S != 0) & (options.min_p_S > 0)
-        is_cut_R = (is_cut_R & (options.greedy_S == 0))[slot_R]
-        return torch.where(is_cut_R, logprob_R, exact_R)
+            logprob_R = _trainer_logprobs(logits_RV, slot_R, sampling, token_R, logprob_R)
+        return token_R, logprob_R
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         source, target = self.slots.upload(np.array([sources, targets]))
@@ -234,3 +262,20 @@ class DeviceProgram:
         return lambda layer, q_TNH, out_TNH: prefill_attention(
             q_TNH, *cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH, max_rows
         )
+
+
+def _trainer_logprobs(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    sampling: DeviceSampling,
+    token_R: torch.Tensor,
+    logprob_R: torch.Tensor,
+) -> torch.Tensor:
+    """Recompute log-probabilities in the trainer's arithmetic, for rows without a cut."""
+    slot_R = slot_R.long()
+    scaled_RV = logits_RV / sampling.temperature_S[slot_R, None]
+    exact_R = row_logprobs(scaled_RV, token_R.long())
+    is_cut_R = (sampling.top_p_S < 1) | (sampling.top_k_S < logits_RV.shape[1])
+    is_cut_R |= (sampling.adjusted_S != 0) & (sampling.min_p_S > 0)
+    is_cut_R = (is_cut_R & (sampling.greedy_S == 0))[slot_R]
+    return torch.where(is_cut_R, logprob_R, exact_R)

@@ -22,8 +22,10 @@ from areal.engine.native.cuda import program as program_module
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.program import DeviceProgram
+from areal.engine.native.drafts import Drafts
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.grammar import GrammarCompiler
+from areal.engine.native.runner import Computed
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention import PackedAttention
 
@@ -79,6 +81,29 @@ class EagerRunner:
         for _ in range(num_steps):
             program.step(program.slots.upload(padded), *outputs, shared)
         return Outputs(*(x[:, : len(slots)] for x in outputs))
+
+    def draft_length(self, num_rows):
+        return 3 if num_rows <= 4 else 0
+
+    def draft_cost(self, slots, length):
+        return 1.1
+
+    def verify(self, slots, drafts):
+        program = self._program
+        program.slots.update(slots)
+        rows = np.full((len(slots) + 1, 4), -1, np.int32)  # one row of padding
+        rows[:, 0] = [*slots, program.slots.scratch]
+        for row, draft in zip(rows, drafts, strict=False):
+            row[1 : 1 + len(draft)] = draft
+        tokens, logprobs = program.new_outputs(*rows.shape)
+        slot_B, drafts_BL = program.slots.upload(rows).split([1, 3], dim=1)
+        count_B = torch.zeros_like(slot_B[:, 0])
+        program.verify(slot_B[:, 0], drafts_BL, tokens, logprobs, count_B)
+        counts = count_B.tolist()[: len(slots)]
+        return Computed(
+            [row[:count] for row, count in zip(tokens.tolist(), counts, strict=False)],
+            [row[:count] for row, count in zip(logprobs.tolist(), counts, strict=False)],
+        )
 
     def copy_pages(self, sources, targets):
         self._program.copy_pages(sources, targets)
@@ -281,3 +306,33 @@ def test_greedy_tokens_and_stops_are_those_of_the_plain_engine(make_engine, monk
     }
     assert all(len(f.output_tokens) > 4 for f in found.values())
     assert "stop" in {f.stop_reason for f in found.values()}
+
+
+# Drafts.
+
+
+def test_drafts_change_no_draw(make_engine, monkeypatch):
+    """Guesses that are right for a while, or not at all: the tokens are those drawn without."""
+
+    def generate(**options):
+        engine = make_engine(**options)
+        sampling = GenerationHyperparameters(max_new_tokens=8, temperature=0.7, seed=3)
+        engine.add(GenRequest("a", [5, 6, 7, 8, 9], sampling))
+        done = run(engine)["a"]
+        expected = full_forward_logprobs(engine.model, [5, 6, 7, 8, 9], done.output_tokens, 0.7)
+        assert done.output_logprobs == pytest.approx(expected, abs=2e-3)
+        return done.output_tokens, engine.stats()
+
+    expected, stats = generate(drafts=False)
+    assert stats["drafts_accepted"] == stats["tokens_drafted"] == 0
+
+    def guess(_, sequence, limit):
+        num_tokens = len(sequence.output_tokens)
+        right = expected[num_tokens : num_tokens + limit]
+        return right if num_tokens < 4 else [*right[:1], *(VOCAB - 1 - t for t in right[1:])]
+
+    monkeypatch.setattr(Drafts, "best_length", lambda *_: 3)
+    monkeypatch.setattr(Drafts, "draft", guess)
+    drawn, stats = generate()
+    assert drawn == expected
+    assert 2 < stats["drafts_accepted"] < stats["tokens_drafted"]
