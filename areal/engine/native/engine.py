@@ -50,7 +50,7 @@ from areal.engine.native.scheduler import Scheduler, SlotTable
 from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
 from areal.engine.native.torch_runner import TorchRunner
-from areal.models.common.decoder import Decoder, DecoderBlock
+from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
 from areal.utils.hub import model_folder
@@ -570,19 +570,8 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: plain norms, full attention, SwiGLU. A tensor-core product
-    needs a head dim of at least 16, a tile a power of two."""
-    args = model.args
-    is_plain = (
-        type(model).block_class is DecoderBlock
-        and args.moe is None
-        and args.activation == "silu"
-        and args.embedding_scale == 1.0
-        and args.score_scale is None
-        and not args.windows
-        and args.logit_softcap is None
-    )
-    return is_plain and args.head_dim >= 16 and args.head_dim & (args.head_dim - 1) == 0
+    """Whether the kernels support it: every decoder without experts."""
+    return model.args.moe is None
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from areal.engine.native.cuda.block_kernels import Norm
 from areal.engine.native.cuda.device import HOPPER, Device
 from areal.engine.native.cuda.small_linear import (
     Plan,
-    norm_gate_up_silu,
     norm_linear,
     plan_for,
+    small_gate_up,
     small_linear,
 )
 
@@ -78,21 +79,39 @@ def test_norm_linear(shape, num_rows, dtype, device):
     weight = draw(*shape, dtype=dtype, device=device, scale=dim**-0.5)
     bias = draw(num_outputs, dtype=dtype, device=device)
     out = poisoned(num_rows, num_outputs, dtype=dtype, device=device)
-    norm_linear(x, norm, EPS, weight, bias, out)
+    norm_linear(x, Norm(norm, EPS), weight, bias, out)
     assert_near(out, normed(x, norm) @ weight.double().T + bias.double())
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norm_gate_up_silu(shape, num_rows, dtype, device):
+def test_gate_up_of_a_norm(shape, num_rows, dtype, device):
     width, dim = shape
     x = draw(num_rows, dim, dtype=dtype, device=device)
     norm = draw(dim, dtype=dtype, device=device) + 1
     weight = draw(2 * width, dim, dtype=dtype, device=device, scale=dim**-0.5)
     out = poisoned(num_rows, width, dtype=dtype, device=device)
-    norm_gate_up_silu(x, norm, EPS, weight, out)
+    small_gate_up(x, Norm(norm, EPS), weight, "silu", out)
     gate, up = (normed(x, norm) @ weight.double().T).chunk(2, dim=1)
     assert_near(out, F.silu(gate) * up, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("shape", [(24, 1152), (7, 3584)], ids=str)
+def test_gate_up_with_gelu(shape, num_rows, dtype, device):
+    """Without a norm, and with one whose weight is an offset from 1."""
+    width, dim = shape
+    x = draw(num_rows, dim, dtype=dtype, device=device)
+    norm = draw(dim, dtype=dtype, device=device)
+    weight = draw(2 * width, dim, dtype=dtype, device=device, scale=dim**-0.5)
+    for norm_of_x, y in [
+        (None, x.double()),
+        (Norm(norm, EPS, offset=1.0), normed(x, norm.double() + 1)),
+    ]:
+        out = poisoned(num_rows, width, dtype=dtype, device=device)
+        small_gate_up(x, norm_of_x, weight, "gelu_tanh", out)
+        gate, up = (y @ weight.double().T).chunk(2, dim=1)
+        assert_near(out, F.gelu(gate, approximate="tanh") * up, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("plan", [VECTOR, MATRIX, Plan(2, 256, 1), Plan(8, 2048, 8)], ids=str)
@@ -101,7 +120,7 @@ def test_every_plan_computes_one_row(plan, dtype, device):
     norm = draw(1536, dtype=dtype, device=device)
     weight = draw(30, 1536, dtype=dtype, device=device, scale=0.02)
     out = poisoned(1, 30, dtype=dtype, device=device)
-    norm_linear(x, norm, EPS, weight, None, out, plan)
+    norm_linear(x, Norm(norm, EPS), weight, None, out, plan)
     assert_near(out, normed(x, norm) @ weight.double().T)
 
 
@@ -112,12 +131,12 @@ def test_few_programs_walk_over_many_outputs(dtype, device):
     weight = draw(2 * width, 48, dtype=dtype, device=device, scale=0.1)
     bias = draw(2 * width, dtype=dtype, device=device)
     out = poisoned(1, 2 * width, dtype=dtype, device=device)
-    norm_linear(x, norm, EPS, weight, bias, out, plan)
+    norm_linear(x, Norm(norm, EPS), weight, bias, out, plan)
     products = normed(x, norm) @ weight.double().T
     assert_near(out, products + bias.double())
     gate, up = products.chunk(2, dim=1)
     out = poisoned(1, width, dtype=dtype, device=device)
-    norm_gate_up_silu(x, norm, EPS, weight, out, plan)
+    small_gate_up(x, Norm(norm, EPS), weight, "silu", out, plan)
     assert_near(out, F.silu(gate) * up, 2 * TOLERANCE[dtype])
 
 
@@ -135,7 +154,7 @@ def test_a_row_of_nan_stays_alone(dtype, device):
     x[1] = torch.nan
     weight = draw(20, 128, dtype=dtype, device=device)
     out = torch.zeros(3, 20, dtype=dtype, device=device)
-    norm_linear(x, torch.ones_like(x[0]), EPS, weight, None, out)
+    norm_linear(x, Norm(torch.ones_like(x[0]), EPS), weight, None, out)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
@@ -198,7 +217,7 @@ def test_a_captured_chain_of_overlapping_kernels_has_no_race(num_rows, device):
     def chain():
         state.copy_(x)
         for layer in range(layers):
-            norm_gate_up_silu(state, norm, EPS, gate_up[layer], middle)
+            small_gate_up(state, Norm(norm, EPS), gate_up[layer], "silu", middle)
             small_linear(middle, down[layer], None, state, state)
 
     chain()
