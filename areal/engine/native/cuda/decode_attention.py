@@ -38,6 +38,7 @@ from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
 MAX_SPLITS = 64
 _MAX_GRID_ROWS = 65535  # of the second dimension of a CUDA grid
+_MIN_TILE = 16  # tokens that a tensor-core product sums over
 _NO_WINDOW = 2**31 - 1
 
 
@@ -58,13 +59,15 @@ def tiles_for(num_splits: int, head_dim: int, dtype: torch.dtype, device: Device
     """
     token_bytes = 2 * padded(head_dim) * dtype.itemsize
     tile = 128 if token_bytes <= 256 else 64
-    while 2 * tile * token_bytes > 0.7 * device.program_bytes:
+    while tile > _MIN_TILE and 2 * tile * token_bytes > 0.7 * device.program_bytes:
         tile //= 2
     if num_splits <= 4:
         return DecodeTiles(tile, min_split=128, num_warps=4, num_stages=3)
     if num_splits <= 16:
         return DecodeTiles(tile, min_split=min(tile, 64), num_warps=4, num_stages=3)
-    return DecodeTiles(tile // 2, min_split=tile // 2, num_warps=4, num_stages=4)
+    stages = 4 if tile > _MIN_TILE else 3
+    tile = max(tile // 2, _MIN_TILE)
+    return DecodeTiles(tile, min_split=tile, num_warps=4, num_stages=stages)
 
 
 def splits_for(num_rows: int, num_kv_heads: int, device: Device) -> int:

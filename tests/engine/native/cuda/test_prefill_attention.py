@@ -90,6 +90,7 @@ def test_each_size_of_tile(chunks, dtype, device):
     check(chunks, group=6, dtype=dtype, device=device, **shape)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
 @pytest.mark.parametrize("window", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize("head_dim", [256, 80])
 def test_a_window_and_a_scale(window, head_dim, dtype, device):
