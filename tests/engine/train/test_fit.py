@@ -71,7 +71,6 @@ def test_a_model_that_does_not_fit(
     [
         ("archon:d1", EXPERTS, {"use_lora": True}, "archon has no adapters for experts"),
         ("archon:d1", EXPERTS, {"batch_invariant": True}, "no such kernel for experts"),
-        ("archon:d1", "gemma3_text", {"batch_invariant": True}, "no sliding window"),
     ],
 )
 def test_options_that_do_not_fit(

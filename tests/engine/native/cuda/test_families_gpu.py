@@ -9,12 +9,14 @@ import torch
 from tiny import tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.runner import CudaRunner
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import GenRequest
 from areal.models.common.attention import PackedAttention
-from areal.models.common.decoder import Decoder
+from areal.models.common.decoder import Decoder, softcap
+from areal.models.common.invariant import invariant_logits, row_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -128,3 +130,24 @@ def test_logprobs_in_float32(name, monkeypatch):
         sequences, found = run(engine, requests)
         wanted = module_logprobs(make_model(name, 0, torch.float32), requests, sequences)
         torch.testing.assert_close(found.double(), wanted, atol=2e-3, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma_short_window", "gemma_softcap", "heads_of_96"])
+def test_batch_invariant_logprobs_are_the_trainers_bits(name):
+    model = make_model(name, 0, torch.bfloat16)
+    engine = NativeEngine(model, num_pages=6000, max_running=64, batch_invariant=True)
+    requests = requests_of(20, seed=0)
+    sequences, found = run(engine, requests)
+    bounds = torch.tensor([0, *map(len, sequences)], device="cuda").cumsum(0)
+    attend = InvariantPackedAttention(bounds, max(map(len, sequences)))
+    tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device="cuda")
+    hidden_TD = model(tokens_T, attend.positions_T, attend)
+    logits_TV = invariant_logits(hidden_TD[:-1], model.output_weight)
+    logits_TV = softcap(logits_TV, model.args.logit_softcap)
+    logprobs_T = row_logprobs(logits_TV, tokens_T[1:]).cpu()
+    wanted = [
+        logprobs_T[start + len(request.input_ids) - 1 : start + len(tokens) - 1]
+        for start, request, tokens in zip(bounds.tolist(), requests, sequences, strict=False)
+    ]
+    assert torch.equal(found, torch.cat(wanted))
