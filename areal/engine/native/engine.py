@@ -50,7 +50,7 @@ from areal.engine.native.scheduler import Scheduler, SlotTable
 from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
 from areal.engine.native.torch_runner import TorchRunner
-from areal.models.common.decoder import Decoder
+from areal.models.common.decoder import Decoder, DecoderBlock
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
 from areal.utils.hub import model_folder
@@ -570,8 +570,8 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: every decoder without experts."""
-    return model.args.moe is None
+    """Whether the kernels support it: what args describe, without experts."""
+    return type(model).block_class is DecoderBlock and model.args.moe is None
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:

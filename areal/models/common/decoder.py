@@ -107,9 +107,11 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """Families subclass this to set their adapter; their architecture is in their args."""
+    """Families subclass this to set their adapter; their architecture is in their args, or, where
+    these cannot express it, in a block of their own (which the CUDA kernels do not compute)."""
 
     adapter_class: ClassVar[type[StateDictAdapter]]
+    block_class: ClassVar[type[DecoderBlock]] = DecoderBlock
 
     def __init__(self, args: DecoderArgs):
         super().__init__()
@@ -127,7 +129,9 @@ class Decoder(nn.Module):
             None if args.window_rope is None else RotaryEmbedding(args.window_rope, args.head_dim)
         )
         # Keyed by layer index: a pipeline stage has some of them.
-        self.layers = nn.ModuleDict({str(i): DecoderBlock(args, i) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): self.block_class(args, i) for i in range(args.n_layers)}
+        )
         self.norm: nn.RMSNorm | None = make_norm(args, args.dim)
         has_own_head = not (args.tie_word_embeddings or args.is_critic)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if has_own_head else None
