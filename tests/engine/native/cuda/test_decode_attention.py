@@ -197,6 +197,15 @@ def test_rows_may_be_part_of_a_wider_tensor(dtype, device):
     assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
 
 
+def test_the_tiles_of_measured_heads():
+    found = [tiles_for(splits, 128, torch.bfloat16, HOPPER) for splits in (1, 8, 64)]
+    assert found == [
+        DecodeTiles(64, min_split=128, num_warps=4, num_stages=3),
+        DecodeTiles(64, min_split=64, num_warps=4, num_stages=3),
+        DecodeTiles(32, min_split=32, num_warps=4, num_stages=4),
+    ]
+
+
 def test_few_rows_take_many_splits_and_the_workspace_holds_every_batch(device):
     assert splits_for(1, 2, HOPPER) == MAX_SPLITS
     assert [splits_for(rows, 2, HOPPER) for rows in (8, 16, 64, 512, 1024)] == [8, 4, 2, 1, 1]

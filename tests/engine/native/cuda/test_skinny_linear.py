@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from areal.engine.native.cuda.block_kernels import Norm, rms_norm
-from areal.engine.native.cuda.device import Device
+from areal.engine.native.cuda.device import HOPPER, Device
 from areal.engine.native.cuda.skinny_linear import (
     Plan,
     SkinnyWorkspace,
@@ -117,6 +117,26 @@ def test_plans_fit_the_device_and_the_workspace(num_rows, kilobytes, num_process
         if plan.parts > 1:
             assert tiles <= workspace.arrived.numel()
             assert tiles * plan.parts * plan.rows * padded <= workspace.sums.numel()
+
+
+# Weight rows, D: rows, block, stages, parts for 16 rows of x, and for 64.
+MEASURED = {  # plans that were timed on an H200
+    (2048, 1536): [(64, 128, 4, 4), (64, 128, 4, 4)],
+    (1536, 1536): [(64, 128, 4, 5), (64, 128, 4, 5)],
+    (17920, 1536): [(64, 128, 3, 1), (64, 64, 4, 1)],
+    (1536, 8960): [(64, 128, 6, 5), (64, 128, 4, 5)],
+    (4608, 3584): [(64, 128, 6, 1), (64, 128, 4, 1)],
+    (3584, 3584): [(64, 128, 6, 2), (64, 128, 4, 2)],
+    (37888, 3584): [(128, 64, 3, 1), (128, 64, 3, 1)],
+    (3584, 18944): [(64, 128, 6, 2), (64, 128, 4, 2)],
+}
+
+
+@pytest.mark.parametrize("weight", MEASURED, ids=str)
+def test_the_rule_gives_measured_shapes_their_plans(weight):
+    plans = [plan_for(num_rows, *weight, HOPPER) for num_rows in (16, 64)]
+    found = [(plan.rows, plan.block, plan.stages, plan.parts) for plan in plans]
+    assert found == MEASURED[weight]
 
 
 @pytest.mark.gpu
