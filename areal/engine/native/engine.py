@@ -556,8 +556,8 @@ def make_runner(
     if not on_cuda or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
-                f"batch_invariant: its kernels do not compute this {model.args.model_type} "
-                f"(head_dim {model.args.head_dim}); turn it off"
+                f"batch_invariant: its kernels do not compute this {model.args.model_type}; "
+                "turn it off"
             )
         tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
         return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
