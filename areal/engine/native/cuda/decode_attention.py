@@ -393,11 +393,11 @@ def _combine(
     PADDED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """Fold the `used` splits of one (row, key/value head), per query head."""
+    """Fold the `used` splits of one (row, key/value head), per query head and `WIDTH` columns of
+    it: with more, those of 64 splits would not fit into registers."""
+    WIDTH: tl.constexpr = min(PADDED, 128)  # pyright: ignore[reportAssignmentType]
     split_S = tl.arange(0, NUM_SPLITS)
     there_S = split_S < used
-    dim_H = tl.arange(0, PADDED)
-    real_H = dim_H < HEAD_DIM
     for head in tl.static_range(GROUP):  # pyright: ignore[reportGeneralTypeIssues]  # unrolled
         entry_S = split_S * GROUP + head
         # ".cg" reads from the L2 cache, which has the other programs' stores.
@@ -405,13 +405,15 @@ def _combine(
             partial_max + entry_S, mask=there_S, other=float("-inf"), cache_modifier=".cg"
         )
         sum_S = tl.load(partial_sum + entry_S, mask=there_S, other=0.0, cache_modifier=".cg")
-        acc_SH = tl.load(
-            partial_acc + entry_S[:, None] * HEAD_DIM + dim_H[None, :],
-            mask=there_S[:, None] & real_H[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
         weight_S = tl.exp2(max_S - tl.max(max_S, 0))
-        result_H = tl.sum(acc_SH * weight_S[:, None], 0) / tl.sum(sum_S * weight_S, 0)
-        place_H = out + head * HEAD_DIM + dim_H
-        tl.store(place_H, result_H.to(out.dtype.element_ty), mask=real_H)
+        total = tl.sum(sum_S * weight_S, 0)
+        for start in tl.static_range(0, PADDED, WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
+            dim_W = start + tl.arange(0, WIDTH)
+            acc_SW = tl.load(
+                partial_acc + entry_S[:, None] * HEAD_DIM + dim_W[None, :],
+                mask=there_S[:, None] & (dim_W < HEAD_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            result_W = (tl.sum(acc_SW * weight_S[:, None], 0) / total).to(out.dtype.element_ty)
+            tl.store(out + head * HEAD_DIM + dim_W, result_W, mask=dim_W < HEAD_DIM)
