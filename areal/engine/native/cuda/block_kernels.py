@@ -60,8 +60,9 @@ def _norm(x_TD, x_norm, residual_TD, norm, out_TD) -> None:
     assert x_norm is None or (x_norm.eps, x_norm.offset) == (norm.eps, norm.offset)
     _rms_norm_kernel[(num_rows,)](
         x_TD, x_norm and x_norm.weight, residual_TD, norm.weight, out_TD,
-        dim, norm.eps, norm.offset,
+        dim, norm.eps,
         BLOCK=block,
+        OFFSET=norm.offset,
         X_NORM=x_norm is not None,
         ADD=residual_TD is not None,
         OVERLAP=OVERLAP,
@@ -72,14 +73,15 @@ def _norm(x_TD, x_norm, residual_TD, norm, out_TD) -> None:
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, x_weight_ptr, residual_ptr, weight_ptr, out_ptr, D, eps, offset,
-    BLOCK: tl.constexpr, X_NORM: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, x_weight_ptr, residual_ptr, weight_ptr, out_ptr, D, eps,
+    BLOCK: tl.constexpr, OFFSET: tl.constexpr, X_NORM: tl.constexpr, ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < D
-    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32) + offset
+    weight = load_norm(weight_ptr + column, inside, OFFSET)
     if X_NORM:
-        x_weight = tl.load(x_weight_ptr + column, inside, 0.0).to(tl.float32) + offset
+        x_weight = load_norm(x_weight_ptr + column, inside, OFFSET)
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -95,6 +97,15 @@ def _rms_norm_kernel(
         x = rounded.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def load_norm(pointers, inside, OFFSET: tl.constexpr):
+    """The factors of a norm, float32."""
+    weight = tl.load(pointers, inside, 0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight += OFFSET
+    return weight
 
 
 # A name of moe.ACTIVATIONS, as `activate` computes it.
@@ -187,7 +198,7 @@ def rope_and_cache(
     _rope_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
         qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_out_TNH,
         q_norm and q_norm.weight, k_norm and k_norm.weight,
-        q_norm.eps if q_norm else 0.0, q_norm.offset if q_norm else 0.0,
+        q_norm.eps if q_norm else 0.0,
         N=num_heads,
         K=num_kv_heads,
         PAGE=page_size,
@@ -195,6 +206,7 @@ def rope_and_cache(
         HEADS=_HEADS_PER_PROGRAM,
         BLOCK=block,
         NORM=q_norm is not None,
+        OFFSET=q_norm.offset if q_norm else 0.0,
         OVERLAP=OVERLAP,
         num_warps=max(2, _HEADS_PER_PROGRAM * block // 256),  # at most 8 pairs per thread
         launch_pdl=OVERLAP,
@@ -204,9 +216,10 @@ def rope_and_cache(
 @triton.jit
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr, write_ptr, keys_ptr, values_ptr, q_ptr, q_norm_ptr, k_norm_ptr,
-    eps, offset,
+    eps,
     N: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         cuda.gdc_wait()
@@ -227,8 +240,8 @@ def _rope_kernel(
     if NORM:
         squares = tl.sum(first * first + second * second, axis=1) / (2 * R)
         scale = tl.rsqrt(squares + eps)[:, None]
-        q_first, q_second = _halves(q_norm_ptr, pair, offset, R)
-        k_first, k_second = _halves(k_norm_ptr, pair, offset, R)
+        q_first, q_second = _halves(q_norm_ptr, pair, R, OFFSET)
+        k_first, k_second = _halves(k_norm_ptr, pair, R, OFFSET)
         norm_first = tl.where(is_q[:, None], q_first[None, :], k_first[None, :])
         norm_second = tl.where(is_q[:, None], q_second[None, :], k_second[None, :])
         first = _rounded(first * scale * norm_first, dtype)
@@ -263,7 +276,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _halves(weight_ptr, pair, offset, R: tl.constexpr):
-    first = tl.load(weight_ptr + pair, pair < R, 0.0)
-    second = tl.load(weight_ptr + R + pair, pair < R, 0.0)
-    return first.to(tl.float32) + offset, second.to(tl.float32) + offset
+def _halves(weight_ptr, pair, R: tl.constexpr, OFFSET: tl.constexpr):
+    first = load_norm(weight_ptr + pair, pair < R, OFFSET)
+    second = load_norm(weight_ptr + R + pair, pair < R, OFFSET)
+    return first, second

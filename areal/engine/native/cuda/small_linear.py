@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from areal.engine.native.cuda.block_kernels import Norm, gate
+from areal.engine.native.cuda.block_kernels import Norm, gate, load_norm
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 
 MAX_ROWS = 8
@@ -150,10 +150,11 @@ def _launch(x_MD, norm, weight, bias_N, residual_MN, out_MN, plan, activation=No
         kernel = _one_row_kernel
     kernel[(programs,)](
         x_MD, norm and norm.weight, weight, bias_N, residual_MN, out_MN,
-        num_rows, num_outputs, dim, norm.eps if norm else 0.0, norm.offset if norm else 0.0,
+        num_rows, num_outputs, dim, norm.eps if norm else 0.0,
         ROWS=plan.rows,
         BLOCK=plan.block,
         NORM=normed,
+        OFFSET=norm.offset if norm else 0.0,
         BIAS=bias_N is not None,
         RESIDUAL=residual_MN is not None,
         GATED=activation is not None,
@@ -175,9 +176,10 @@ def _weight_rows(group, N, ROWS: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     tile_ptr = (
@@ -198,7 +200,7 @@ def _one_row_kernel(
         x = tl.load(x_ptr + start + column, inside, 0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + start + column, inside, 0.0).to(tl.float32) + offset
+            x *= load_norm(norm_ptr + start + column, inside, OFFSET)
         sums += tile.to(tl.float32) * x[None, :]
         tile = next_tile
     y = tl.sum(sums, axis=1)
@@ -212,9 +214,10 @@ def _one_row_kernel(
 
 @triton.jit
 def _whole_row_kernel(
-    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     num_groups = tl.cdiv(2 * N if GATED else N, ROWS)
     column = tl.arange(0, BLOCK)
@@ -224,7 +227,7 @@ def _whole_row_kernel(
     tile_ptr = weight_ptr + _weight_rows(first, N, ROWS, GATED)[:, None] * D
     tile = tl.load(tile_ptr, inside[None, :], 0.0, eviction_policy="evict_first")
     if NORM:
-        norm = tl.load(norm_ptr + column, inside, 0.0).to(tl.float32) + offset
+        norm = load_norm(norm_ptr + column, inside, OFFSET)
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -266,9 +269,10 @@ def _write_row(
 
 @triton.jit
 def _few_rows_kernel(
-    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -292,7 +296,7 @@ def _few_rows_kernel(
         if NORM:
             x = x.to(tl.float32)
             squares += x * x
-            norm = tl.load(norm_ptr + start + column, inside, 0.0).to(tl.float32) + offset
+            norm = load_norm(norm_ptr + start + column, inside, OFFSET)
             x = (x * norm[None, :]).to(tile.dtype)
         sums = tl.dot(tile, tl.trans(x), sums, input_precision="ieee")
     y = sums
