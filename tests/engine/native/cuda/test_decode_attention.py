@@ -204,6 +204,8 @@ def test_the_tiles_of_measured_heads():
         DecodeTiles(64, min_split=64, num_warps=4, num_stages=3),
         DecodeTiles(32, min_split=32, num_warps=4, num_stages=4),
     ]
+    wide = tiles_for(1, 256, torch.bfloat16, HOPPER)
+    assert wide == DecodeTiles(32, min_split=128, num_warps=4, num_stages=4)
 
 
 def test_few_rows_take_many_splits_and_the_workspace_holds_every_batch(device):

@@ -19,7 +19,9 @@ from areal.engine.native.cuda.small_linear import (
 )
 
 EPS = 1e-6
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+# In float32 a sum of 8960 products may be off by sqrt(8960) roundings of 2**-24, 6e-6, one after
+# the other; tiles add in parallel, which leaves about half.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3}
 # (outputs, D): whole and broken tiles of either, the inner sizes of real models.
 SHAPES = [(32, 1536), (22, 3584), (18, 8960), (66, 64), (7, 100)]
 VECTOR, MATRIX = Plan(rows=4, block=512, warps=2), Plan(rows=16, block=128, warps=2, stages=3)
