@@ -79,6 +79,14 @@ def test_options_that_do_not_fit(
     assert says in refusal(tiny_config(family), backend, **options)
 
 
+def test_batch_invariant_takes_windows_and_scales() -> None:
+    gemma = tiny_config("gemma3_text")
+    config = TrainEngineConfig(path="model", backend="archon:d1", batch_invariant=True)
+    check_training(config, gemma)
+    server = NativeServerConfig(batch_invariant=True)
+    check_generation(InferenceEngineConfig(backend="native:d1"), server, gemma)
+
+
 def test_compiled_blocks_cannot_be_cut() -> None:
     with pytest.raises(ValueError, match="archon.enable_compile cannot compile blocks.*archon:t2"):
         TrainEngineConfig(

@@ -132,7 +132,6 @@ class DeviceProgram:
         )  # fmt: skip
         device = device_of(self.device)
         num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
-
         window_of, scale = self._args.window, self._args.score_scale
 
         def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
