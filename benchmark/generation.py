@@ -2,14 +2,14 @@
 
     python benchmark/generation.py [--only ROW ...] [--json FILE]
 
-Random weights in the shapes of Qwen2.5 1.5B and 7B, bfloat16, temperature 1, the log-probability of
-every sampled token returned, time from the first request to the last token (prefill included). The
-limit of a row counts the bytes and operations its steps cannot avoid, at the copy bandwidth and the
-matrix rate measured in the same run. `1.5b_group_tail` also says which share of the time the device
-had nothing to do, `1.5b_http_ratio` compares the same work through the server (its client in a
-process of its own), `1.5b_update_stall_ms` is how long generation stands still for new weights,
-`1.5b_turns_128x6` goes through dialogues, whose beginnings are in the cache,
-`1.5b_invariant_ratio` the speed of batch-invariant numerics over the usual ones.
+Random weights in the shapes of Qwen2.5 1.5B and 7B and of Gemma 3 1B, bfloat16, temperature 1, the
+log-probability of every sampled token returned, time from the first request to the last token
+(prefill included). The limit of a row counts the bytes and operations its steps cannot avoid, at
+the copy bandwidth and the matrix rate measured in the same run. `1.5b_group_tail` also says which
+share of the time the device had nothing to do, `1.5b_http_ratio` compares the same work through the
+server (its client in a process of its own), `1.5b_update_stall_ms` is how long generation stands
+still for new weights, `1.5b_turns_128x6` goes through dialogues, whose beginnings are in the cache,
+`1.5b_invariant_ratio` is the speed of batch-invariant numerics over the usual ones.
 """
 
 from __future__ import annotations
@@ -68,6 +68,25 @@ SHAPES = {
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
+    # Sliding windows in five of six layers, heads of 256, norms after each part of a block.
+    "gemma3_1b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
 }
 _TOKEN_VARIABLE = "AREAL_BENCHMARK_TOKEN"
 
@@ -113,6 +132,7 @@ LOADS = {
     "7b_1024_256_512": Load("7b", 1024, 256, 512),
     "7b_64": Load("7b", 64, 256, 512),
     "7b_1": Load("7b", 1, 256, 512),
+    "gemma3_1b_256_512_512": Load("gemma3_1b", 256, 512, 512),
 }
 # Dialogues of 6 turns in step: a prompt of 1,024 tokens, then 128 sampled and 256 added per turn.
 CHATS = Load("1.5b", 128, 1024, 128)
@@ -192,7 +212,7 @@ def random_model(shape: str) -> Decoder:
     generator = torch.Generator("cuda").manual_seed(0)
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.data.fill_(1.0)
+            parameter.data.fill_(0.0 if model.args.zero_centered_norms else 1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     return model
@@ -287,14 +307,13 @@ def device_clock(engine: NativeEngine):
 
 
 def least_seconds(model: Decoder, load: Load, ceilings: Ceilings, num_cached: int = 0) -> float:
-    """Each decode step reads the weights and the cache once; all arithmetic at the matrix rate.
-
-    `num_cached` tokens of each prompt need no prefill.
-    """
+    """Each decode step reads the weights and the cache once, of layers with a window what is in it;
+    all arithmetic at the matrix rate. `num_cached` tokens of each prompt need no prefill."""
     args = model.args
     head = args.vocab_size * args.dim
     body = sum(p.numel() for p in model.layers.parameters())
-    cache_bytes = 2 * 2 * args.n_layers * args.n_kv_heads * args.head_dim
+    layer_bytes = 2 * 2 * args.n_kv_heads * args.head_dim
+    windows = [args.window(layer) or sys.maxsize for layer in range(args.n_layers)]
     seconds = 2 * body * load.prompts * (load.num_in - num_cached) / ceilings.flop_per_s
     lengths = sorted(load.lengths())
     done = 0
@@ -303,8 +322,12 @@ def least_seconds(model: Decoder, load: Load, ceilings: Ceilings, num_cached: in
             done += 1
         running = len(lengths) - done
         # The samples of a prompt could read its part of the cache once.
-        cached = running * step + min(running, load.prompts) * load.num_in
-        moved = 2 * (body + head) + cached * cache_bytes
+        cached = sum(
+            running * min(step, window)
+            + min(running, load.prompts) * min(load.num_in, max(window - step, 0))
+            for window in windows
+        )
+        moved = 2 * (body + head) + cached * layer_bytes
         flop = 2 * (body + head) * running
         seconds += max(moved / ceilings.bytes_per_s, flop / ceilings.flop_per_s)
     return seconds

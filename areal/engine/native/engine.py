@@ -617,8 +617,8 @@ def make_runner(
     if not on_cuda or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
-                f"batch_invariant: its kernels do not compute this {model.args.model_type} "
-                f"(head_dim {model.args.head_dim}); turn it off"
+                f"batch_invariant: its kernels do not compute this {model.args.model_type}; "
+                "turn it off"
             )
         tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
         return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
@@ -631,19 +631,8 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: plain norms, full attention, SwiGLU. A tensor-core product
-    needs a head dim of at least 16, a tile a power of two."""
-    args = model.args
-    is_plain = (
-        type(model).block_class is DecoderBlock
-        and args.moe is None
-        and args.activation == "silu"
-        and args.embedding_scale == 1.0
-        and args.score_scale is None
-        and not args.windows
-        and args.logit_softcap is None
-    )
-    return is_plain and args.head_dim >= 16 and args.head_dim & (args.head_dim - 1) == 0
+    """Whether the kernels support it: what args describe, without experts."""
+    return type(model).block_class is DecoderBlock and model.args.moe is None
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:

@@ -6,9 +6,11 @@ contiguous, so a kernel that reads one head of a sequence reads whole pages.
 `FusedDecoder` computes `Decoder.forward` with few kernels, on the same parameters: projections that
 read the same input are adjacent in memory (`fuse_linears`), and each parameter becomes a view. So
 loading a weight by name writes where the kernels read, captured graphs stay valid, and a trainer
-that owns the module is not affected. `forward` is for many rows (matrix products by cuBLAS);
-`forward_few` is for 1 to 8 rows, where a step is bound by reading the weights: each kernel reads
-them once, norm and activation included.
+that owns the module is not affected. A block is what its args say (norms, activation, window,
+rope): `_Block` holds it as data, so a family whose args express it needs no code here. `forward`
+takes any number of rows; it decides who computes matrix products (`_Products`). `forward_few` is
+for 1 to 8 rows, where a step is bound by reading the weights: each kernel reads them once, norm and
+activation included.
 
 `ModuleDecoder` has the interface of `FusedDecoder` without `forward_few`, for batch-invariant
 numerics: it runs the module itself, whose linear layers are `InvariantLinear`, op by op as the
@@ -21,23 +23,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_mul
+from areal.engine.native.cuda.block_kernels import (
+    Norm,
+    add_rms_norm,
+    gate_mul,
+    rms_norm,
+    rope_and_cache,
+    softcap_,
+)
 from areal.engine.native.cuda.skinny_linear import (
     SkinnyWorkspace,
-    skinny_gate_up_silu,
+    skinny_gate_up,
     skinny_linear,
 )
-from areal.engine.native.cuda.small_linear import (
-    norm_gate_up_silu,
-    norm_linear,
-    small_linear,
-)
-from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits
+from areal.engine.native.cuda.small_linear import norm_linear, small_gate_up, small_linear
+from areal.models.common.args import DecoderArgs
+from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits, softcap
 from areal.models.common.invariant import invariant_logits, make_invariant
 from areal.models.common.moe import FeedForward
 
@@ -76,132 +83,167 @@ class Rows:
     write_T: torch.Tensor  # flat cache position of each row's key and value
 
 
+# cos and sin [T, R]
+_Rotation = tuple[torch.Tensor, torch.Tensor]
+# Who computes matrix products: small_linear.py, skinny_linear.py, cuBLAS.
+_Products = Literal["small", "skinny", "cublas"]
+
+
 class _Block:
-    def __init__(self, block: DecoderBlock) -> None:
+    def __init__(self, block: DecoderBlock, args: DecoderArgs) -> None:
         attention, mlp = block.attention, block.feed_forward
         assert isinstance(mlp, FeedForward), "kernels_take keeps experts from here"
         self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
         self.gate_up, self.gate_up_bias = fuse_linears([mlp.w1, mlp.w3])
         self.wo, self.w2 = attention.wo, mlp.w2
-        self.attention_norm, self.ffn_norm = block.attention_norm, block.ffn_norm
-        self.q_norm = None if attention.q_norm is None else attention.q_norm.weight
-        self.k_norm = None if attention.k_norm is None else attention.k_norm.weight
+        self.attention_norm = _norm(block.attention_norm, args)
+        self.attention_out_norm = block.attention_out_norm and _norm(block.attention_out_norm, args)
+        self.ffn_norm = _norm(block.ffn_norm, args)
+        self.ffn_out_norm = block.ffn_out_norm and _norm(block.ffn_out_norm, args)
+        self.q_norm = attention.q_norm and _norm(attention.q_norm, args)
+        self.k_norm = attention.k_norm and _norm(attention.k_norm, args)
+        self.has_window = attention.window is not None
+
+
+def _norm(module: nn.RMSNorm, args: DecoderArgs) -> Norm:
+    return Norm(module.weight, args.norm_eps, offset=1.0 if args.zero_centered_norms else 0.0)
 
 
 class FusedDecoder:
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
         assert model.norm is not None, "a whole model, not a stage of a pipeline"
+        assert model.tok_embeddings is not None, "a whole model, not a stage of a pipeline"
         self._model = model
-        self._norm = model.norm
+        self._embed = model.tok_embeddings
+        self._norm = _norm(model.norm, model.args)
         self._cache = cache
         self._args = model.args
-        self._blocks = [_Block(block) for block in model.blocks]
-        self._eps = model.args.norm_eps
+        self._blocks = [_Block(block, model.args) for block in model.blocks]
         # The kernels for few rows support no feed-forward bias and no tensor parallelism.
         self._is_plain = not model.args.mlp_bias and model.share is None
         self._skinny_space = SkinnyWorkspace.make(model.embedding_weight.device)
-        # Tables by position: two launches per step instead of seven.
+        # Tables by position: two launches per step and rope instead of seven.
         weight = model.embedding_weight
         positions = torch.arange(model.args.max_position_embeddings, device=weight.device)
-        self._cos_table, self._sin_table = model.rope(positions, weight.dtype)
+        self._rope_tables = model.rope(positions, weight.dtype)
+        self._window_rope_tables = model.window_rope and model.window_rope(positions, weight.dtype)
 
     def forward(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """Hidden states [T, D] after the final norm."""
-        model = self._model
-        residual_TD = F.embedding(rows.tokens_T, model.embedding_weight)
-        cos_TR, sin_TR = self._rope(rows.positions_T)
+        residual_TD = self._embed(rows.tokens_T)
+        rotations = self._rotations(rows.positions_T)
         normed_TD = torch.empty_like(residual_TD)
-        rms_norm(residual_TD, self._blocks[0].attention_norm.weight, self._eps, normed_TD)
+        rms_norm(residual_TD, self._blocks[0].attention_norm, normed_TD)
         next_norms = [block.attention_norm for block in self._blocks[1:]] + [self._norm]
-        # float32 tiles would not fit into shared memory.
-        halves = residual_TD.element_size() == 2
-        skinny = len(residual_TD) <= MAX_SKINNY_ROWS and self._is_plain and halves
+        by = self._products(residual_TD)
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
-            qkv_TX = self._project(normed_TD, block.qkv, block.qkv_bias, skinny)
-            attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
-            out_TD = self._project_back(attended, block.wo, skinny)
-            add_rms_norm(out_TD, residual_TD, block.ffn_norm.weight, self._eps, normed_TD)
-            activated = self._activate(normed_TD, block, skinny)
-            out_TD = self._project_back(activated, block.w2, skinny)
-            add_rms_norm(out_TD, residual_TD, next_norm.weight, self._eps, normed_TD)
+            qkv_TX = self._project(normed_TD, block.qkv, block.qkv_bias, by)
+            attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
+            out_TD = self._project_back(attended, block.wo, by)
+            add_rms_norm(out_TD, residual_TD, block.ffn_norm, normed_TD, block.attention_out_norm)
+            activated = self._activate(normed_TD, block, by)
+            out_TD = self._project_back(activated, block.w2, by)
+            add_rms_norm(out_TD, residual_TD, next_norm, normed_TD, block.ffn_out_norm)
         return normed_TD
 
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """The same for at most MAX_FEW_ROWS rows; requires `can_run_few`."""
-        model = self._model
-        x_TD = F.embedding(rows.tokens_T, model.embedding_weight)
-        cos_TR, sin_TR = self._rope(rows.positions_T)
+        x_TD = self._embed(rows.tokens_T)
+        rotations = self._rotations(rows.positions_T)
         for layer, block in enumerate(self._blocks):
             qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
-            norm_linear(
-                x_TD, block.attention_norm.weight, self._eps, block.qkv, block.qkv_bias, qkv_TX
-            )
-            attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
+            norm_linear(x_TD, block.attention_norm, block.qkv, block.qkv_bias, qkv_TX)
+            attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
             after_TD = torch.empty_like(x_TD)
             small_linear(attended, block.wo.weight, block.wo.bias, after_TD, x_TD)
             activated = x_TD.new_empty(len(x_TD), len(block.gate_up) // 2)
-            norm_gate_up_silu(after_TD, block.ffn_norm.weight, self._eps, block.gate_up, activated)
+            activation = self._args.activation
+            small_gate_up(after_TD, block.ffn_norm, block.gate_up, activation, activated)
             x_TD = torch.empty_like(x_TD)
             small_linear(activated, block.w2.weight, block.w2.bias, x_TD, after_TD)
         normed_TD = torch.empty_like(x_TD)
-        rms_norm(x_TD, self._norm.weight, self._eps, normed_TD)
+        rms_norm(x_TD, self._norm, normed_TD)
         return normed_TD
 
+    def can_run_few(self) -> bool:
+        """Not with norms between a product and the residual add, which fuses the two."""
+        return self._is_plain and not self._args.out_norms
+
+    def _products(self, x_TD: torch.Tensor) -> _Products:
+        if not self._is_plain:
+            return "cublas"
+        if len(x_TD) <= MAX_FEW_ROWS:
+            return "small"
+        # float32 tiles would not fit into shared memory.
+        is_skinny = len(x_TD) <= MAX_SKINNY_ROWS and x_TD.element_size() == 2
+        return "skinny" if is_skinny else "cublas"
+
     def _project(
-        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, skinny: bool
+        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, by: _Products
     ) -> torch.Tensor:
-        if not skinny:
+        if by == "cublas":
             return F.linear(x_TD, weight, bias)
         out = x_TD.new_empty(len(x_TD), len(weight))
-        skinny_linear(x_TD, weight, bias, out, self._skinny_space)
+        if by == "skinny":
+            skinny_linear(x_TD, weight, bias, out, self._skinny_space)
+        else:
+            small_linear(x_TD, weight, bias, out)
         return out
 
-    def _project_back(self, x: torch.Tensor, linear: nn.Linear, skinny: bool) -> torch.Tensor:
+    def _project_back(self, x: torch.Tensor, linear: nn.Linear, by: _Products) -> torch.Tensor:
         """To the model dim; with several ranks the module itself sums over them."""
-        return self._project(x, linear.weight, linear.bias, True) if skinny else linear(x)
+        return linear(x) if by == "cublas" else self._project(x, linear.weight, linear.bias, by)
 
-    def _activate(self, x_TD: torch.Tensor, block: _Block, skinny: bool) -> torch.Tensor:
+    def _activate(self, x_TD: torch.Tensor, block: _Block, by: _Products) -> torch.Tensor:
         activated = x_TD.new_empty(len(x_TD), len(block.gate_up) // 2)
-        if skinny:
-            skinny_gate_up_silu(x_TD, block.gate_up, activated, self._skinny_space)
+        activation = self._args.activation
+        if by == "small":
+            small_gate_up(x_TD, None, block.gate_up, activation, activated)
+        elif by == "skinny":
+            skinny_gate_up(x_TD, block.gate_up, activation, activated, self._skinny_space)
         else:
-            silu_mul(F.linear(x_TD, block.gate_up, block.gate_up_bias), activated)
+            gate_mul(F.linear(x_TD, block.gate_up, block.gate_up_bias), activation, activated)
         return activated
 
-    def _rope(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotations(self, positions_T: torch.Tensor) -> tuple[_Rotation, _Rotation]:
+        """Of layers without a window, and with one."""
         # A row that ran past its end may exceed the table; its result is dropped.
-        inside_T = positions_T.clamp(max=len(self._cos_table) - 1)
-        return F.embedding(inside_T, self._cos_table), F.embedding(inside_T, self._sin_table)
+        inside_T = positions_T.clamp(max=len(self._rope_tables[0]) - 1)
 
-    def can_run_few(self) -> bool:
-        return self._is_plain
+        def look_up(tables: _Rotation) -> _Rotation:
+            return F.embedding(inside_T, tables[0]), F.embedding(inside_T, tables[1])
+
+        whole = look_up(self._rope_tables)
+        if self._window_rope_tables is None:
+            return whole, whole
+        return whole, look_up(self._window_rope_tables)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """float32 [T, V]."""
-        weight = self._model.output_weight
+        weight, cap = self._model.output_weight, self._args.logit_softcap
         if len(hidden_TD) <= MAX_FEW_ROWS:
             logits_TV = hidden_TD.new_empty(len(hidden_TD), len(weight), dtype=torch.float32)
             small_linear(hidden_TD, weight, None, logits_TV, None)
-            return self._model.whole_logits(logits_TV)
-        return self._model.whole_logits(float32_logits(hidden_TD, weight))
+        else:
+            logits_TV = float32_logits(hidden_TD, weight)
+        if cap is not None:
+            softcap_(logits_TV, cap)
+        return self._model.whole_logits(logits_TV)
 
     def _attention(
         self,
         layer: int,
         block: _Block,
         qkv_TX: torch.Tensor,
-        cos_TR: torch.Tensor,
-        sin_TR: torch.Tensor,
+        rotations: tuple[_Rotation, _Rotation],
         write_T: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
         """[T, N * H], before the output projection."""
         q_TNH = qkv_TX.new_empty(len(qkv_TX), self._args.n_heads, self._args.head_dim)
         keys, values = self._cache.layer(layer)
-        rope_and_cache(
-            qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_TNH, block.q_norm, block.k_norm,
-            self._eps,
-        )  # fmt: skip
+        cos_sin = rotations[block.has_window]
+        rope_and_cache(qkv_TX, *cos_sin, write_T, keys, values, q_TNH, block.q_norm, block.k_norm)
         out_TNH = torch.empty_like(q_TNH)
         attend(layer, q_TNH, out_TNH)
         return out_TNH.flatten(1)
@@ -250,7 +292,7 @@ class ModuleDecoder:
         offset_T = (rows.write_T % self._cache.page_size).long()
 
         def cache_and_attend(layer, q_TNH, k_TKH, v_TKH, *, window=None, scale=None):
-            assert window is None and scale is None, "kernels_take keeps such models from here"
+            del window, scale  # `attend` knows those of its layers
             keys, values = self._cache.layer(layer)
             keys[page_T, :, offset_T] = k_TKH
             values[page_T, :, offset_T] = v_TKH
@@ -261,4 +303,5 @@ class ModuleDecoder:
         return self._model(rows.tokens_T, rows.positions_T, cache_and_attend)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return invariant_logits(hidden_TD, self._model.output_weight)
+        logits_TV = invariant_logits(hidden_TD, self._model.output_weight)
+        return softcap(logits_TV, self._model.args.logit_softcap)

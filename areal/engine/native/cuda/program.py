@@ -90,7 +90,9 @@ class DeviceProgram:
         if heads.can_share(device_of(weight.device)) and not batch_invariant:
             self._prompt_space = PromptSpace.make(max_rows, heads, weight.device)
         keys, _ = self.cache.layer(0)
-        self._flashinfer = None if batch_invariant else flashinfer_prefill(keys, args.n_heads)
+        self._flashinfer = (
+            None if batch_invariant else flashinfer_prefill(keys, args.n_heads, args.score_scale)
+        )
         self._step_count = torch.zeros(1, dtype=torch.int32, device=weight.device)
 
     def new_outputs(self, num_steps: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,14 +185,17 @@ class DeviceProgram:
         )  # fmt: skip
         device = device_of(self.device)
         num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
+        window_of, scale = self._args.window, self._args.score_scale
 
         def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
             caches = (*self.cache.layer(layer), slots.page_table_SP, slot_R)
-            if shared is not None:
-                prompt_attention(q_RNH, *caches, shared)
+            window = window_of(layer)
+            together = shared if window is None else None
+            if together is not None:
+                prompt_attention(q_RNH, *caches, together, scale=scale)
             decode_attention(
                 q_RNH, *caches, slots.num_tokens_S, out_RNH, self._attention_space, num_splits,
-                shared,
+                together, window=window, scale=scale,
             )  # fmt: skip
 
         decoder = self._decoder
@@ -244,24 +249,31 @@ class DeviceProgram:
         position_T: torch.Tensor,
     ) -> Attend:
         """Attention of chunks of `lengths` rows from the positions `starts` on."""
-        cache, upload = self.cache, self.slots.upload
-        if self._flashinfer is not None:
-            flashinfer = self._flashinfer
-            flashinfer.plan(lengths, starts, pages_CP)
-            return lambda layer, q_TNH, out_TNH: flashinfer.attend(
-                q_TNH, *cache.layer(layer), out_TNH
-            )
+        cache, upload, flashinfer = self.cache, self.slots.upload, self._flashinfer
+        window_of, scale = self._args.window, self._args.score_scale
         pages = upload(pages_CP)
         if self._invariant:
             chunk_T = upload(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
             return lambda layer, q_TNH, out_TNH: rows_attention(
-                q_TNH, *cache.layer(layer), pages, chunk_T, position_T, out_TNH
-            )
+                q_TNH, *cache.layer(layer), pages, chunk_T, position_T, out_TNH,
+                window=window_of(layer), scale=scale,
+            )  # fmt: skip
         first_row_C1 = upload(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         first_position_C, max_rows = upload(starts.astype(np.int32)), int(lengths.max())
-        return lambda layer, q_TNH, out_TNH: prefill_attention(
-            q_TNH, *cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH, max_rows
-        )
+        if flashinfer is not None:
+            flashinfer.plan(lengths, starts, pages_CP)
+
+        def attend(layer: int, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+            window = window_of(layer)
+            if flashinfer is not None and window is None:
+                flashinfer.attend(q_TNH, *cache.layer(layer), out_TNH)
+                return
+            prefill_attention(
+                q_TNH, *cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH,
+                max_rows, window=window, scale=scale,
+            )  # fmt: skip
+
+        return attend
 
 
 def _trainer_logprobs(

@@ -32,8 +32,22 @@ from areal.models.common.attention import PackedAttention
 VOCAB = 64
 
 
-def small_model(family="qwen3", seed=0):
-    return tiny_model(family, seed=seed, head_dim=16, num_hidden_layers=1)
+GEMMA = {  # a window shorter than most sequences, then all of them; norms that are not the identity
+    "num_hidden_layers": 2,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 3.0,
+}
+
+
+def small_model(family="qwen3", seed=0, **overrides):
+    overrides = {"head_dim": 16, "num_hidden_layers": 1} | overrides
+    model = tiny_model(family, seed=seed, **overrides)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # a norm that is 1 everywhere would hide a wrong one
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 class Outputs:
@@ -120,8 +134,8 @@ def make_engine(monkeypatch, device):
         # Few rows take 64 splits, which the interpreter would visit one by one.
         monkeypatch.setattr(program_module, "splits_for", lambda *_: 2)
 
-    def make(family="qwen3", seed=0, **options) -> NativeEngine:
-        model = small_model(family, seed).to(device)
+    def make(family="qwen3", seed=0, shape=None, **options) -> NativeEngine:
+        model = small_model(family, seed, **(shape or {})).to(device)
         options = {"page_size": 4, "num_pages": 100, "max_running": 12} | options
         return NativeEngine(model, **options)
 
@@ -172,12 +186,24 @@ def mixed_requests(count: int, most: int, seed: int = 0) -> list[GenRequest]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
 @pytest.mark.parametrize(
-    ("family", "num_requests"), [("qwen2", 3), ("qwen3", 3), ("llama", 3), ("qwen3", 10)]
+    ("family", "num_requests", "shape"),
+    [
+        ("qwen2", 3, {}),
+        ("qwen3", 3, {}),
+        ("llama", 3, {}),
+        ("qwen3", 10, {}),
+        ("gemma3_text", 3, GEMMA),
+        ("gemma3_text", 10, GEMMA | {"head_dim": 24}),
+        ("llama", 3, {"head_dim": 8, "mlp_bias": True}),
+        ("qwen3", 3, {"head_dim": 48}),
+    ],
 )
-def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
+def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape):
     """A few rows, and more than the kernels for few rows take."""
-    engine, requests = make_engine(family), mixed_requests(num_requests, most=3)
+    engine = make_engine(family, shape=shape)
+    requests = mixed_requests(num_requests, most=3)
     for request in requests:
         engine.add(request)
     done = run(engine)
@@ -188,11 +214,15 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
         assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("qwen3", {}), pytest.param("gemma3_text", GEMMA, marks=pytest.mark.slow)],
+)
+def test_samples_that_read_their_prompts_together(make_engine, monkeypatch, family, shape):
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_BYTES", 1)
     small = replace(HOPPER, num_processors=8)
     monkeypatch.setattr(shared_prompts, "device_of", lambda device: small)
-    engine, rng = make_engine(), random.Random(0)
+    engine, rng = make_engine(family, shape=shape), random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (70, 5)]
     requests = [
         GenRequest(
