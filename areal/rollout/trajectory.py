@@ -23,6 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+import numpy as np
 import safetensors.numpy
 import safetensors.torch
 import torch
@@ -153,6 +154,35 @@ def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, 
     return members
 
 
+def number_rows(group: dict[str, Any], num_samples: int) -> dict[str, Any]:
+    """As `number_episodes`, for a group that a workflow made at once: row i is sample i."""
+    _check_keys(group, ())
+    if len(group["input_ids"]) != num_samples:
+        raise ValueError(
+            f"a group of {num_samples} samples needs a row for each that did not fail, got "
+            f"{len(group['input_ids'])} rows"
+        )
+    return {**group, EPISODE_KEY: torch.arange(num_samples, dtype=torch.int32)}
+
+
+def split_rows(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each row of a group as an episode of its own, without its padding."""
+    _check_keys(group, ())
+    lengths = group["attention_mask"].sum(1).tolist()
+    width = group["input_ids"].shape[1]
+    return [
+        {
+            key: value[i : i + 1, :length] if _is_wide(value, width) else value[i : i + 1]
+            for key, value in group.items()
+        }
+        for i, length in enumerate(lengths)
+    ]
+
+
+def _is_wide(value: Any, width: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width
+
+
 def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """(r - mean) / (biased std + 1e-8) over the episodes of a group; `original_rewards` are kept.
 
@@ -198,7 +228,12 @@ def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
     rewards = trajectory.get("original_rewards", trajectory.get("rewards"))
     if rewards is None:
         return None
-    return float(episode_means(rewards, trajectory.get(EPISODE_KEY)).mean())
+    ids = trajectory.get(EPISODE_KEY)
+    values = rewards.numpy(force=True)
+    # An episode is one row unless an agent made it. Plain numpy: this runs for every group.
+    if ids is None or len(set(ids.numpy(force=True).data)) == len(values):
+        return float(values.mean(dtype=np.float64))
+    return float(episode_means(rewards, ids).mean())
 
 
 def encode(trajectory: dict[str, Any]) -> bytes:

@@ -6,13 +6,14 @@ weights; an aborted reply is a failure, never data.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import ModelRequest, ModelResponse, Sample
 from areal.api.workflow_context import workflow_context
 from areal.reward import check_reward_fn, get_reward_fn
 from areal.sandbox.pool import AsyncRewardWrapper
@@ -98,19 +99,51 @@ class ChatTurn:
             raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
         return response
 
+    async def generate_group(
+        self, engine: InferenceEngine, input_ids: list[int], num_samples: int
+    ) -> list[Sample | Exception]:
+        seeds: Sequence[int | None] = [self.gconfig.seed] * num_samples
+        if self.gconfig.seed is None:
+            seeds = workflow_context.next_seeds(num_samples)
+        request = ModelRequest(
+            input_ids=list(input_ids), gconfig=self.gconfig, tokenizer=self.tokenizer
+        )
+        samples = await engine.agenerate_group(request, seeds)
+        return [_unless_aborted(sample) for sample in samples]
+
     async def judge(self, prompt: Prompt, response: ModelResponse, data: dict[str, Any]) -> float:
         """The reward of the reply, computed in a reward process."""
-        text_ids = response.output_tokens
+        with waiting(f"reward {self._reward.name}"):
+            return await self._start_reward(prompt, response.output_tokens, data)
+
+    async def judge_group(
+        self, prompt: Prompt, samples: Sequence[Sample], data: dict[str, Any]
+    ) -> list[float | Exception]:
+        """As `judge`, for each sample; an error is a result."""
+        if not samples:
+            return []
+        rewards = [self._start_reward(prompt, one.tokens.tolist(), data) for one in samples]
+        try:
+            with waiting(f"reward {self._reward.name}"):
+                await asyncio.wait(rewards)
+        finally:
+            for reward in rewards:
+                reward.cancel()
+        return [_value_of(reward) for reward in rewards]
+
+    def _start_reward(
+        self, prompt: Prompt, output_tokens: list[int], data: dict[str, Any]
+    ) -> asyncio.Future[float]:
+        text_ids = output_tokens
         if text_ids and text_ids[-1] in self.stop_ids:
             text_ids = text_ids[:-1]
-        with waiting(f"reward {self._reward.name}"):
-            return await self._reward(
-                prompt.text,
-                self.tokenizer.decode(text_ids),
-                prompt.ids,
-                response.output_tokens,
-                **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
-            )
+        return self._reward.start(
+            prompt.text,
+            self.tokenizer.decode(text_ids),
+            prompt.ids,
+            output_tokens,
+            **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
+        )
 
     def close(self) -> None:
         """End the reward processes."""
@@ -119,6 +152,21 @@ class ChatTurn:
     def _tokenize(self, chat_json: str) -> Prompt:
         ids = self._get_input_ids(json.loads(chat_json), self.tokenizer, self._enable_thinking)
         return Prompt(ids=ids, text=self.tokenizer.decode(ids))
+
+
+def _unless_aborted(sample: Sample | Exception) -> Sample | Exception:
+    if isinstance(sample, Sample) and sample.stop_reason == "abort":
+        return RuntimeError(f"generation was aborted after {len(sample.tokens)} tokens")
+    return sample
+
+
+def _value_of(reward: asyncio.Future[float]) -> float | Exception:
+    error = reward.exception()
+    if error is None:
+        return reward.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error
 
 
 def _function(value: Callable | str, key: str) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
     row["messages"] -> prompt tokens -> engine.agenerate -> text -> reward process -> trajectory
 
-One call makes one sample. The samples of a group share the tokenised prompt.
+A group is one request of several samples (`arun_group`); an episode makes one sample, which is also
+how a failed sample of a group is retried. Both share the tokenised prompt.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from areal.api.workflow_api import RolloutWorkflow
+from areal.api.io_struct import Sample
+from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import workflow_context
 from areal.utils import stats_tracker
 from areal.workflow.chat import ChatTurn, chat_input_ids, messages_of
-from areal.workflow.transcript import Transcript
+from areal.workflow.transcript import Transcript, group_trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,31 @@ class RLVRWorkflow(RolloutWorkflow):
         reward = await self._turn.judge(prompt, response, data)
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
         return transcript.trajectory(reward)
+
+    async def arun_group(
+        self, engine: InferenceEngine, data: dict[str, Any], num_samples: int
+    ) -> GroupResult:
+        prompt = self._turn.prompt(data)
+        replies = await self._turn.generate_group(engine, prompt.ids, num_samples)
+        samples = {i: one for i, one in enumerate(replies) if isinstance(one, Sample)}
+        rewards = dict(
+            zip(
+                samples,
+                await self._turn.judge_group(prompt, [*samples.values()], data),
+                strict=True,
+            )
+        )
+        failures = {i: one for i, one in enumerate(replies) if isinstance(one, Exception)} | {
+            i: one for i, one in rewards.items() if isinstance(one, Exception)
+        }
+        scored = {i: one for i, one in rewards.items() if not isinstance(one, Exception)}
+        if not scored:
+            return GroupResult(None, failures)
+        stats = stats_tracker.get(workflow_context.stat_scope())
+        for reward in scored.values():
+            stats.scalar(reward=reward)
+        rows = [samples[i] for i in scored]
+        return GroupResult(group_trajectory(prompt.ids, rows, [*scored.values()]), failures)
 
     def close(self) -> None:
         """End the reward processes."""

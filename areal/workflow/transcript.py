@@ -6,10 +6,12 @@ log-probability belongs to its token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from areal.api.io_struct import ModelResponse
+from areal.api.io_struct import ModelResponse, Sample
 
 
 class Transcript:
@@ -64,3 +66,33 @@ class Transcript:
         }
         # Through numpy: torch is several times slower for lists and small tensors.
         return {key: torch.from_numpy(value) for key, value in row.items()}
+
+
+def group_trajectory(
+    prompt_ids: list[int], samples: Sequence[Sample], rewards: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """One row per sample of a prompt: what `Transcript.trajectory` says of each, padded."""
+    start, lengths = len(prompt_ids), np.array([len(sample.tokens) for sample in samples])
+    shape = len(samples), start + int(lengths.max())
+    real = np.arange(shape[1]) < start + lengths[:, None]
+    generated = real.copy()
+    generated[:, :start] = False
+    input_ids, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    input_ids[:, :start], versions[:, :start] = prompt_ids, -1
+    logprobs, turn_ids = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    turn_ids[:, :start] = -1
+    # A mask selects row by row, which is the order of the samples.
+    input_ids[generated] = np.concatenate([sample.tokens for sample in samples])
+    logprobs[generated] = np.concatenate([sample.logprobs for sample in samples])
+    versions[generated] = np.concatenate([sample.versions for sample in samples])
+    rows = {
+        "input_ids": input_ids,
+        "attention_mask": real,
+        "loss_mask": generated.astype(np.int32),
+        "logprobs": logprobs,
+        "versions": versions,
+        "turn_ids": turn_ids,
+        "rewards": np.array(rewards, np.float32),
+        "seq_no_eos": np.array([sample.stop_reason == "length" for sample in samples]),
+    }
+    return {key: torch.from_numpy(value) for key, value in rows.items()}

@@ -36,9 +36,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -48,8 +48,9 @@ from areal.api.io_struct import (
     NO_ROOM,
     ModelRequest,
     ModelResponse,
+    Sample,
     check_amount,
-    check_tokens,
+    check_token,
     check_versions,
 )
 from areal.engine.native.loop import BusyIntervals
@@ -76,6 +77,12 @@ class _Call:
     cost: int  # most tokens of prompt and output
     attempts: int = 0
     exchange: _Exchange | None = None
+
+    def result(self) -> Sample | Exception:
+        """Of an ended call; raises if it was cancelled."""
+        error = self.future.exception()
+        assert error is None or isinstance(error, Exception)
+        return self.draft.sample() if error is None else error
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +169,36 @@ class GenerateClient:
         finally:
             self._open.discard(call.future)
         return draft.response(latency=time.perf_counter() - started)
+
+    async def generate_group(
+        self, request: ModelRequest, seeds: Sequence[int | None]
+    ) -> list[Sample | Exception]:
+        """One sample of `request` per seed, by one future: no task, no wake-up for each."""
+        self._protocol.check_request(request)
+        budget, group = self._budget(request), f"{request.rid[:200]}.{next(self._num_sent)}"
+        calls: list[_Call] = []
+        for index, seed in enumerate(seeds):
+            gconfig = request.gconfig.with_seed(seed)
+            twin = replace(request, gconfig=gconfig, rid=f"{request.rid}.{index}")
+            call = _Call(
+                Draft(twin, budget, group),
+                self.events.create_future(),
+                len(request.input_ids) + budget,
+            )
+            calls.append(call)
+        futures = [call.future for call in calls]
+        self._open.update(futures)
+        self._send_soon(calls)
+        try:
+            with waiting(lambda: self._describe(calls[-1])):
+                await asyncio.wait(futures)
+        except asyncio.CancelledError:
+            for call in calls:
+                self._give_up(call)
+            raise
+        finally:
+            self._open.difference_update(futures)
+        return [call.result() for call in calls]
 
     async def drain(self, address: str) -> None:
         """Waits until in-flight requests of a server that has left the pool are finished."""
@@ -315,7 +352,7 @@ class GenerateClient:
             call = exchange.waiting[rid]
             if self._is_void(entry, result):
                 exchange.closed.add(rid)
-                result = Result([], [], [], "abort")
+                result = Result.of([], [], [], "abort")
             try:
                 self._check(call.draft, result)
             except ValueError as err:
@@ -351,12 +388,14 @@ class GenerateClient:
 
     def _check(self, draft: Draft, result: Result) -> None:
         """ValueError says why this cannot be trained on."""
-        check_tokens(result.tokens, vocab_size=self._vocab_size)
+        if self._vocab_size is not None and len(result.tokens):
+            check_token(int(result.tokens.max()), vocab_size=self._vocab_size)
         num_tokens = len(draft.tokens) + len(result.tokens)
         check_amount(num_tokens, result.stop_reason, max_tokens=draft.budget)
         if self._gate is None:
-            newest, own = self._pool.newest_version, draft.versions[draft.num_sent :]
-            check_versions(result.versions, newest=newest, first=own[-1] if own else 0)
+            versions = [version for version, _ in result.runs]
+            newest, first = self._pool.newest_version, draft.last_own_version
+            check_versions(versions, newest=newest, first=first)
 
     def _continue(
         self, call: _Call, server: Server, entry: GateState, *, has_progressed: bool

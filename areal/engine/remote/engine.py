@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdateMeta
 from areal.engine.native.loop import BusyIntervals
 from areal.engine.native.scoring import padded_scores, token_lists
 from areal.engine.remote.client import Deadlines, GenerateClient, close_on_its_loop, runs_here
@@ -140,6 +140,11 @@ class RemoteEngine(InferenceEngine):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         return await self._client_here().generate(req)
+
+    async def agenerate_group(
+        self, req: ModelRequest, seeds: Sequence[int | None]
+    ) -> list[Sample | Exception]:
+        return await self._client_here().generate_group(req, seeds)
 
     def join(self, address: str, weights: WeightUpdateMeta | None = None) -> None:
         """Add a server: it loads the live weights, then gets requests.
