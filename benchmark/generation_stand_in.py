@@ -2,8 +2,8 @@
 
     python benchmark/generation_stand_in.py --mean-s 5        # prints {"port": ...} and serves
 
-In place of a model it waits: every sample lasts a time drawn uniformly from 0 to twice the mean, and
-a group is answered at the first decode step (20 ms) after its last sample. What a client pays for
+In place of a model it waits: a sample lasts a time drawn uniformly from 0 to twice the mean, and a
+group is answered at the first decode step (20 ms) after its last sample. What a client pays for
 (HTTP, frames of real length, versions that move with the weights) is there; what a model costs is
 not. A process of its own, so
 that it takes no time from the core of whoever is measured against it.

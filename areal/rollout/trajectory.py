@@ -18,13 +18,15 @@ episodes also have `segments`.
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
-import safetensors.numpy
 import safetensors.torch
 import torch
 
@@ -237,15 +239,39 @@ def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
 
 
 def encode(trajectory: dict[str, Any]) -> bytes:
-    """The safetensors bytes, by way of numpy: the faster path, and this runs for every group."""
+    """The safetensors bytes; this runs for every group."""
     if MULTI_MODAL_KEY in trajectory:
         trajectory = _flatten_images(trajectory)
-    if any(tensor.dtype == torch.bfloat16 for tensor in trajectory.values()):
+    if any(tensor.dtype not in _STORED for tensor in trajectory.values()):
         tensors = {key: value.detach().cpu().contiguous() for key, value in trajectory.items()}
-        return safetensors.torch.save(tensors)  # numpy has no bfloat16; a third of the speed
-    return safetensors.numpy.save(
-        {key: value.contiguous().numpy(force=True) for key, value in trajectory.items()}
-    )
+        return safetensors.torch.save(tensors)  # bfloat16 and others that numpy lacks
+    layout = tuple((key, value.dtype, tuple(value.shape)) for key, value in trajectory.items())
+    arrays = [value.contiguous().numpy(force=True) for value in trajectory.values()]
+    return b"".join((_head_of(layout), *arrays))
+
+
+# Little-endian, as numpy has them on every machine that torch runs on.
+_STORED = {
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.float64: "F64",
+}
+
+
+@lru_cache(maxsize=1024)
+def _head_of(layout: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> bytes:
+    """What safetensors writes before the data. Cached: many groups have one layout, and writing it
+    takes longer than copying the data."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for key, dtype, shape in layout:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[key] = {"dtype": _STORED[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def decode(data: bytes) -> dict[str, Any]:

@@ -72,23 +72,24 @@ def group_trajectory(
     prompt_ids: list[int], samples: Sequence[Sample], rewards: Sequence[float]
 ) -> dict[str, torch.Tensor]:
     """One row per sample of a prompt: what `Transcript.trajectory` says of each, padded."""
-    start, lengths = len(prompt_ids), np.array([len(sample.tokens) for sample in samples])
-    shape = len(samples), start + int(lengths.max())
-    real = np.arange(shape[1]) < start + lengths[:, None]
-    generated = real.copy()
-    generated[:, :start] = False
+    start = len(prompt_ids)
+    shape = len(samples), start + max(len(sample.tokens) for sample in samples)
     input_ids, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    input_ids[:, :start], versions[:, :start] = prompt_ids, -1
     logprobs, turn_ids = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
-    turn_ids[:, :start] = -1
-    # A mask selects row by row, which is the order of the samples.
-    input_ids[generated] = np.concatenate([sample.tokens for sample in samples])
-    logprobs[generated] = np.concatenate([sample.logprobs for sample in samples])
-    versions[generated] = np.concatenate([sample.versions for sample in samples])
+    real, loss_mask = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    input_ids[:, :start] = prompt_ids
+    versions[:, :start] = turn_ids[:, :start] = -1
+    for row, sample in enumerate(samples):
+        end = start + len(sample.tokens)
+        input_ids[row, start:end] = sample.tokens
+        logprobs[row, start:end] = sample.logprobs
+        versions[row, start:end] = sample.versions
+        loss_mask[row, start:end] = 1
+        real[row, :end] = True
     rows = {
         "input_ids": input_ids,
         "attention_mask": real,
-        "loss_mask": generated.astype(np.int32),
+        "loss_mask": loss_mask,
         "logprobs": logprobs,
         "versions": versions,
         "turn_ids": turn_ids,
