@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from areal.api.io_struct import ModelRequest, ModelResponse, Sample
@@ -18,7 +19,7 @@ from areal.api.workflow_context import workflow_context
 from areal.reward import check_reward_fn, get_reward_fn
 from areal.sandbox.pool import AsyncRewardWrapper
 from areal.utils import import_path
-from areal.utils.tokenizer import chat_prompt_ids, load_hf_tokenizer
+from areal.utils.tokenizer import chat_prompt_ids, chat_prompts_ids, load_hf_tokenizer
 from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -77,15 +78,28 @@ class ChatTurn:
         self._enable_thinking = enable_thinking
         self._extract_prompt = _function(data_extract_prompt_fn, "data_extract_prompt_fn")
         self._get_input_ids = _function(get_input_ids_fn, "get_input_ids_fn")
-        self._tokenized = lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._tokenize)
+        self._prompts: OrderedDict[str, asyncio.Future[Prompt]] = OrderedDict()  # by chat
+        self._unread: list[str] = []  # chats of this tick that are not tokenised yet
         if isinstance(reward_fn, str):
             reward_fn = get_reward_fn(reward_fn)
         check_reward_fn(reward_fn)
         self._reward = AsyncRewardWrapper(reward_fn, **(reward_kwargs or {}))
 
-    def prompt(self, data: dict[str, Any]) -> Prompt:
-        """The tokenised prompt of a row; cached, so the samples of a group tokenise it once."""
-        return self._tokenized(json.dumps(self._extract_prompt(data)))
+    async def prompt(self, data: dict[str, Any]) -> Prompt:
+        """The tokenised prompt of a row; cached, so the samples of a group tokenise it once.
+
+        The prompts of one tick of the event loop are tokenised together: rendering a template asks
+        another process, which takes longer than the rendering.
+        """
+        chat, loop = json.dumps(self._extract_prompt(data)), asyncio.get_running_loop()
+        prompt = self._prompts.get(chat)
+        if prompt is None or (prompt.get_loop() is not loop and not prompt.done()):
+            prompt = self._prompts[chat] = loop.create_future()
+            if not self._unread:
+                loop.call_soon(self._tokenize_unread)
+            self._unread.append(chat)
+        # Shared: whoever is cancelled leaves it to the others.
+        return prompt.result() if prompt.done() else await asyncio.shield(prompt)
 
     async def generate(self, engine: InferenceEngine, input_ids: list[int]) -> ModelResponse:
         seed = self.gconfig.seed if self.gconfig.seed is not None else workflow_context.next_seed()
@@ -149,9 +163,34 @@ class ChatTurn:
         """End the reward processes."""
         self._reward.close()
 
-    def _tokenize(self, chat_json: str) -> Prompt:
-        ids = self._get_input_ids(json.loads(chat_json), self.tokenizer, self._enable_thinking)
-        return Prompt(ids=ids, text=self.tokenizer.decode(ids))
+    def _tokenize_unread(self) -> None:
+        unread, self._unread = self._unread, []
+        for chat, found in zip(unread, self._tokenize(unread), strict=True):
+            future = self._prompts[chat]
+            if isinstance(found, Exception):
+                del self._prompts[chat]
+                future.set_exception(found)
+            else:
+                future.set_result(found)
+        while len(self._prompts) > NUM_CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+
+    def _tokenize(self, chats: list[str]) -> list[Prompt | Exception]:
+        contents = [json.loads(chat) for chat in chats]
+        if self._get_input_ids is chat_input_ids:
+            thinking = self._enable_thinking
+            # A chat that the template rejects must not fail the others: then one by one.
+            with suppress(Exception):
+                rows = chat_prompts_ids(contents, self.tokenizer, enable_thinking=thinking)
+                return [Prompt(ids, self.tokenizer.decode(ids)) for ids in rows]
+        return [self._tokenize_one(content) for content in contents]
+
+    def _tokenize_one(self, content: Any) -> Prompt | Exception:
+        try:
+            ids = self._get_input_ids(content, self.tokenizer, self._enable_thinking)
+            return Prompt(ids=ids, text=self.tokenizer.decode(ids))
+        except Exception as error:  # boundary: it belongs to the episodes of this prompt
+            return error
 
 
 def _unless_aborted(sample: Sample | Exception) -> Sample | Exception:

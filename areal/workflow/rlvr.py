@@ -62,7 +62,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        prompt = self._turn.prompt(data)
+        prompt = await self._turn.prompt(data)
         transcript = Transcript(prompt.ids)
         response = await self._turn.generate(engine, transcript.ids)
         transcript.add_reply(response)
@@ -73,7 +73,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_group(
         self, engine: InferenceEngine, data: dict[str, Any], num_samples: int
     ) -> GroupResult:
-        prompt = self._turn.prompt(data)
+        prompt = await self._turn.prompt(data)
         replies = await self._turn.generate_group(engine, prompt.ids, num_samples)
         samples = {i: one for i, one in enumerate(replies) if isinstance(one, Sample)}
         rewards = dict(
