@@ -74,26 +74,19 @@ class RLVRWorkflow(RolloutWorkflow):
         self, engine: InferenceEngine, data: dict[str, Any], num_samples: int
     ) -> GroupResult:
         prompt = await self._turn.prompt(data)
-        replies = await self._turn.generate_group(engine, prompt.ids, num_samples)
-        samples = {i: one for i, one in enumerate(replies) if isinstance(one, Sample)}
-        rewards = dict(
-            zip(
-                samples,
-                await self._turn.judge_group(prompt, [*samples.values()], data),
-                strict=True,
-            )
-        )
-        failures = {i: one for i, one in enumerate(replies) if isinstance(one, Exception)} | {
-            i: one for i, one in rewards.items() if isinstance(one, Exception)
-        }
-        scored = {i: one for i, one in rewards.items() if not isinstance(one, Exception)}
-        if not scored:
+        replies = dict(enumerate(await self._turn.generate_group(engine, prompt.ids, num_samples)))
+        samples = {i: reply for i, reply in replies.items() if isinstance(reply, Sample)}
+        rewards = await self._turn.judge_group(prompt, list(samples.values()), data)
+        verdicts = {**replies, **dict(zip(samples, rewards, strict=True))}
+        failures = {i: one for i, one in verdicts.items() if isinstance(one, Exception)}
+        scores = {i: one for i, one in verdicts.items() if isinstance(one, float)}
+        if not scores:
             return GroupResult(None, failures)
         stats = stats_tracker.get(workflow_context.stat_scope())
-        for reward in scored.values():
-            stats.scalar(reward=reward)
-        rows = [samples[i] for i in scored]
-        return GroupResult(group_trajectory(prompt.ids, rows, [*scored.values()]), failures)
+        for score in scores.values():
+            stats.scalar(reward=score)
+        kept = [samples[i] for i in scores]
+        return GroupResult(group_trajectory(prompt.ids, kept, list(scores.values())), failures)
 
     def close(self) -> None:
         """End the reward processes."""

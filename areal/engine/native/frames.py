@@ -111,14 +111,22 @@ def _output_of(found: Reply | Refusal | Progress) -> Output | Refusal:
     if isinstance(found, Refusal):
         return found
     if isinstance(found, Progress):
-        said, more = (found.tokens, found.logprobs, found.versions), (None,)
-    else:
-        one = found.finished
-        said = one.output_tokens, one.output_logprobs, one.output_versions
-        more = one.stop_reason, found.latency, found.ttft, one.cached_tokens
-    tokens, logprobs, versions = said
-    arrays = np.array(tokens, np.int64), np.array(logprobs, np.float64)
-    return Output(found.rid, *arrays, runs_of(versions), *more)
+        return Output(found.rid, *_arrays(found.tokens, found.logprobs, found.versions), None)
+    one = found.finished
+    return Output(
+        one.rid,
+        *_arrays(one.output_tokens, one.output_logprobs, one.output_versions),
+        one.stop_reason,
+        found.latency,
+        found.ttft,
+        one.cached_tokens,
+    )
+
+
+def _arrays(
+    tokens: list[int], logprobs: list[float], versions: list[int]
+) -> tuple[np.ndarray, np.ndarray, Runs]:
+    return np.array(tokens, np.int64), np.array(logprobs, np.float64), runs_of(versions)
 
 
 def runs_of(versions: Iterable[int]) -> Runs:

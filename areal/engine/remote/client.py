@@ -16,15 +16,6 @@ How an exchange is spelled is up to the protocol (protocol.py); which servers th
                                           those that its caller was told (`on_tokens`)
     aborted by a weight update            resent with its tokens; not counted
     anything else                         raised, never turned into data
-
-`Deadlines` are time limits on a clock that can be stopped from any thread while servers are
-unavailable on purpose:
-
-    deadlines = Deadlines(60.0)
-    async with deadlines.limit(): ...      # TimeoutError after 60 seconds of the clock
-    deadlines.stop(); deadlines.resume()
-
-A limit entered while the clock is stopped starts with its full time.
 """
 
 from __future__ import annotations
@@ -33,11 +24,10 @@ import asyncio
 import itertools
 import math
 import secrets
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +44,7 @@ from areal.api.io_struct import (
     check_versions,
 )
 from areal.engine.native.loop import BusyIntervals
+from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import Draft, Result, ServerProtocol, bad_reply
 from areal.engine.remote.router import RequestRouter, Server, SingleFlight, retry_delay_s
 from areal.engine.remote.server_control import BadReplyError, ServerEndedError, ServerError
@@ -542,63 +533,6 @@ def _settled(exchange: _Exchange, rid: str) -> _Call | None:
     exchange.num_wanted -= 1
     # Else cancelled in this very tick: its caller has not run since.
     return None if call.future.done() else call
-
-
-class Deadlines:
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._lock = threading.Lock()  # guards all below
-        self._due: dict[asyncio.Timeout, tuple[asyncio.AbstractEventLoop, float]] = {}
-        self._stopped_at: float | None = None
-        self._stood_s = 0.0
-
-    def __reduce__(self) -> tuple[type[Deadlines], tuple[float]]:
-        """A copy in another process has its own running clock."""
-        return Deadlines, (self.timeout_s,)
-
-    @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        async with asyncio.timeout(None) as scope:
-            with self._lock:
-                due = self._clock() + self.timeout_s
-                self._due[scope] = (asyncio.get_running_loop(), due)
-            self._set_alarm(scope)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    del self._due[scope]
-
-    def stop(self) -> None:
-        """Idempotent."""
-        with self._lock:
-            if self._stopped_at is None:
-                self._stopped_at = time.monotonic()
-            self._set_alarms()
-
-    def resume(self) -> None:
-        with self._lock:
-            if self._stopped_at is not None:
-                self._stood_s += time.monotonic() - self._stopped_at
-                self._stopped_at = None
-            self._set_alarms()
-
-    def _clock(self) -> float:
-        now = time.monotonic() if self._stopped_at is None else self._stopped_at
-        return now - self._stood_s
-
-    def _set_alarms(self) -> None:
-        for scope, (events, _) in self._due.items():
-            events.call_soon_threadsafe(self._set_alarm, scope)
-
-    def _set_alarm(self, scope: asyncio.Timeout) -> None:
-        """Runs on the event loop of `scope`, which may have ended by then."""
-        with self._lock:
-            if scope not in self._due:
-                return
-            events, due = self._due[scope]
-            left_s = None if self._stopped_at is not None else due - self._clock()
-        scope.reschedule(None if left_s is None else events.time() + left_s)
 
 
 _CLOSE_S = 10.0  # a live event loop needs milliseconds

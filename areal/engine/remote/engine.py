@@ -34,7 +34,8 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdateMeta
 from areal.engine.native.loop import BusyIntervals
 from areal.engine.native.scoring import padded_scores, token_lists
-from areal.engine.remote.client import Deadlines, GenerateClient, close_on_its_loop, runs_here
+from areal.engine.remote.client import GenerateClient, close_on_its_loop, runs_here
+from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import ServerProtocol, WeightOrder
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
