@@ -6,10 +6,12 @@ log-probability belongs to its token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from areal.api.io_struct import ModelResponse
+from areal.api.io_struct import ModelResponse, Sample
 
 
 class Transcript:
@@ -64,3 +66,34 @@ class Transcript:
         }
         # Through numpy: torch is several times slower for lists and small tensors.
         return {key: torch.from_numpy(value) for key, value in row.items()}
+
+
+def group_trajectory(
+    prompt_ids: list[int], samples: Sequence[Sample], rewards: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """One row per sample of a prompt: what `Transcript.trajectory` says of each, padded."""
+    start = len(prompt_ids)
+    shape = len(samples), start + max(len(sample.tokens) for sample in samples)
+    input_ids, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    logprobs, turn_ids = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    real, loss_mask = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    input_ids[:, :start] = prompt_ids
+    versions[:, :start] = turn_ids[:, :start] = -1
+    for row, sample in enumerate(samples):
+        end = start + len(sample.tokens)
+        input_ids[row, start:end] = sample.tokens
+        logprobs[row, start:end] = sample.logprobs
+        versions[row, start:end] = sample.versions
+        loss_mask[row, start:end] = 1
+        real[row, :end] = True
+    rows = {
+        "input_ids": input_ids,
+        "attention_mask": real,
+        "loss_mask": loss_mask,
+        "logprobs": logprobs,
+        "versions": versions,
+        "turn_ids": turn_ids,
+        "rewards": np.array(rewards, np.float32),
+        "seq_no_eos": np.array([sample.stop_reason == "length" for sample in samples]),
+    }
+    return {key: torch.from_numpy(value) for key, value in rows.items()}

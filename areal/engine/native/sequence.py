@@ -90,6 +90,8 @@ class GenRequest:
     progress_tokens: int = 0  # report `Progress` every so many new tokens; 0: never
     so_far: Progress | None = None  # start of the output, drawn by another engine
     grammar: Grammar | None = None  # of the output
+    # Requests of one group differ in rid and seed only, and are sent and answered together.
+    group: str = ""
     # Made from the above by `ModelText.prepare`, for this request alone.
     stop_watch: StopWatch | None = None  # for `gconfig.stop`, if not empty
     grammar_state: GrammarState | None = None  # for `grammar`
