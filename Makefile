@@ -1,6 +1,7 @@
 # make demo       train a small model by asynchronous GRPO on this machine and show the reward rise
 # make test       lint, documentation, architecture test and the whole CPU suite
-# make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents
+# make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents, and let
+#                   OpenEnv read what areal export writes
 # make test-vllm  tests against a real vLLM server; needs areal env create vllm
 # make docs       build the documentation into site/, without a network
 # make lint       ruff, basedpyright and mdformat, without changing anything
@@ -28,7 +29,8 @@ test: lint docs
 
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py \
+	tests/cli/test_export.py
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow -rs tests/engine/remote/test_vllm_remote.py
@@ -62,11 +64,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 # The clients have an environment of their own: their pins and ours need not agree.
-.venv-agents/.installed: tests/data/real_agents/requirements.txt | $(VENV)/bin/python
+.venv-agents/.installed: tests/data/real_agents/requirements.txt tests/data/real_agents/openenv.txt \
+	| $(VENV)/bin/python
 	@echo "installing the agents into .venv-agents (minutes, once) ..."
 	$(BIN)/python -m venv .venv-agents
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
 	--requirement $<
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+	--target .venv-agents/openenv --upgrade --requirement tests/data/real_agents/openenv.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

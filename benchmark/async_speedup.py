@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or _warm_start(folder)
+        model = args.model or warm_start(folder)
         loads = [load for load in LOADS if not args.only or load.name in args.only]
         rows = _measure(loads, Path(folder), model, args.steps)
     print_table(rows)
@@ -118,7 +118,7 @@ def main() -> int:
     return 0
 
 
-def _warm_start(folder: str) -> str:
+def warm_start(folder: str) -> str:
     make_model(Path(folder) / "tiny_model")
     config = load_config([recipe_path("arithmetic_sft.yaml"), f"cluster.fileroot={folder}"])
     run_experiment(config)

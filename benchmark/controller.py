@@ -44,7 +44,7 @@ from stack_samples import StackSampler
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.api.scheduler_api import Job, SchedulingSpec
-from areal.api.workflow_api import RolloutWorkflow
+from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import workflow_context
 from areal.engine.remote.native import NativeRemoteEngine
 from areal.infra.scheduler.local import LocalScheduler
@@ -58,7 +58,7 @@ from areal.rollout.worker import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.run.database import RunDatabase
 from areal.utils.child_process import ChildProcess
-from areal.workflow.transcript import Transcript
+from areal.workflow.transcript import Transcript, group_trajectory
 
 GROUP_SIZE = 8
 BATCH_SIZE = 128  # groups of one step: 1,024 samples
@@ -104,6 +104,15 @@ class OneReply(RolloutWorkflow):
         reply = await engine.agenerate(ModelRequest(input_ids=transcript.ids, gconfig=gconfig))
         transcript.add_reply(reply)
         return transcript.trajectory(float(data["i"] % 2))
+
+    async def arun_group(self, engine, data, num_samples):
+        prompt = [data["i"] % 1000] * PROMPT_TOKENS
+        request = ModelRequest(input_ids=prompt, gconfig=self._gconfig)
+        samples = await engine.agenerate_group(request, workflow_context.next_seeds(num_samples))
+        failures = {i: one for i, one in enumerate(samples) if isinstance(one, Exception)}
+        if failures:
+            return GroupResult(None, failures)  # all are needed: nothing fails here
+        return GroupResult(group_trajectory(prompt, samples, [float(data["i"] % 2)] * num_samples))
 
 
 def main() -> None:

@@ -24,9 +24,12 @@ from report import Row, print_table, write_json
 from triton.runtime.errors import OutOfResources
 
 from areal.engine.native.cuda import expert_linear, expert_vector
+from areal.engine.native.cuda.block_kernels import Norm
 from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.feed_forward import ExpertLayer
+from areal.engine.native.cuda.linear import Products
 from areal.engine.native.cuda.routing import Blocks, group_by_expert, router_arrivals
+from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
 from areal.models.common.moe import MoE
 from areal.models.hf_io import build_model
 
@@ -73,7 +76,8 @@ GROUPED_PLANS = {
 class Layers:
     moes: list[MoE]
     fused: list[ExpertLayer]
-    norm: torch.nn.RMSNorm
+    norm: Norm
+    products: Products
 
     @classmethod
     def make(cls) -> Layers:
@@ -83,8 +87,9 @@ class Layers:
         blocks = list(model.blocks)
         moes = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
         arrivals = router_arrivals(model.embedding_weight.device)
-        fused = [ExpertLayer(moe, i, arrivals, None) for i, moe in enumerate(moes)]
-        return cls(moes, fused, blocks[0].ffn_norm.requires_grad_(False))
+        fused = [ExpertLayer(moe, "silu", i, arrivals, None) for i, moe in enumerate(moes)]
+        products = Products("cublas", SkinnyWorkspace.make(arrivals.device))
+        return cls(moes, fused, Norm(blocks[0].ffn_norm.weight.detach(), EPS), products)
 
     def routed(self, num_rows: int) -> torch.Tensor:
         router = self.moes[0].router
@@ -116,11 +121,11 @@ def layer_rows(layers: Layers, num_rows: int) -> list[Row]:
 
     def many() -> None:
         for layer in layers.fused:
-            layer.forward(x_TD, routed_TLK, None)
+            layer.forward(x_TD, routed_TLK, layers.products)
 
     def few() -> None:
         for layer in layers.fused:
-            layer.forward_few(x_TD, layers.norm, routed_TLK, EPS)
+            layer.forward_few(x_TD, layers.norm, routed_TLK)
 
     ways = {"many": many} | ({"few": few} if num_rows <= MAX_FEW_ROWS else {})
     rows = []
@@ -138,7 +143,7 @@ def few_rows(layers: Layers, num_rows: int) -> list[Row]:
     def gate_up(plan: expert_vector.Plan) -> None:
         for moe, experts_TK in zip(layers.moes, experts.unbind(1), strict=True):
             w1, _, w3 = moe.experts.weights()
-            expert_vector.vector_gate_up_silu(x_TD, w1, w3, experts_TK, hidden_SF, plan)
+            expert_vector.vector_gate_up(x_TD, w1, w3, "silu", experts_TK, hidden_SF, plan)
 
     def down(plan: expert_vector.Plan) -> None:
         for moe, experts_TK in zip(layers.moes, experts.unbind(1), strict=True):
@@ -174,7 +179,7 @@ def grouped_rows(layers: Layers, num_rows: int) -> list[Row]:
     def gate_up(plan: expert_linear.Plan, grouped: list[Blocks]) -> None:
         for moe, blocks in zip(layers.moes, grouped, strict=True):
             w1, _, w3 = moe.experts.weights()
-            expert_linear.expert_gate_up_silu(x_TD, w1, w3, blocks, 8, hidden_SF, plan)
+            expert_linear.expert_gate_up(x_TD, w1, w3, "silu", blocks, 8, hidden_SF, plan)
 
     def down(plan: expert_linear.Plan, grouped: list[Blocks]) -> None:
         for moe, blocks in zip(layers.moes, grouped, strict=True):

@@ -2,20 +2,23 @@
 
     python benchmark/generation.py [--only ROW ...] [--json FILE]
 
-Random weights in the shapes of Qwen2.5 1.5B and 7B and of Qwen3 30B-A3B (128 experts), bfloat16,
-temperature 1, the log-probability of every sampled token returned, time from the first request to
-the last token (prefill included). The limit of a row counts the bytes and operations its steps
-cannot avoid, at the copy bandwidth and the matrix rate measured in the same run; rows choose their
-experts evenly, and only chosen ones are read. `1.5b_group_tail` also says which share of the time
-the device had nothing to do, `1.5b_http_ratio` compares the same work through the server (its
-client in a process of its own), `1.5b_update_stall_ms` is how long generation stands still for new
-weights, `1.5b_invariant_ratio` the speed of batch-invariant numerics over the usual ones.
+Random weights in the shapes of Qwen2.5 1.5B and 7B, of Qwen3 30B-A3B (128 experts) and of Gemma 3
+1B, bfloat16, temperature 1, the log-probability of every sampled token returned, time from the
+first request to the last token (prefill included). The limit of a row counts the bytes and
+operations its steps cannot avoid, at the copy bandwidth and the matrix rate measured in the same
+run; rows choose their experts evenly, and only chosen ones are read. `1.5b_group_tail` also says
+which share of the time the device had nothing to do, `1.5b_http_ratio` compares the same work
+through the server (its client in a process of its own), `1.5b_update_stall_ms` is how long
+generation stands still for new weights, `1.5b_turns_128x6` goes through dialogues, whose beginnings
+are in the cache, `1.5b_invariant_ratio` is the speed of batch-invariant numerics over the usual
+ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -36,7 +39,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
-from areal.engine.native.sequence import GenRequest
+from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.remote.native import NativeRemoteEngine
 from areal.models.common.args import DecoderArgs
 from areal.models.common.decoder import Decoder
@@ -83,6 +86,25 @@ SHAPES = {
         "head_dim": 128,
         "vocab_size": 151936,
         "tie_word_embeddings": False,
+    },
+    # Sliding windows in five of six layers, heads of 256, norms after each part of a block.
+    "gemma3_1b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
     },
 }
 _TOKEN_VARIABLE = "AREAL_BENCHMARK_TOKEN"
@@ -132,8 +154,17 @@ LOADS = {
     "30b_a3b_512_128_256": Load("30b_a3b", 512, 128, 256),
     "30b_a3b_64": Load("30b_a3b", 64, 256, 256),
     "30b_a3b_1": Load("30b_a3b", 1, 256, 512),
+    "gemma3_1b_256_512_512": Load("gemma3_1b", 256, 512, 512),
 }
-EXTRA = ("1.5b_update_stall_ms", "1.5b_http_ratio", "1.5b_invariant_ratio")
+# Dialogues of 6 turns in step: a prompt of 1,024 tokens, then 128 sampled and 256 added per turn.
+CHATS = Load("1.5b", 128, 1024, 128)
+NUM_TURNS, TURN_TOKENS = 6, 256
+EXTRA = (
+    "1.5b_turns_128x6",
+    "1.5b_update_stall_ms",
+    "1.5b_http_ratio",
+    "1.5b_invariant_ratio",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +224,8 @@ def _run(names: list[str]) -> list[Row]:
     (shape,) = shapes_of(names)
     engine = NativeEngine(random_model(shape), max_running=1024)
     for name in names:
-        rows += _EXTRA_ROWS[name](engine) if name in EXTRA else _speed(name, engine, ceilings)
+        extra = _EXTRA_ROWS.get(name)
+        rows += extra(engine, ceilings) if extra else _speed(name, engine, ceilings)
     return rows
 
 
@@ -202,7 +234,7 @@ def random_model(shape: str) -> Decoder:
     generator = torch.Generator("cuda").manual_seed(0)
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.data.fill_(1.0)
+            parameter.data.fill_(0.0 if model.args.zero_centered_norms else 1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     return model
@@ -240,14 +272,23 @@ def generate(engine: NativeEngine, requests: list[tuple[list[int], int]]) -> flo
     """Seconds until all have their tokens."""
     torch.cuda.synchronize()
     start = time.perf_counter()
+    run(engine, requests)
+    return time.perf_counter() - start
+
+
+def run(engine: NativeEngine, requests: list[tuple[list[int], int]]) -> list[Finished]:
+    """The results in the order they ended; the `rid` is the index of the request."""
     for i, (prompt, length) in enumerate(requests):
         engine.add(GenRequest(str(i), prompt, request_options(length)))
-    expected = {str(i): length for i, (_, length) in enumerate(requests)}
+    results = []
     while engine.has_work:
         for done in engine.step():
-            assert len(done.output_tokens) == len(done.output_logprobs) == expected.pop(done.rid)
-    assert not expected
-    return time.perf_counter() - start
+            assert isinstance(done, Finished)
+            assert len(done.output_tokens) == len(done.output_logprobs)
+            assert len(done.output_tokens) == requests[int(done.rid)][1]
+            results.append(done)
+    assert len(results) == len(requests)
+    return results
 
 
 def request_options(length: int) -> GenerationHyperparameters:
@@ -287,13 +328,15 @@ def device_clock(engine: NativeEngine):
         delattr(runner, name)
 
 
-def least_seconds(model: Decoder, load: Load, ceilings: Ceilings) -> float:
-    """Each decode step reads the weights and the cache once; all arithmetic at the matrix rate."""
+def least_seconds(model: Decoder, load: Load, ceilings: Ceilings, num_cached: int = 0) -> float:
+    """Each decode step reads the weights and the cache once, of layers with a window what is in it;
+    all arithmetic at the matrix rate. `num_cached` tokens of each prompt need no prefill."""
     args = model.args
     head = args.vocab_size * args.dim
-    cache_bytes = 2 * 2 * args.n_layers * args.n_kv_heads * args.head_dim
+    layer_bytes = 2 * 2 * args.n_kv_heads * args.head_dim
+    windows = [args.window(layer) or sys.maxsize for layer in range(args.n_layers)]
     _, used = body_weights(args, 1)
-    seconds = 2 * used * load.prompts * load.num_in / ceilings.flop_per_s
+    seconds = 2 * used * load.prompts * (load.num_in - num_cached) / ceilings.flop_per_s
     lengths = sorted(load.lengths())
     done = 0
     for step in range(lengths[-1]):
@@ -301,9 +344,13 @@ def least_seconds(model: Decoder, load: Load, ceilings: Ceilings) -> float:
             done += 1
         running = len(lengths) - done
         # The samples of a prompt could read its part of the cache once.
-        cached = running * step + min(running, load.prompts) * load.num_in
+        cached = sum(
+            running * min(step, window)
+            + min(running, load.prompts) * min(load.num_in, max(window - step, 0))
+            for window in windows
+        )
         read, _ = body_weights(args, running)
-        moved = 2 * (read + head) + cached * cache_bytes
+        moved = 2 * (read + head) + cached * layer_bytes
         flop = 2 * (used + head) * running
         seconds += max(moved / ceilings.bytes_per_s, flop / ceilings.flop_per_s)
     return seconds
@@ -350,7 +397,44 @@ def _median_seconds(work: Callable[[], object], repeats: int = 20) -> float:
     return sorted(times)[repeats // 2]
 
 
-def _update_stall(engine: NativeEngine) -> list[Row]:
+def _turns(engine: NativeEngine, ceilings: Ceilings) -> list[Row]:
+    """The next turn of a dialogue finds its beginning in the cache."""
+    _chat(engine)  # captures graphs, compiles
+    engine.load_weights(engine.model.named_hf_tensors(), engine.version + 1, recompute_kv=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    num_cached = _chat(engine)
+    speed = NUM_TURNS * CHATS.num_requests * CHATS.num_out / (time.perf_counter() - start)
+    num_new, least = CHATS.num_out + TURN_TOKENS, 0.0
+    for turn in range(NUM_TURNS):
+        load = dataclasses.replace(CHATS, num_in=CHATS.num_in + turn * num_new)
+        num_kept = load.num_in - num_new if turn else 0
+        least += least_seconds(engine.model, load, ceilings, num_kept)
+    limit = NUM_TURNS * CHATS.num_requests * CHATS.num_out / least
+    return [
+        Row("1.5b_turns_128x6", speed, "tokens/s"),
+        Row("1.5b_turns_128x6_limit", limit, "tokens/s"),
+        Row("1.5b_turns_128x6_cached", num_cached, "of the tokens of later turns' prompts"),
+    ]
+
+
+def _chat(engine: NativeEngine) -> float:
+    """All turns of all dialogues; the share of their later prompts that was in the cache."""
+    rng = random.Random(2)
+    chats = [list(prompt) for prompt, _ in CHATS.requests()]
+    num_cached = num_prompt = 0
+    for turn in range(NUM_TURNS):
+        for done in run(engine, [(chat, CHATS.num_out) for chat in chats]):
+            chat = chats[int(done.rid)]
+            if turn:
+                num_cached += done.cached_tokens
+                num_prompt += len(chat)
+            chat += done.output_tokens
+            chat += [rng.randrange(1000, 150_000) for _ in range(TURN_TOKENS)]
+    return num_cached / num_prompt
+
+
+def _update_stall(engine: NativeEngine, _: Ceilings) -> list[Row]:
     """The longest time without a token around an update under load, and the copy itself."""
     load = LOADS["1.5b_512_256_1024"]
     weights = [(name, tensor.clone()) for name, tensor in engine.model.named_hf_tensors()]
@@ -372,7 +456,7 @@ def _update_stall(engine: NativeEngine) -> list[Row]:
     return [Row("1.5b_update_stall_ms", 1e3 * sorted(stalls)[2], "ms")]
 
 
-def _http_ratio(engine: NativeEngine) -> list[Row]:
+def _http_ratio(engine: NativeEngine, _: Ceilings) -> list[Row]:
     load = LOADS["1.5b_512_256_1024"]
     warm_up(engine, load)
     alone = generate(engine, load.requests())
@@ -423,7 +507,7 @@ async def _time_client(address: str) -> float:
     return seconds
 
 
-def _invariant_ratio(engine: NativeEngine) -> list[Row]:
+def _invariant_ratio(engine: NativeEngine, _: Ceilings) -> list[Row]:
     load = LOADS["1.5b_64_256_256"]
     warm_up(engine, load)
     usual = generate(engine, load.requests())
@@ -434,6 +518,7 @@ def _invariant_ratio(engine: NativeEngine) -> list[Row]:
 
 
 _EXTRA_ROWS = {
+    "1.5b_turns_128x6": _turns,
     "1.5b_update_stall_ms": _update_stall,
     "1.5b_http_ratio": _http_ratio,
     "1.5b_invariant_ratio": _invariant_ratio,

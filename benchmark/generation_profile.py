@@ -181,26 +181,34 @@ def kind_of(kernel: str) -> str:
 def prefill_work(args: DecoderArgs, load: Load) -> Work:
     num_rows, head = load.prompts * load.num_in, args.dim * args.vocab_size
     read, used = body_weights(args, num_rows)
-    pairs = load.prompts * load.num_in * (load.num_in + 1) / 2
+    # Of a row at position p a layer reads min(p + 1, window) keys.
+    short = [min(window, load.num_in) for window in windows(args)]
+    pairs = load.prompts * sum(n * (n + 1) / 2 + (load.num_in - n) * n for n in short)
     return Work(
         matrix_bytes=2 * read,
         matrix_flop=2 * used * num_rows + 2 * head * load.num_requests,
         cache_bytes=0.0,
-        attention_flop=4 * pairs * args.n_layers * args.n_heads * args.head_dim,
+        attention_flop=4 * pairs * args.n_heads * args.head_dim,
         logit_bytes=4.0 * load.num_requests * args.vocab_size,
     )
+
+
+def windows(args: DecoderArgs) -> list[int]:
+    """How many tokens each layer sees at most."""
+    return [args.window(layer) or sys.maxsize for layer in range(args.n_layers)]
 
 
 def decode_work(args: DecoderArgs, load: Load) -> Work:
     """Of a step at half of the output: the mean over all steps."""
     head = args.dim * args.vocab_size
     read, used = body_weights(args, load.num_requests)
-    cached = load.num_requests * (load.num_in + load.num_out / 2)
+    length = load.num_in + load.num_out / 2
+    cached = load.num_requests * sum(min(length, window) for window in windows(args))
     return Work(
         matrix_bytes=2 * (read + head),
         matrix_flop=2 * (used + head) * load.num_requests,
-        cache_bytes=cached * 4 * args.n_layers * args.n_kv_heads * args.head_dim,
-        attention_flop=4 * cached * args.n_layers * args.n_heads * args.head_dim,
+        cache_bytes=cached * 4 * args.n_kv_heads * args.head_dim,
+        attention_flop=4 * cached * args.n_heads * args.head_dim,
         logit_bytes=4.0 * load.num_requests * args.vocab_size,
     )
 

@@ -2,9 +2,10 @@
 
     python benchmark/generation_stand_in.py --mean-s 5        # prints {"port": ...} and serves
 
-In place of a model it waits: every request is answered at the first decode step (20 ms) after a
-time drawn uniformly from 0 to twice the mean. What a client pays for (HTTP, JSON of real length,
-versions that move with the weights) is there; what a model costs is not. A process of its own, so
+In place of a model it waits: a sample lasts a time drawn uniformly from 0 to twice the mean, and a
+group is answered at the first decode step (20 ms) after its last sample. What a client pays for
+(HTTP, frames of real length, versions that move with the weights) is there; what a model costs is
+not. A process of its own, so
 that it takes no time from the core of whoever is measured against it.
 """
 
@@ -19,7 +20,11 @@ import random
 from collections import defaultdict
 
 from aiohttp import web
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
+
+from areal.engine.native.frames import FRAMES, encode_frames
+from areal.engine.native.sequence import Finished
+from areal.engine.native.wire import Reply, decode_requests
 
 STEP_S = 0.02
 
@@ -29,54 +34,52 @@ class StandIn:
         self._mean_s = mean_s
         self._num_tokens = num_tokens
         self._order = itertools.count()  # between answers that are due together
-        self._due: list[tuple[float, int, asyncio.Queue[str], str]] = []
+        self._due: list[tuple[float, int, asyncio.Queue[list[str]], list[str]]] = []
         self._draw = random.Random(0)
         self.set_version(0)
 
     def set_version(self, version: int) -> None:
         tokens = [self._draw.randrange(32_000) for _ in range(self._num_tokens)]
-        answer = {
-            "output_tokens": tokens,
-            "output_logprobs": [-self._draw.random() for _ in tokens],
-            "output_versions": [version] * len(tokens),
-            "stop_reason": "stop",
-            "latency": self._mean_s,
-            "ttft": 0.0,
-        }
-        self._answer = b"," + to_json(answer)[1:] + b"\n"
+        logprobs = [-self._draw.random() for _ in tokens]
+        finished = Finished("", tokens, logprobs, [version] * len(tokens), "stop")
+        self._reply = Reply(finished, latency=self._mean_s, ttft=0.0)
+        # Encoded once; the rid is the last part of a frame, behind its lengths.
+        self._frames: dict[int, bytes] = {}
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        requests = from_json(await http.read())["requests"]
-        finished: asyncio.Queue[str] = asyncio.Queue()
+        groups: dict[str, list[str]] = defaultdict(list)
+        for request in decode_requests(await http.read()):
+            groups[request.group or request.rid].append(request.rid)
+        finished: asyncio.Queue[list[str]] = asyncio.Queue()
         now = asyncio.get_running_loop().time()
-        for request in requests:
-            due = now + self._draw.uniform(0, 2 * self._mean_s)
-            heapq.heappush(self._due, (due, next(self._order), finished, request["rid"]))
-        answer = web.StreamResponse()
+        for rids in groups.values():
+            due = now + max(self._draw.uniform(0, 2 * self._mean_s) for _ in rids)
+            heapq.heappush(self._due, (due, next(self._order), finished, rids))
+        answer = web.StreamResponse(headers={"Content-Type": FRAMES})
         await answer.prepare(http)
-        missing = len(requests)
+        missing = len(groups)
         while missing:
-            rids = [await finished.get()]
+            ended = [await finished.get()]
             while not finished.empty():
-                rids.append(finished.get_nowait())
-            missing -= len(rids)
-            await answer.write(b"".join(self._line(rid) for rid in rids))
+                ended.append(finished.get_nowait())
+            missing -= len(ended)
+            await answer.write(b"".join(self._frame(rid) for rids in ended for rid in rids))
         return answer
 
     async def step_for_ever(self) -> None:
         while True:
             await asyncio.sleep(STEP_S)
             now = asyncio.get_running_loop().time()
-            ended: dict[asyncio.Queue[str], list[str]] = defaultdict(list)
             while self._due and self._due[0][0] <= now:
-                _, _, finished, rid = heapq.heappop(self._due)
-                ended[finished].append(rid)
-            for finished, rids in ended.items():
-                for rid in rids:
-                    finished.put_nowait(rid)
+                _, _, finished, rids = heapq.heappop(self._due)
+                finished.put_nowait(rids)
 
-    def _line(self, rid: str) -> bytes:
-        return b'{"rid":' + to_json(rid) + self._answer
+    def _frame(self, rid: str) -> bytes:
+        size = len(rid)
+        if size not in self._frames:
+            self._reply.finished.rid = "x" * size
+            self._frames[size] = encode_frames([self._reply])[:-size]
+        return self._frames[size] + rid.encode()
 
     async def update_weights(self, http: web.Request) -> web.Response:
         self.set_version(from_json(await http.read())["version"])

@@ -67,6 +67,15 @@ HEADS_OF_128 = {"model_type": "qwen2", "num_attention_heads": 12, "num_key_value
     "head_dim": 128,
 }
 
+GEMMA = {
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 128,
+    "sliding_window_pattern": 4,
+}
+
 
 @dataclass(slots=True)
 class Check:
@@ -106,6 +115,7 @@ def main() -> int:
     parts += [
         lambda: check_parity("heads_64", CONFIG, rng),
         lambda: check_parity("heads_128", CONFIG | HEADS_OF_128, rng),
+        lambda: check_parity("gemma3", CONFIG | GEMMA, rng),
         lambda: check_load(rng),
         lambda: check_soak(rng, args.minutes),
     ]

@@ -9,12 +9,13 @@ cache when its turn comes; the median of 20 replays counts.
 
 | rows               | work                                                                       |
 |--------------------|----------------------------------------------------------------------------|
-| `decode_*`         | rows x cached tokens, 1.5B shape (12 heads on 2, 128) or 7B (28 on 4, 128)  |
+| `decode_*`         | rows x cached tokens, 1.5B shape (12 heads on 2, 128), 7B (28 on 4, 128) or |
+|                    | Gemma 3 1B (4 on 1, 256)                                                   |
 | `decode_tail`      | 512 rows, lengths from a long tail: mean 1k, at most 8k                    |
 | `decode_groups*`   | 512 rows, 16 to a prompt of 2048 (8192) that they read together, and 512   |
 |                    | tokens of their own                                                        |
 | `decode_*_alone`   | the same when every row reads its prompt itself                            |
-| `prefill_*`        | prompts x tokens, 1.5B shape or 7B                                         |
+| `prefill_*`        | prompts x tokens, 1.5B shape, 7B or Gemma 3 1B                             |
 | `prefill_*_rows`   | the same by `rows_attention`, the price of batch-invariant numerics        |
 | `*_flashinfer`     | the same by FlashInfer, where it is installed                              |
 | `*_share`          | decode: keys and values (a prompt's once) over time, of copy bandwidth     |
@@ -102,6 +103,7 @@ DECODE_CASES = (
     Case("64x384", [384] * 64),
     Case("1x1024", [1024]),
     Case("7b_1024x512", [512] * 1024, num_heads=28, num_kv_heads=4),
+    Case("gemma3_256x512", [512] * 256, num_heads=4, num_kv_heads=1, head_dim=256),
     Case("tail", long_tail(512, 1024, 8192)),
     Case("groups", [2560] * 512, samples=16, prompt=2048),
     Case("groups_8k", [8704] * 512, samples=16, prompt=8192),
@@ -111,6 +113,7 @@ PREFILL_CASES = (
     Case("32x2048", [2048] * 32),
     Case("1x32768", [32768]),
     Case("7b_64x256", [256] * 64, num_heads=28, num_kv_heads=4),
+    Case("gemma3_32x512", [512] * 32, num_heads=4, num_kv_heads=1, head_dim=256),
 )
 DECODE_SHAPES = (  # tile, warps, stages
     (32, 4, 4),
@@ -123,6 +126,7 @@ DECODE_SHAPES = (  # tile, warps, stages
 DECODE_SPLITS = {  # by number of rows: splits, fewest tokens of one
     1: ((8, 64), (16, 64), (32, 32), (64, 16)),
     64: ((2, 64), (4, 64), (8, 64)),
+    256: ((1, 128), (2, 128), (4, 128)),
     512: ((1, 512), (2, 256), (2, 512), (4, 256), (4, 512), (8, 512)),
     1024: ((1, 512), (2, 256), (2, 512)),
 }

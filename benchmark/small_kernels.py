@@ -30,15 +30,15 @@ from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.skinny_linear import Plan as SkinnyPlan
 from areal.engine.native.cuda.skinny_linear import (
     SkinnyWorkspace,
-    skinny_gate_up_silu,
+    skinny_gate_up,
     skinny_linear,
 )
 from areal.engine.native.cuda.skinny_linear import plan_for as skinny_plan_for
 from areal.engine.native.cuda.small_linear import (
     Plan,
-    norm_gate_up_silu,
     norm_linear,
     plan_for,
+    small_gate_up,
     small_linear,
 )
 
@@ -107,7 +107,7 @@ class Linears:
     def __init__(self, model: Model, num_rows: int, weights: dict[str, list[torch.Tensor]]) -> None:
         self.num_rows, self.weights = num_rows, weights
         qkv_dim = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        self.norm = _random(model.dim)
+        self.norm = block_kernels.Norm(_random(model.dim), EPS)
         self.bias = _random(qkv_dim)
         self.x = _random(num_rows, model.dim)
         self.attended = _random(num_rows, model.num_heads * model.head_dim)
@@ -121,21 +121,21 @@ class Linears:
         if isinstance(plan, SkinnyPlan):
             self._run_skinny(kind, weight, plan)
         elif kind == "qkv":
-            norm_linear(self.x, self.norm, EPS, weight, self.bias, self.qkv, plan)
+            norm_linear(self.x, self.norm, weight, self.bias, self.qkv, plan)
         elif kind == "o":
             small_linear(self.attended, weight, None, self.x, self.x, plan)
         elif kind == "gate_up":
-            norm_gate_up_silu(self.x, self.norm, EPS, weight, self.activated, plan)
+            small_gate_up(self.x, self.norm, weight, "silu", self.activated, plan)
         elif kind == "down":
             small_linear(self.activated, weight, None, self.x, self.x, plan)
         else:
-            norm_linear(self.x, self.norm, EPS, weight, None, self.logits, plan)
+            norm_linear(self.x, self.norm, weight, None, self.logits, plan)
 
     def _run_skinny(self, kind: str, weight: torch.Tensor, plan: SkinnyPlan) -> None:
         if kind == "qkv":
             skinny_linear(self.x, weight, self.bias, self.qkv, self.workspace, plan)
         elif kind == "gate_up":
-            skinny_gate_up_silu(self.x, weight, self.activated, self.workspace, plan)
+            skinny_gate_up(self.x, weight, "silu", self.activated, self.workspace, plan)
         else:
             source = self.attended if kind == "o" else self.activated
             skinny_linear(source, weight, None, self.x, self.workspace, plan)
@@ -332,7 +332,7 @@ def _block_kernels(model: Model, num_rows: int) -> dict[str, Callable[[], None]]
     """The kernels of a block and of a step, on activations that the cache holds."""
     heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
     x, residual, out = (_random(num_rows, model.dim) for _ in range(3))
-    norm = _random(model.dim)
+    norm = block_kernels.Norm(_random(model.dim), EPS)
     gate_up, activated = (
         _random(num_rows, 2 * model.hidden_dim),
         _random(num_rows, model.hidden_dim),
@@ -353,12 +353,12 @@ def _block_kernels(model: Model, num_rows: int) -> dict[str, Callable[[], None]]
     ring = zeros(8, num_rows)
     logprobs, logprob_ring, count = logprobs.float(), ring.float(), zeros(1)
     return {
-        "rms_norm": lambda: block_kernels.rms_norm(x, norm, EPS, out),
-        "torch_rms_norm": lambda: F.rms_norm(x, (model.dim,), norm, EPS),
-        "add_rms_norm": lambda: block_kernels.add_rms_norm(x, residual, norm, EPS, out),
-        "silu_mul": lambda: block_kernels.silu_mul(gate_up, activated),
+        "rms_norm": lambda: block_kernels.rms_norm(x, norm, out),
+        "torch_rms_norm": lambda: F.rms_norm(x, (model.dim,), norm.weight, EPS),
+        "add_rms_norm": lambda: block_kernels.add_rms_norm(x, residual, norm, out),
+        "gate_mul": lambda: block_kernels.gate_mul(gate_up, "silu", activated),
         "rope_and_cache": lambda: block_kernels.rope_and_cache(
-            qkv, cos, sin, write, keys, values, q_out, None, None, EPS
+            qkv, cos, sin, write, keys, values, q_out, None, None
         ),
         "prepare_decode": lambda: step_kernels.prepare_decode(
             slots, *slot_state[:2], pages, PAGE_SIZE, tokens, positions, write_out

@@ -28,11 +28,21 @@ class PagedWorld:
             for cache in (self.keys, self.values)
         )
 
-    def attend(self, q_NH: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
-        """[N, H] float64: what one row that sees `length` positions must give."""
+    def attend(
+        self,
+        q_NH: torch.Tensor,
+        sequence: int,
+        length: int,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """[N, H] float64: what one row that sees `length` positions, or the last `window` of them,
+        must give."""
         keys, values = self.dense(sequence, length)
+        if window is not None:
+            keys, values = keys[:, -window:], values[:, -window:]
         q_KGH = q_NH.double().unflatten(0, (len(keys), -1))
-        scores = q_KGH @ keys.transpose(1, 2) * q_NH.shape[1] ** -0.5
+        scores = q_KGH @ keys.transpose(1, 2) * (scale or q_NH.shape[1] ** -0.5)
         return (scores.softmax(-1) @ values).flatten(0, 1)
 
 

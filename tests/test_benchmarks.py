@@ -185,3 +185,13 @@ def test_weight_sync_reports_every_transport(tmp_path):
     for kind in ("direct", "shm", "xccl", "disk", "delta"):
         assert rows[f"{kind}_seconds"] > 0 and rows[f"{kind}_stall_ms"] >= 0
     assert rows["delta_mb"] < rows["disk_mb"] / 5 and 0 < rows["delta_changed"] < 0.2
+
+
+def test_peers_says_where_trl_is_missing(tmp_path):
+    bare = tmp_path / "python"  # without site-packages there is no TRL, whatever is installed
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    for python, message in ((tmp_path / "none", "No such file"), (bare, "has no TRL: install trl")):
+        command = [sys.executable, BENCHMARKS / "peers.py", "--trl-python", python]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and message in done.stderr

@@ -30,7 +30,7 @@ def gpu_check(monkeypatch):
     return gpu_check
 
 
-@pytest.mark.parametrize("shape", ["1.5b", "7b", "30b_a3b"])
+@pytest.mark.parametrize("shape", ["1.5b", "7b", "30b_a3b", "gemma3_1b"])
 def test_many_rows_read_every_matrix(profile, shape):
     from generation import SHAPES, body_weights
 
@@ -59,6 +59,37 @@ def test_the_least_time_of_a_step_by_hand(profile):
     least = work.least_seconds(Ceilings(bytes_per_s=4e9, flop_per_s=1e12))
     # 8e9 bytes take 2 s, 3e12 operations 3 s: the longer one counts.
     assert least == {"matrix": 3.0, "attention": 1.0, "sampling": 1.0, "rest": 0.0}
+
+
+@pytest.mark.parametrize(("window", "cached"), [(None, [4, 5, 6]), (3, [3, 3, 3]), (5, [4, 5, 5])])
+def test_the_least_time_of_a_model_reads_what_its_windows_see(profile, window, cached):
+    """Prompts of 4 tokens and 3 of output: at each step the tokens before it, or the window's."""
+    import generation
+
+    layers = {
+        "num_hidden_layers": 1,
+        "sliding_window": window or 10**6,
+        "sliding_window_pattern": 2,
+    }
+    model = tiny_model("gemma3_text", **layers)
+    load = generation.Load("gemma3_1b", prompts=7, num_in=4, num_out=3)
+    bytes_only = generation.Ceilings(bytes_per_s=1.0, flop_per_s=float("inf"))
+    weights = sum(p.numel() for p in model.layers.parameters()) + model.output_weight.numel()
+    token_bytes = 4 * model.args.n_kv_heads * model.args.head_dim
+    expected = 3 * 2 * weights + sum(cached) * 7 * token_bytes
+    assert generation.least_seconds(model, load, bytes_only) == expected
+
+
+def test_the_work_of_attention_stops_at_the_window(profile):
+    from generation import Load
+
+    layers = {"num_hidden_layers": 2, "sliding_window": 3, "sliding_window_pattern": 2}
+    args = tiny_model("gemma3_text", **layers).args
+    load = Load("gemma3_1b", prompts=1, num_in=5, num_out=4)
+    per_pair = 4 * args.n_heads * args.head_dim
+    # Rows of the layer with a window see 1, 2, 3, 3, 3 keys, of the other 1 to 5.
+    assert profile.prefill_work(args, load).attention_flop == (12 + 15) * per_pair
+    assert profile.decode_work(args, load).attention_flop == (3 + 7) * per_pair
 
 
 @pytest.mark.parametrize(

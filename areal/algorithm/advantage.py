@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from areal.algorithm import lambda_call
@@ -141,15 +142,19 @@ def gae_by_turn(
 
 def check_turn_ids(turn_ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> None:
     """ValueError unless the turns of each row's generated tokens count up from 0 or more."""
-    mask_BS = mask_BS.bool()
-    newest_BS = torch.where(mask_BS, turn_ids_BS, -1).cummax(1).values
-    wrong_BS = mask_BS & ((turn_ids_BS < 0) | (turn_ids_BS < newest_BS))
-    if bool(wrong_BS.any()):
-        row, token = map(int, wrong_BS.nonzero()[0])
+    # In numpy, which is faster for one group; this runs for every one.
+    mask, turns = mask_BS.numpy(force=True).astype(bool), turn_ids_BS.numpy(force=True)
+    wrong = mask & (turns < 0)
+    newest = np.where(mask, turns, -1)
+    if newest.max(initial=0) > 0:  # else there is one turn, which cannot fall
+        newest = np.maximum.accumulate(newest, axis=1)
+        wrong |= mask & (turns < newest)
+    if wrong.any():
+        row, token = map(int, np.argwhere(wrong)[0])
         raise ValueError(
             "turn_ids must be at least 0 on generated tokens and never fall along a row; row "
-            f"{row} has {int(turn_ids_BS[row, token])} at token {token}, after turn "
-            f"{int(newest_BS[row, :token].max()) if token else -1}"
+            f"{row} has {int(turns[row, token])} at token {token}, after turn "
+            f"{int(newest[row, :token].max()) if token else -1}"
         )
 
 

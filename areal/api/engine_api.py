@@ -25,14 +25,15 @@ only generates refuses the calls that run episodes; `rollout/controller.py` adds
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, overload
 
-from areal.api.io_struct import WeightUpdateMeta
+from areal.api.io_struct import Sample, WeightUpdateMeta
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,6 +100,15 @@ def _mark(method: Method, mark: Mark) -> Method:
     return method
 
 
+def _sample_of(call: asyncio.Future[ModelResponse]) -> Sample | Exception:
+    error = call.exception()
+    if error is None:
+        return Sample.of(call.result())
+    if not isinstance(error, Exception):
+        raise error
+    return error
+
+
 class EngineLostError(RuntimeError):
     """The engine is permanently lost: no episode can continue, and the run stops."""
 
@@ -121,6 +131,22 @@ class InferenceEngine(ABC):
     @abstractmethod
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """ValueError: the request is invalid. A call that is cancelled frees its generation."""
+
+    async def agenerate_group(
+        self, req: ModelRequest, seeds: Sequence[int | None]
+    ) -> list[Sample | Exception]:
+        """One sample of `req` per seed, or why there is none.
+
+        A cancelled call frees the generation of all.
+        """
+        requests = [replace(req, gconfig=req.gconfig.with_seed(seed)) for seed in seeds]
+        calls = [asyncio.ensure_future(self.agenerate(request)) for request in requests]
+        try:
+            await asyncio.wait(calls)
+        finally:
+            for call in calls:
+                call.cancel()
+        return [_sample_of(call) for call in calls]
 
     @abstractmethod
     def pause_generation(self) -> None:

@@ -52,6 +52,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
+
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.json_text import dumps, well_formed
 
@@ -231,6 +233,27 @@ class ModelResponse:
         if self.tokenizer is None:
             raise ValueError("this response carries no tokenizer, so its stop tokens are unknown")
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id} - {None}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample of a group: a `ModelResponse` in arrays, as long as its output."""
+
+    tokens: np.ndarray  # [T] integers
+    logprobs: np.ndarray  # [T] floats
+    versions: np.ndarray  # [T] integers
+    stop_reason: StopReason
+    routed_experts: np.ndarray | None = None  # as in ModelResponse
+
+    @classmethod
+    def of(cls, response: ModelResponse) -> Sample:
+        return cls(
+            np.array(response.output_tokens, np.int32),
+            np.array(response.output_logprobs, np.float32),
+            np.array(response.output_versions, np.int32),
+            response.stop_reason,
+            response.routed_experts,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +451,14 @@ def check_tokens(tokens: Any, *, vocab_size: int | None = None) -> None:
         raise ValueError(
             f"output_tokens: token ids must lie in 0 .. {end - 1}, got {_shown(min(tokens))} .. "
             f"{_shown(max(tokens))}"
+        )
+
+
+def check_token(token: int, *, vocab_size: int) -> None:
+    """The largest of an output whose tokens are token ids."""
+    if token >= vocab_size:
+        raise ValueError(
+            f"output_tokens: token ids must lie in 0 .. {vocab_size - 1}, got {_shown(token)}"
         )
 
 

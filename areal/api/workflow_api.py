@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
@@ -36,8 +37,35 @@ class RolloutWorkflow(ABC):
         counted, retried up to a bound, and reported.
         """
 
+    async def arun_group(
+        self, engine: InferenceEngine, data: dict[str, Any], num_samples: int
+    ) -> GroupResult:
+        """All episodes of a prompt at once, where that is cheaper; see `runs_groups`.
+
+        Must do what `num_samples` calls of `arun_episode` do, with `workflow_context.next_seeds`.
+        A sample that fails is retried by `arun_episode`; an exception fails all of them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs one episode at a time")
+
     def close(self) -> None:  # noqa: B027 - most workflows have nothing to end
         """End what the workflow started (processes, clients). Called after the last episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    trajectory: dict[str, torch.Tensor] | None  # a row per sample without failure, in order
+    failures: dict[int, Exception] = field(default_factory=dict[int, Exception])  # by sample
+
+
+def runs_groups(kind: type[RolloutWorkflow]) -> bool:
+    """Whether `arun_group` stands for this class's `arun_episode`: not if a subclass has written
+    the latter anew."""
+    for base in kind.__mro__:
+        if "arun_group" in vars(base):
+            return base is not RolloutWorkflow
+        if "arun_episode" in vars(base):
+            return False
+    return False
 
 
 class Agent(Protocol):

@@ -32,6 +32,12 @@ class Episode:
     run_seed: int
     requests: int = 0  # seeds handed out so far
 
+    def seed(self, sample: int) -> int:
+        """Of the next request of a sample."""
+        # Evaluation prompts are also numbered from 0; bit 0 separates their draws from training's.
+        stream = self.run_seed * 2 + int(self.is_eval)
+        return sampling_seed(stream, self.task_id, sample, self.requests)
+
 
 _current: ContextVar[Episode | None] = ContextVar("areal_episode", default=None)
 
@@ -65,11 +71,18 @@ class WorkflowContext:
         current = _current.get()
         if current is None:
             return None
-        index = current.requests
+        seed = current.seed(current.sample)
         current.requests += 1
-        # Evaluation prompts are also numbered from 0; bit 0 separates their draws from training's.
-        stream = current.run_seed * 2 + int(current.is_eval)
-        return sampling_seed(stream, current.task_id, current.sample, index)
+        return seed
+
+    def next_seeds(self, num_samples: int) -> list[int | None]:
+        """Those of the first `num_samples` samples, for the next request of a whole group."""
+        current = _current.get()
+        if current is None:
+            return [None] * num_samples
+        seeds: list[int | None] = [current.seed(sample) for sample in range(num_samples)]
+        current.requests += 1
+        return seeds
 
 
 workflow_context = WorkflowContext()

@@ -8,6 +8,8 @@ Shape legend: T packed tokens, C sequences, P pages, N query heads, K key/value 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from areal.models.common.attention import PackedAttention
@@ -40,19 +42,22 @@ class InvariantPackedAttention(PackedAttention):
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        if window is not None or scale is not None:
-            raise ValueError(
-                "batch_invariant: its attention has no sliding window and no scale of its own; "
-                "turn batch_invariant off for this model"
-            )
+        scores = {"window": window, "scale": scale}
 
         def reference(q, k, v):
-            return PackedAttention.__call__(self, layer, q, k, v)
+            return PackedAttention.__call__(self, layer, q, k, v, **scores)
 
-        return with_gradients_of(reference, self._by_rows, (q_TNH, k_TKH, v_TKH))
+        by_rows = partial(self._by_rows, **scores)
+        return with_gradients_of(reference, by_rows, (q_TNH, k_TKH, v_TKH))
 
     def _by_rows(
-        self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        *,
+        window: int | None,
+        scale: float | None,
     ) -> torch.Tensor:
         from areal.engine.native.cuda.decode_attention import rows_attention  # needs Triton
 
@@ -64,6 +69,6 @@ class InvariantPackedAttention(PackedAttention):
         out_TNH = torch.empty_like(q_TNH)
         rows_attention(
             q_TNH.contiguous(), keys, values, self._pages_CP, self._chunk_T.int(),
-            self.positions_T.int(), out_TNH,
+            self.positions_T.int(), out_TNH, window=window, scale=scale,
         )  # fmt: skip
         return out_TNH

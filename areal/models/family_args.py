@@ -98,6 +98,8 @@ class Gemma3ModelArgs(DecoderArgs):
         plain = {key: value for key, value in hf.items() if key not in ("layer_types", *_ROPE_KEYS)}
         return cls(
             **common_decoder_fields(plain | ropes[_ALL]),
+            zero_centered_norms=True,
+            out_norms=True,
             qk_norm=True,
             qkv_bias=bias,
             attention_out_bias=bias,

@@ -1,18 +1,11 @@
 """Gemma 3 (text): sliding-window layers with a full-attention layer every few, one rope for each of
 the two kinds, norms before and after attention and feed-forward, scaled by 1 + w. Also reads the
 language model of multimodal checkpoints.
-
-Shape legend: T tokens, D model dim, N heads, H head dim.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from areal.models.common.args import DecoderArgs
-from areal.models.common.decoder import Decoder, DecoderBlock
+from areal.models.common.decoder import Decoder
 from areal.models.common.state_dict_adapter import (
     DENSE_FROM_HF,
     OUT_BIAS_FROM_HF,
@@ -55,33 +48,8 @@ class Gemma3StateDictAdapter(StateDictAdapter):
         return super().from_hf_name(hf_name)
 
 
-class Gemma3Norm(nn.RMSNorm):
-    """RMS norm times 1 + weight, in float32."""
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = 1.0 + self.weight.float()
-        return F.rms_norm(x.float(), self.normalized_shape, scale, self.eps).to(x.dtype)
-
-
-class Gemma3Block(DecoderBlock):
-    norm_class = Gemma3Norm
-
-    def __init__(self, args: DecoderArgs, layer: int):
-        super().__init__(args, layer)
-        self.attention_out_norm = Gemma3Norm(args.dim, args.norm_eps)
-        self.ffn_out_norm = Gemma3Norm(args.dim, args.norm_eps)
-
-    def after(self, x_TD: torch.Tensor, out_TNH: torch.Tensor) -> torch.Tensor:
-        x_TD = x_TD + self.attention_out_norm(self.attention.wo(out_TNH.flatten(1)))
-        return x_TD + self.ffn_out_norm(self.feed_forward(self.ffn_norm(x_TD)))
-
-
 class Gemma3Model(Decoder):
     adapter_class = Gemma3StateDictAdapter
-    block_class = Gemma3Block
 
 
 SPEC = ModelSpec(

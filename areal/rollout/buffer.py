@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from areal.rollout.failures import describe
-from areal.rollout.trajectory import version_span
 
 if TYPE_CHECKING:
     import torch
@@ -225,18 +224,19 @@ class FinishedGroup:
 def judge(
     group: Running,
     trajectory: Trajectory | None,
+    span: tuple[int, int] | None,
     should_accept: Callable[[Trajectory], bool] | None,
     *,
     version: int,
 ) -> Outcome:
-    """`version` is the current policy version. Exceptions of `should_accept` propagate."""
+    """`span` is that of the trajectory's token versions, None if they are not recorded; `version`
+    is the current policy version. Exceptions of `should_accept` propagate."""
     state, why = "finished", ""
     if trajectory is None:
         state, why = "rejected", "workflow returned None"
     elif not accepts(should_accept, trajectory):
         state, why = "rejected", "should_accept_fn"
     # Without recorded versions, admission and now are safe bounds.
-    span = None if trajectory is None else version_span(trajectory)
     head, tail = span or (group.issued_version, version)
     task_id = group.prompt.task_id
     return Outcome(task_id, state, group.issued_version, head, tail, why, trajectory)

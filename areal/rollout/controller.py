@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.config.inference import InferenceEngineConfig
 from areal.api.engine_api import InferenceEngine
-from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdateMeta
 from areal.api.scratch import ScratchFolder
 from areal.rollout.event_loop import TaskRunner
 from areal.rollout.executor import WorkflowExecutor
@@ -230,6 +230,11 @@ class RolloutController(InferenceEngine):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         return await self.engine.agenerate(req)
+
+    async def agenerate_group(
+        self, req: ModelRequest, seeds: Sequence[int | None]
+    ) -> list[Sample | Exception]:
+        return await self.engine.agenerate_group(req, seeds)
 
     def pause_generation(self) -> None:
         self.engine.pause_generation()

@@ -405,8 +405,9 @@ class WorkflowExecutor:
         """Run one group to its outcome. Boundary: a workflow's exception becomes a failed group."""
         try:
             trajectory = await self._groups.run(group.prompt.task_id, group.prompt.data)
-            self._check_versions(trajectory)
-            outcome = judge(group, trajectory, self._should_accept, version=self._version)
+            span = None if trajectory is None else version_span(trajectory)
+            self._check_newest(span)
+            outcome = judge(group, trajectory, span, self._should_accept, version=self._version)
         except EngineLostError:
             raise  # fails the loop; the prompt stays `issued`, for the resumed run
         except Exception as error:
@@ -415,13 +416,10 @@ class WorkflowExecutor:
             self._runner.call(self._settle)
         self._outcomes.append(outcome)
 
-    def _check_versions(self, trajectory: Trajectory | None) -> None:
+    def _check_newest(self, span: tuple[int, int] | None) -> None:
         """Checked here because engine copies in workers do not know the newest version sent."""
         newest = self._engine.newest_version
-        if trajectory is None or newest is None:
-            return
-        span = version_span(trajectory)
-        if span is not None and span[1] > newest:
+        if span is not None and newest is not None and span[1] > newest:
             raise RuntimeError(
                 f"a token has version {span[1]} of the weights, the newest that was sent is "
                 f"{newest}: check the inference servers"

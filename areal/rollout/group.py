@@ -5,6 +5,9 @@ of them. A group may have fewer samples than `group_size`, because algorithms us
 unless `drop_incomplete_group` is set. An agent's episode may have several rows; `episode_ids` marks
 them, because baselines compare episodes, not rows.
 
+A workflow that runs groups (`arun_group`) makes the first attempt of all samples in one call, on
+the group's own task; the rest is as for episodes that run one by one.
+
 An episode that raises is retried with the same seeds, up to `limits.max_retries` times; then the
 whole group fails, since training on the surviving episodes would bias towards easy answers. A
 RewardError is final: the reward was retried already, and the same seeds give the same tokens.
@@ -14,17 +17,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.engine_api import EngineLostError
-from areal.api.workflow_context import episode
+from areal.api.workflow_api import GroupResult, runs_groups
+from areal.api.workflow_context import Episode, episode
 from areal.rollout.trajectory import (
     as_tensors,
     check_trajectory_format,
     normalize_rewards,
     number_episodes,
+    number_rows,
+    split_rows,
 )
 from areal.sandbox.pool import RewardError
 from areal.utils.data import concat_padded_tensors
@@ -67,17 +74,56 @@ class GroupRunner:
             raise ValueError(f"gconfig.n_samples must be at least 1, got {self.group_size}")
 
     async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        samples = [
-            asyncio.create_task(self._sample(task_id, i, data), name=f"task-{task_id}/{i}")
-            for i in range(self.group_size)
-        ]
+        if not runs_groups(type(self.workflow)):
+            results = await self._samples(task_id, data, range(self.group_size))
+            return self._assemble(list(results.values()))
+        result = await self._at_once(task_id, data)
+        if result.trajectory is not None and not result.failures and not self.reward_normalization:
+            group = number_rows(result.trajectory, self.group_size)
+            check_trajectory_format(group)
+            return group
+        rows = iter(() if result.trajectory is None else split_rows(result.trajectory))
+        retried = await self._samples(task_id, data, result.failures, first_attempt=1)
+        return self._assemble(
+            [retried[i] if i in retried else next(rows) for i in range(self.group_size)]
+        )
+
+    async def _at_once(self, task_id: int, data: dict[str, Any]) -> GroupResult:
+        """The first attempt of all episodes, in one call of the workflow."""
         try:
-            results = await asyncio.gather(*samples)
-        except BaseException:
-            for sample in samples:
-                sample.cancel()
-            await asyncio.gather(*samples, return_exceptions=True)
+            with self._episode(task_id, 0), waiting(f"workflow {type(self.workflow).__name__}"):
+                result = await self.workflow.arun_group(
+                    self.engine, copy_row(data), self.group_size
+                )
+        except EngineLostError:
             raise
+        except Exception as error:
+            result = GroupResult(None, dict.fromkeys(range(self.group_size), error))
+        finally:
+            progress()
+        for error in result.failures.values():
+            self._on_failure(error, attempt=0)
+        return result
+
+    async def _samples(
+        self, task_id: int, data: dict[str, Any], which: Iterable[int], first_attempt: int = 0
+    ) -> dict[int, Any]:
+        """The results of these episodes, each in a task of its own."""
+        samples = {
+            i: asyncio.create_task(
+                self._sample(task_id, i, data, first_attempt), name=f"task-{task_id}/{i}"
+            )
+            for i in which
+        }
+        try:
+            return dict(zip(samples, await asyncio.gather(*samples.values()), strict=True))
+        except BaseException:
+            for sample in samples.values():
+                sample.cancel()
+            await asyncio.gather(*samples.values(), return_exceptions=True)
+            raise
+
+    def _assemble(self, results: Sequence[Any]) -> dict[str, torch.Tensor] | None:
         members = number_episodes(results)
         incomplete = len(members) < self.group_size
         if not members or (incomplete and self.drop_incomplete_group):
@@ -88,14 +134,17 @@ class GroupRunner:
         check_trajectory_format(group)
         return group
 
-    async def _sample(self, task_id: int, index: int, data: dict[str, Any]) -> Any:
+    async def _sample(
+        self, task_id: int, index: int, data: dict[str, Any], first_attempt: int
+    ) -> Any:
         """One episode with its retries; each attempt gets a fresh copy of the row."""
-        for attempt in range(self.limits.max_retries + 1):
+        for attempt in range(first_attempt, self.limits.max_retries + 1):
+            if attempt:
+                delay_s = self.limits.retry_delay_s * 2 ** (attempt - 1)
+                await asyncio.sleep(min(delay_s, MAX_RETRY_DELAY_S))
             try:
                 with (
-                    episode(
-                        task_id=task_id, sample=index, is_eval=self.is_eval, run_seed=self.run_seed
-                    ),
+                    self._episode(task_id, index),
                     waiting(f"workflow {type(self.workflow).__name__}"),
                 ):
                     result = await self.workflow.arun_episode(self.engine, copy_row(data))
@@ -103,13 +152,21 @@ class GroupRunner:
             except EngineLostError:
                 raise
             except Exception as error:
-                final = attempt == self.limits.max_retries or isinstance(error, RewardError)
-                self.on_attempt_failed(error, not final)
-                if final:
-                    raise
+                self._on_failure(error, attempt)
             finally:
                 progress()
-            await asyncio.sleep(min(self.limits.retry_delay_s * 2**attempt, MAX_RETRY_DELAY_S))
+
+    def _on_failure(self, error: Exception, attempt: int) -> None:
+        """Counts a failed attempt of an episode; raises the error of the last one."""
+        if isinstance(error, EngineLostError):
+            raise error
+        final = attempt == self.limits.max_retries or isinstance(error, RewardError)
+        self.on_attempt_failed(error, not final)
+        if final:
+            raise error
+
+    def _episode(self, task_id: int, sample: int) -> AbstractContextManager[Episode]:
+        return episode(task_id=task_id, sample=sample, is_eval=self.is_eval, run_seed=self.run_seed)
 
 
 def copy_row(value: Any) -> Any:

@@ -18,12 +18,15 @@ episodes also have `segments`.
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-import safetensors.numpy
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -153,6 +156,37 @@ def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, 
     return members
 
 
+def number_rows(group: dict[str, Any], num_samples: int) -> dict[str, Any]:
+    """As `number_episodes`, for a group that a workflow made at once: row i is sample i."""
+    _check_keys(group, ())
+    if len(group["input_ids"]) != num_samples:
+        raise ValueError(
+            f"a group of {num_samples} samples needs a row for each that did not fail, got "
+            f"{len(group['input_ids'])} rows"
+        )
+    # Not torch.arange, which releases the GIL and waits for the trainer to give it back.
+    ids = torch.from_numpy(np.arange(num_samples, dtype=np.int32))  # pyright: ignore[reportUnknownMemberType]
+    return {**group, EPISODE_KEY: ids}
+
+
+def split_rows(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each row of a group as an episode of its own, without its padding."""
+    _check_keys(group, ())
+    lengths = group["attention_mask"].sum(1).tolist()
+    width = group["input_ids"].shape[1]
+    return [
+        {
+            key: value[i : i + 1, :length] if _is_wide(value, width) else value[i : i + 1]
+            for key, value in group.items()
+        }
+        for i, length in enumerate(lengths)
+    ]
+
+
+def _is_wide(value: Any, width: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width
+
+
 def normalize_rewards(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """(r - mean) / (biased std + 1e-8) over the episodes of a group; `original_rewards` are kept.
 
@@ -198,19 +232,48 @@ def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
     rewards = trajectory.get("original_rewards", trajectory.get("rewards"))
     if rewards is None:
         return None
-    return float(episode_means(rewards, trajectory.get(EPISODE_KEY)).mean())
+    ids = trajectory.get(EPISODE_KEY)
+    values = rewards.numpy(force=True)
+    # An episode is one row unless an agent made it. Plain numpy: this runs for every group.
+    if ids is None or len(set(ids.numpy(force=True).data)) == len(values):
+        return float(values.mean(dtype=np.float64))
+    return float(episode_means(rewards, ids).mean())
 
 
 def encode(trajectory: dict[str, Any]) -> bytes:
-    """The safetensors bytes, by way of numpy: the faster path, and this runs for every group."""
+    """The safetensors bytes; this runs for every group."""
     if MULTI_MODAL_KEY in trajectory:
         trajectory = _flatten_images(trajectory)
-    if any(tensor.dtype == torch.bfloat16 for tensor in trajectory.values()):
+    if any(tensor.dtype not in _STORED for tensor in trajectory.values()):
         tensors = {key: value.detach().cpu().contiguous() for key, value in trajectory.items()}
-        return safetensors.torch.save(tensors)  # numpy has no bfloat16; a third of the speed
-    return safetensors.numpy.save(
-        {key: value.contiguous().numpy(force=True) for key, value in trajectory.items()}
-    )
+        return safetensors.torch.save(tensors)  # bfloat16 and others that numpy lacks
+    layout = tuple((key, value.dtype, tuple(value.shape)) for key, value in trajectory.items())
+    arrays = [value.contiguous().numpy(force=True) for value in trajectory.values()]
+    return b"".join((_head_of(layout), *arrays))
+
+
+# Little-endian, as numpy has them on every machine that torch runs on.
+_STORED = {
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.float64: "F64",
+}
+
+
+@lru_cache(maxsize=1024)
+def _head_of(layout: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> bytes:
+    """What safetensors writes before the data. Cached: many groups have one layout, and writing it
+    takes longer than copying the data."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for key, dtype, shape in layout:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[key] = {"dtype": _STORED[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def decode(data: bytes) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from areal.utils.fs import open_private, private_folder, set_private
 from areal.utils.waits import waiting
 
 SCHEMA_VERSION = 2
+_PAGE_BYTES = 1 << 14  # a trajectory has tens of thousands of bytes: fewer, larger writes
 _LOCK_TIMEOUT_S = 60.0  # long enough for the transaction of a careless reader
 _WRITERS_BYTES = (120, 122)  # of the -shm file: locked to write, to checkpoint and to recover
 
@@ -364,6 +365,7 @@ def _open_writer(path: Path) -> sqlite3.Connection:
         path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
     )
     connection.row_factory = sqlite3.Row
+    connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # of a new file
     connection.execute("PRAGMA journal_mode=WAL")
     # NORMAL: a commit costs no fsync. A killed process loses nothing; a power cut may lose the
     # last transactions, which recovery treats like any work after the recover point.

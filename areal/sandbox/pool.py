@@ -120,6 +120,10 @@ class AsyncRewardWrapper:
         self._mean_call_s: float | None = None
 
     async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
+        return await self.start(*args, **kwargs)
+
+    def start(self, /, *args: Any, **kwargs: Any) -> asyncio.Future[float]:
+        """The call as a future, without a task: for many calls at once, on a running loop."""
         loop = asyncio.get_running_loop()
         self._attach(loop)
         self._next_id += 1
@@ -127,7 +131,7 @@ class AsyncRewardWrapper:
         call = _Call(self._next_id, payload, loop.create_future())
         self._waiting.append(call)
         self._schedule_pump()
-        return await call.future
+        return call.future
 
     def close(self) -> None:
         """End the workers; unfinished calls fail. Thread-safe and idempotent."""

@@ -6,18 +6,20 @@ weights; an aborted reply is a failure, never data.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import ModelRequest, ModelResponse, Sample
 from areal.api.workflow_context import workflow_context
 from areal.reward import check_reward_fn, get_reward_fn
 from areal.sandbox.pool import AsyncRewardWrapper
 from areal.utils import import_path
-from areal.utils.tokenizer import chat_prompt_ids, load_hf_tokenizer
+from areal.utils.tokenizer import chat_prompt_ids, chat_prompts_ids, load_hf_tokenizer
 from areal.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -76,15 +78,28 @@ class ChatTurn:
         self._enable_thinking = enable_thinking
         self._extract_prompt = _function(data_extract_prompt_fn, "data_extract_prompt_fn")
         self._get_input_ids = _function(get_input_ids_fn, "get_input_ids_fn")
-        self._tokenized = lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._tokenize)
+        self._prompts: OrderedDict[str, asyncio.Future[Prompt]] = OrderedDict()  # by chat
+        self._unread: list[str] = []  # chats of this tick that are not tokenised yet
         if isinstance(reward_fn, str):
             reward_fn = get_reward_fn(reward_fn)
         check_reward_fn(reward_fn)
         self._reward = AsyncRewardWrapper(reward_fn, **(reward_kwargs or {}))
 
-    def prompt(self, data: dict[str, Any]) -> Prompt:
-        """The tokenised prompt of a row; cached, so the samples of a group tokenise it once."""
-        return self._tokenized(json.dumps(self._extract_prompt(data)))
+    async def prompt(self, data: dict[str, Any]) -> Prompt:
+        """The tokenised prompt of a row; cached, so the samples of a group tokenise it once.
+
+        The prompts of one tick of the event loop are tokenised together: rendering a template asks
+        another process, which takes longer than the rendering.
+        """
+        chat, loop = json.dumps(self._extract_prompt(data)), asyncio.get_running_loop()
+        prompt = self._prompts.get(chat)
+        if prompt is None or (prompt.get_loop() is not loop and not prompt.done()):
+            prompt = self._prompts[chat] = loop.create_future()
+            if not self._unread:
+                loop.call_soon(self._tokenize_unread)
+            self._unread.append(chat)
+        # Shared: whoever is cancelled leaves it to the others.
+        return prompt.result() if prompt.done() else await asyncio.shield(prompt)
 
     async def generate(self, engine: InferenceEngine, input_ids: list[int]) -> ModelResponse:
         seed = self.gconfig.seed if self.gconfig.seed is not None else workflow_context.next_seed()
@@ -98,27 +113,99 @@ class ChatTurn:
             raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
         return response
 
+    async def generate_group(
+        self, engine: InferenceEngine, input_ids: list[int], num_samples: int
+    ) -> list[Sample | Exception]:
+        seeds: Sequence[int | None] = [self.gconfig.seed] * num_samples
+        if self.gconfig.seed is None:
+            seeds = workflow_context.next_seeds(num_samples)
+        request = ModelRequest(
+            input_ids=list(input_ids), gconfig=self.gconfig, tokenizer=self.tokenizer
+        )
+        samples = await engine.agenerate_group(request, seeds)
+        return [_unless_aborted(sample) for sample in samples]
+
     async def judge(self, prompt: Prompt, response: ModelResponse, data: dict[str, Any]) -> float:
         """The reward of the reply, computed in a reward process."""
-        text_ids = response.output_tokens
+        with waiting(f"reward {self._reward.name}"):
+            return await self._start_reward(prompt, response.output_tokens, data)
+
+    async def judge_group(
+        self, prompt: Prompt, samples: Sequence[Sample], data: dict[str, Any]
+    ) -> list[float | Exception]:
+        """As `judge`, for each sample; an error is a result."""
+        if not samples:
+            return []
+        rewards = [self._start_reward(prompt, one.tokens.tolist(), data) for one in samples]
+        try:
+            with waiting(f"reward {self._reward.name}"):
+                await asyncio.wait(rewards)
+        finally:
+            for reward in rewards:
+                reward.cancel()
+        return [_value_of(reward) for reward in rewards]
+
+    def _start_reward(
+        self, prompt: Prompt, output_tokens: list[int], data: dict[str, Any]
+    ) -> asyncio.Future[float]:
+        text_ids = output_tokens
         if text_ids and text_ids[-1] in self.stop_ids:
             text_ids = text_ids[:-1]
-        with waiting(f"reward {self._reward.name}"):
-            return await self._reward(
-                prompt.text,
-                self.tokenizer.decode(text_ids),
-                prompt.ids,
-                response.output_tokens,
-                **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
-            )
+        return self._reward.start(
+            prompt.text,
+            self.tokenizer.decode(text_ids),
+            prompt.ids,
+            output_tokens,
+            **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
+        )
 
     def close(self) -> None:
         """End the reward processes."""
         self._reward.close()
 
-    def _tokenize(self, chat_json: str) -> Prompt:
-        ids = self._get_input_ids(json.loads(chat_json), self.tokenizer, self._enable_thinking)
-        return Prompt(ids=ids, text=self.tokenizer.decode(ids))
+    def _tokenize_unread(self) -> None:
+        unread, self._unread = self._unread, []
+        for chat, found in zip(unread, self._tokenize(unread), strict=True):
+            future = self._prompts[chat]
+            if isinstance(found, Exception):
+                del self._prompts[chat]
+                future.set_exception(found)
+            else:
+                future.set_result(found)
+        while len(self._prompts) > NUM_CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+
+    def _tokenize(self, chats: list[str]) -> list[Prompt | Exception]:
+        contents = [json.loads(chat) for chat in chats]
+        if self._get_input_ids is chat_input_ids:
+            thinking = self._enable_thinking
+            # A chat that the template rejects must not fail the others: then one by one.
+            with suppress(Exception):
+                rows = chat_prompts_ids(contents, self.tokenizer, enable_thinking=thinking)
+                return [Prompt(ids, self.tokenizer.decode(ids)) for ids in rows]
+        return [self._tokenize_one(content) for content in contents]
+
+    def _tokenize_one(self, content: Any) -> Prompt | Exception:
+        try:
+            ids = self._get_input_ids(content, self.tokenizer, self._enable_thinking)
+            return Prompt(ids=ids, text=self.tokenizer.decode(ids))
+        except Exception as error:  # boundary: it belongs to the episodes of this prompt
+            return error
+
+
+def _unless_aborted(sample: Sample | Exception) -> Sample | Exception:
+    if isinstance(sample, Sample) and sample.stop_reason == "abort":
+        return RuntimeError(f"generation was aborted after {len(sample.tokens)} tokens")
+    return sample
+
+
+def _value_of(reward: asyncio.Future[float]) -> float | Exception:
+    error = reward.exception()
+    if error is None:
+        return reward.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error
 
 
 def _function(value: Callable | str, key: str) -> Callable[..., Any]:

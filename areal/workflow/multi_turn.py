@@ -78,7 +78,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        prompt = self._turn.prompt(data)
+        prompt = await self._turn.prompt(data)
         transcript = Transcript(prompt.ids)
         while True:
             response = await self._turn.generate(engine, transcript.ids)

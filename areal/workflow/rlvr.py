@@ -2,7 +2,8 @@
 
     row["messages"] -> prompt tokens -> engine.agenerate -> text -> reward process -> trajectory
 
-One call makes one sample. The samples of a group share the tokenised prompt.
+A group is one request of several samples (`arun_group`); an episode makes one sample, which is also
+how a failed sample of a group is retried. Both share the tokenised prompt.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from areal.api.workflow_api import RolloutWorkflow
+from areal.api.io_struct import Sample
+from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import workflow_context
 from areal.utils import stats_tracker
 from areal.workflow.chat import ChatTurn, chat_input_ids, messages_of
-from areal.workflow.transcript import Transcript
+from areal.workflow.transcript import Transcript, group_trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -60,13 +62,31 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        prompt = self._turn.prompt(data)
+        prompt = await self._turn.prompt(data)
         transcript = Transcript(prompt.ids)
         response = await self._turn.generate(engine, transcript.ids)
         transcript.add_reply(response)
         reward = await self._turn.judge(prompt, response, data)
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
         return transcript.trajectory(reward)
+
+    async def arun_group(
+        self, engine: InferenceEngine, data: dict[str, Any], num_samples: int
+    ) -> GroupResult:
+        prompt = await self._turn.prompt(data)
+        replies = dict(enumerate(await self._turn.generate_group(engine, prompt.ids, num_samples)))
+        samples = {i: reply for i, reply in replies.items() if isinstance(reply, Sample)}
+        rewards = await self._turn.judge_group(prompt, list(samples.values()), data)
+        verdicts = {**replies, **dict(zip(samples, rewards, strict=True))}
+        failures = {i: one for i, one in verdicts.items() if isinstance(one, Exception)}
+        scores = {i: one for i, one in verdicts.items() if isinstance(one, float)}
+        if not scores:
+            return GroupResult(None, failures)
+        stats = stats_tracker.get(workflow_context.stat_scope())
+        for score in scores.values():
+            stats.scalar(reward=score)
+        kept = [samples[i] for i in scores]
+        return GroupResult(group_trajectory(prompt.ids, kept, list(scores.values())), failures)
 
     def close(self) -> None:
         """End the reward processes."""

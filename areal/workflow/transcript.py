@@ -6,10 +6,12 @@ log-probability belongs to its token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from areal.api.io_struct import ModelResponse
+from areal.api.io_struct import ModelResponse, Sample
 from areal.api.routed_experts import ROUTED_KEY, experts_of_tokens
 
 
@@ -68,3 +70,48 @@ class Transcript:
             row[ROUTED_KEY] = routed[None]
         # Through numpy: torch is several times slower for lists and small tensors.
         return {key: torch.from_numpy(value) for key, value in row.items()}
+
+
+def group_trajectory(
+    prompt_ids: list[int], samples: Sequence[Sample], rewards: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """One row per sample of a prompt: what `Transcript.trajectory` says of each, padded."""
+    start = len(prompt_ids)
+    shape = len(samples), start + max(len(sample.tokens) for sample in samples)
+    input_ids, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    logprobs, turn_ids = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    real, loss_mask = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    input_ids[:, :start] = prompt_ids
+    versions[:, :start] = turn_ids[:, :start] = -1
+    for row, sample in enumerate(samples):
+        end = start + len(sample.tokens)
+        input_ids[row, start:end] = sample.tokens
+        logprobs[row, start:end] = sample.logprobs
+        versions[row, start:end] = sample.versions
+        loss_mask[row, start:end] = 1
+        real[row, :end] = True
+    rows = {
+        "input_ids": input_ids,
+        "attention_mask": real,
+        "loss_mask": loss_mask,
+        "logprobs": logprobs,
+        "versions": versions,
+        "turn_ids": turn_ids,
+        "rewards": np.array(rewards, np.float32),
+        "seq_no_eos": np.array([sample.stop_reason == "length" for sample in samples]),
+    }
+    recorded = [sample.routed_experts for sample in samples]
+    if recorded[0] is not None:
+        rows[ROUTED_KEY] = _padded_experts(recorded, shape)
+    return {key: torch.from_numpy(value) for key, value in rows.items()}
+
+
+def _padded_experts(recorded: Sequence[np.ndarray | None], shape: tuple[int, int]) -> np.ndarray:
+    """[B, S, L, K], without a record on the last token of a row and after it."""
+    first = recorded[0]
+    assert first is not None, "the samples of a group are alike"
+    routed = np.full((*shape, *first.shape[1:]), np.iinfo(first.dtype).max, first.dtype)
+    for row, its in enumerate(recorded):
+        assert its is not None, "the samples of a group are alike"
+        routed[row, : len(its)] = its
+    return routed

@@ -8,12 +8,15 @@ import pytest
 import torch
 from rollout_world import FakeEngine, FakeWorkflow, trajectory
 
+from areal.api.engine_api import EngineLostError
 from areal.api.interaction import InteractionWithTokenLogpReward
 from areal.api.io_struct import ModelResponse
-from areal.api.workflow_api import RolloutWorkflow
+from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import workflow_context
 from areal.rollout.failures import FailureLimits
 from areal.rollout.group import GroupRunner, copy_row
+from areal.sandbox.pool import RewardError
+from areal.utils.data import concat_padded_tensors
 
 
 def group_runner(
@@ -163,3 +166,98 @@ def test_copy_row_is_deep_for_any_value():
 def test_empty_group_is_refused():
     with pytest.raises(ValueError, match="n_samples"):
         group_runner(FakeWorkflow(), 0)
+
+
+class AtOnce(RolloutWorkflow):
+    """Makes groups in one call; sample 1 of it fails as often as `num_failures` says."""
+
+    def __init__(self, num_failures=0, error=None):
+        self.left, self.error = num_failures, error or OSError("connection reset")
+        self.episodes, self.seeds = [], []
+
+    async def arun_episode(self, engine, data):
+        sample = workflow_context.get().sample
+        self.episodes.append(sample)
+        self.seeds.append(workflow_context.next_seed())
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return trajectory([5], reward=float(sample))
+
+    async def arun_group(self, engine, data, num_samples):
+        self.seeds += workflow_context.next_seeds(num_samples)
+        failures = {1: self.error} if self.left else {}
+        self.left -= len(failures)
+        rows = [trajectory([5], reward=float(i)) for i in range(num_samples) if i not in failures]
+        return GroupResult(concat_padded_tensors(rows), failures)
+
+
+async def test_a_group_that_runs_at_once_is_the_group_of_its_episodes():
+    class OneByOne(AtOnce):
+        async def arun_episode(self, engine, data):
+            return await super().arun_episode(engine, data)
+
+    at_once, one_by_one = AtOnce(), OneByOne()
+    for options in ({}, {"reward_normalization": True}):
+        group = await group_runner(at_once, 3, **options).run(4, {})
+        same = await group_runner(one_by_one, 3, **options).run(4, {})
+        assert group.keys() == same.keys()
+        for key, value in group.items():
+            assert torch.equal(value, same[key]) and value.dtype == same[key].dtype
+    assert at_once.episodes == [] and one_by_one.episodes == [0, 1, 2] * 2  # a subclass has its own
+    assert at_once.seeds == one_by_one.seeds
+
+
+async def test_a_failed_sample_of_a_group_is_retried_alone_with_its_seed():
+    errors = []
+    workflow = AtOnce(num_failures=2)
+    runner = group_runner(
+        workflow, 3, max_retries=2, on_attempt_failed=lambda *failure: errors.append(failure)
+    )
+    group = await runner.run(0, {})
+    assert workflow.episodes == [1, 1] and [retried for _, retried in errors] == [True, True]
+    assert workflow.seeds[3:] == [workflow.seeds[1]] * 2
+    assert group["rewards"].tolist() == [0.0, 1.0, 2.0]
+    assert group["episode_ids"].tolist() == [0, 1, 2]
+
+
+async def test_retries_of_a_group_end_as_those_of_episodes():
+    errors = []
+    runner = group_runner(
+        AtOnce(num_failures=9),
+        3,
+        max_retries=2,
+        on_attempt_failed=lambda *failure: errors.append(failure),
+    )
+    with pytest.raises(OSError, match="connection reset"):
+        await runner.run(0, {})
+    assert [retried for _, retried in errors] == [True, True, False]
+    for error in (RewardError("no"), EngineLostError("gone")):
+        workflow = AtOnce(num_failures=9, error=error)
+        with pytest.raises(type(error)):
+            await group_runner(workflow, 3, max_retries=2).run(0, {})
+        assert workflow.episodes == []
+
+
+async def test_an_exception_of_a_group_fails_each_sample_once():
+    class Broken(AtOnce):
+        async def arun_group(self, engine, data, num_samples):
+            raise OSError("down")
+
+    errors, workflow = [], Broken()
+    workflow.arun_episode = AtOnce.arun_episode.__get__(workflow)
+    runner = group_runner(workflow, 3, on_attempt_failed=lambda *failure: errors.append(failure))
+    assert (await runner.run(0, {}))["rewards"].tolist() == [0.0, 1.0, 2.0]
+    assert len(errors) == 3 and workflow.episodes == [0, 1, 2]
+
+
+async def test_a_group_without_all_its_rows_is_refused():
+    class Short(AtOnce):
+        async def arun_group(self, engine, data, num_samples):
+            return GroupResult(trajectory([5]))
+
+        async def arun_episode(self, engine, data):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="a row for each that did not fail"):
+        await group_runner(Short(), 3).run(0, {})

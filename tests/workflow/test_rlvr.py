@@ -10,14 +10,16 @@ import torch
 from sample_rewards import exact_match, of_lists
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.io_struct import ModelResponse
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import ModelResponse, Sample
 from areal.api.workflow_context import episode
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.sandbox.pool import RewardError
 from areal.utils import stats_tracker
+from areal.utils.data import concat_padded_tensors
 from areal.workflow.resolve import find_workflow
 from areal.workflow.rlvr import RLVRWorkflow
-from areal.workflow.transcript import Transcript
+from areal.workflow.transcript import Transcript, group_trajectory
 
 ROW = {"messages": [{"role": "user", "content": "47+36="}], "answer": "83"}
 
@@ -201,3 +203,75 @@ def test_an_empty_output_is_still_a_trajectory():
     transcript = Transcript([1, 2])
     transcript.add_reply(ModelResponse([1, 2], [], [], [], "length"))
     assert transcript.trajectory(0.0)["loss_mask"].tolist() == [[0, 0]]
+
+
+class GroupEngine(ScriptedEngine):
+    agenerate_group = InferenceEngine.agenerate_group
+
+
+async def test_a_group_is_what_its_episodes_are(make_workflow, tokenizer):
+    engine, workflow = GroupEngine(tokenizer, "83"), make_workflow()
+    with episode(task_id=3, sample=0, is_eval=False, run_seed=7):
+        group = await workflow.arun_group(engine, dict(ROW), 3)
+    of_group = [request.gconfig.seed for request in engine.requests]
+    rows = []
+    for sample in range(3):
+        with episode(task_id=3, sample=sample, is_eval=False, run_seed=7):
+            rows.append(await workflow.arun_episode(engine, dict(ROW)))
+    assert [request.gconfig.seed for request in engine.requests[3:]] == of_group
+    assert group.failures == {}
+    for key, value in concat_padded_tensors(rows).items():
+        assert (
+            torch.equal(group.trajectory[key], value) and group.trajectory[key].dtype == value.dtype
+        )
+
+
+async def test_a_failure_of_a_group_is_that_of_its_sample(make_workflow, tokenizer):
+    class Partly(GroupEngine):
+        async def agenerate(self, req):
+            if len(self.requests) == 1:
+                self.requests.append(req)
+                raise OSError("connection reset")
+            return await super().agenerate(req)
+
+    result = await make_workflow().arun_group(Partly(tokenizer, "83"), dict(ROW), 3)
+    assert result.trajectory["rewards"].tolist() == [1.0, 1.0]
+    assert {i: type(error) for i, error in result.failures.items()} == {1: OSError}
+    engine = GroupEngine(tokenizer, "83", "abort")
+    result = await make_workflow().arun_group(engine, dict(ROW), 2)
+    assert result.trajectory is None and len(result.failures) == 2
+    assert "aborted after 2 tokens" in str(result.failures[0])
+    workflow = make_workflow(reward_kwargs={"max_retries": 0})
+    row = {"messages": ROW["messages"]}  # exact_match misses its answer
+    result = await workflow.arun_group(GroupEngine(tokenizer, "83"), row, 2)
+    assert [type(error) for error in result.failures.values()] == [RewardError] * 2
+
+
+async def test_prompts_of_one_tick_are_tokenised_together_and_fail_alone(make_workflow, tokenizer):
+    workflow, engine = make_workflow(), ScriptedEngine(tokenizer, "83")
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}+1="}], "answer": "83"} for i in range(9)
+    ]
+    rows[4] = {"messages": 7, "answer": "83"}
+    results = await asyncio.gather(
+        *(workflow.arun_episode(engine, row) for row in rows), return_exceptions=True
+    )
+    assert [i for i, one in enumerate(results) if isinstance(one, Exception)] == [4]
+    texts = {tokenizer.decode(request.input_ids) for request in engine.requests}
+    assert texts == {f"{i}+1=" for i in range(9) if i != 4}
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 1, 2], [5, 5]])
+def test_the_trajectory_of_a_group_is_its_padded_samples(lengths):
+    samples, rows = [], []
+    for n in lengths:
+        reply = ModelResponse([1, 2], [3] * n, [-0.1] * n, [4] * n, "length" if n == 1 else "stop")
+        samples.append(Sample.of(reply))
+        transcript = Transcript([1, 2])
+        transcript.add_reply(reply)
+        rows.append(transcript.trajectory(float(n)))
+    group = group_trajectory([1, 2], samples, [float(n) for n in lengths])
+    expected = concat_padded_tensors(rows)
+    assert group.keys() == expected.keys()
+    for key, value in group.items():
+        assert torch.equal(value, expected[key]) and value.dtype == expected[key].dtype

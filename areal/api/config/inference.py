@@ -276,6 +276,13 @@ class GenerationHyperparameters:
         }
         return replace(self, **{**own, **changes})
 
+    def with_seed(self, seed: int | None) -> GenerationHyperparameters:
+        """A copy with this seed that shares lists and is not checked again: one per sample."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.seed = seed
+        return twin
+
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
         """A copy that also stops at the tokenizer's EOS and PAD."""
         ids = {*self.stop_token_ids, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}

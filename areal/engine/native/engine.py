@@ -29,7 +29,6 @@ Not thread-safe: one thread owns it (loop.py). Shapes: C chunks, R sampled rows,
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections import deque
@@ -42,22 +41,21 @@ import numpy as np
 import torch
 
 from areal.api.io_struct import NO_ROOM, StopReason
+from areal.engine.native.drafts import Drafts
 from areal.engine.native.kv_cache import PagePool, Prefix
-from areal.engine.native.make_runner import make_runner
+from areal.engine.native.make_runner import default_num_pages, make_runner
 from areal.engine.native.runner import Chunk, Drawn, Runner
 from areal.engine.native.sampler import MAX_STOP_IDS, check_bias
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.scoring import check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
+from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
-from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config
+from areal.models.hf_io import build_model, check_hf_shapes, load_hf
 from areal.utils.hub import model_folder
 
 DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # can be offloaded
-_CPU_CACHE_BYTES = 1 << 30
-# Half of the free memory, to leave room for a colocated trainer.
-_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 
 
 @dataclass(slots=True)
@@ -82,19 +80,18 @@ class NativeEngine:
         max_running: int = 512,
         max_prefill_tokens: int | None = None,
         batch_invariant: bool = False,
+        drafts: bool = True,
         seed: int = 0,
     ) -> None:
         """`num_pages=None`: enough for `max_running` full contexts, bounded by memory.
 
         `seed` draws the seeds of requests without one. `batch_invariant`: tokens and
         log-probabilities of a request do not depend, bit for bit, on the requests beside it.
+        `drafts`: check guesses of several tokens at once where that is faster (drafts.py).
         """
         args, weight = model.args, model.embedding_weight
-        token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * weight.itemsize
         if num_pages is None:
-            context_pages = -(-args.max_position_embeddings // page_size) + 1
-            affordable = cache_bytes(model) // (token_bytes * page_size)
-            num_pages = 1 + min(max_running * context_pages, max(affordable, context_pages))
+            num_pages = default_num_pages(model, page_size=page_size, max_running=max_running)
         self.model = model.eval()
         self.version = 0
         self._pool = PagePool(num_pages, page_size)
@@ -122,8 +119,16 @@ class NativeEngine:
         self._eos_ids = frozenset(eos_ids)
         self._seeds = random.Random(seed)
         self._by_rid: dict[str, Sequence] = {}
+        self._drafts, self._has_drafts = Drafts(), drafts
         self._silent: set[str] = set()  # rids of streams whose first token is not reported yet
-        self._counts = {"tokens_generated": 0, "tokens_prefilled": 0, "steps": 0, "finished": 0}
+        self._counts = {
+            "tokens_generated": 0,
+            "tokens_prefilled": 0,
+            "tokens_drafted": 0,
+            "drafts_accepted": 0,
+            "steps": 0,
+            "finished": 0,
+        }
 
     @classmethod
     def from_pretrained(
@@ -136,6 +141,7 @@ class NativeEngine:
         num_pages: int | None = None,
         max_running: int = 512,
         batch_invariant: bool = False,
+        drafts: bool = True,
         seed: int = 0,
         ranks: Ranks | None = None,
     ) -> NativeEngine:
@@ -156,6 +162,7 @@ class NativeEngine:
             num_pages=num_pages,
             max_running=max_running,
             batch_invariant=batch_invariant,
+            drafts=drafts,
             seed=seed,
         )
 
@@ -187,6 +194,8 @@ class NativeEngine:
         elif sequence.grammar is not None:
             self._check_can_begin(sequence)
         self._by_rid[sequence.rid] = sequence
+        if self._has_drafts:
+            self._drafts.join(sequence)
         if sequence.progress_tokens == 1:
             self._silent.add(sequence.rid)
         self._scheduler.waiting.append(sequence)
@@ -198,6 +207,7 @@ class NativeEngine:
         if sequence is None:
             return None
         self._silent.discard(rid)
+        self._drafts.leave(sequence)
         if sequence.slot is None:
             self._scheduler.waiting.remove(sequence)
         else:
@@ -367,32 +377,72 @@ class NativeEngine:
         # While prompts wait, one token at a time, so that their samples join soon; and until a
         # stream has begun, so that it begins with its first token.
         busy = is_constrained or scheduler.waiting or scheduler.filling or self._silent
-        num_steps = 1 if busy else self._present_runner.steps_per_launch
+        draft_length = 0 if busy else self._draft_length()
+        if draft_length:
+            self._drain()  # a draft follows the newest token
+        num_steps = self._present_runner.steps_per_launch
+        if busy or draft_length:
+            num_steps = 1 + draft_length
         if self._under_way:
             num_lacking = int(scheduler.num_lacking(num_steps).sum())
             if not scheduler.prefixes.make_room(num_lacking):
                 self._drain()  # a sequence must be preempted, with all its tokens
         scheduler.grow(num_steps)
         scheduler.admit()
-        decoded = self._launch_decode(num_steps)
+        if draft_length:
+            decoded = self._launch_drafts(draft_length)
+        else:
+            decoded = self._launch_decode(num_steps)
         started = self._launch_prefill()
         return decoded or started
 
+    def _draft_length(self) -> int:
+        """Tokens to draft for each decoding sequence; 0 while that is not worthwhile."""
+        decoding, runner = self._scheduler.decoding, self._present_runner
+        limit = runner.draft_length(len(decoding)) if decoding else 0
+        if not limit:
+            return 0
+        cost = partial(runner.draft_cost, self._scheduler.decoding_slots())
+        return self._drafts.best_length(decoding, limit, cost)
+
     def _launch_decode(self, num_steps: int) -> bool:
         self._constrain(self._scheduler.decoding)
+        decoding, slots, remaining = self._still_drawing()
+        if not decoding:
+            return False
+        num_steps = min(num_steps, int(remaining.max()))
+        drawn = self._present_runner.decode(slots, num_steps)
+        self._scheduler.slots.advance(slots, num_steps)
+        self._under_way.append(_Launch(decoding, drawn, self.version))
+        return True
+
+    def _launch_drafts(self, length: int) -> bool:
+        """Like a decode, but how far each sequence got is known only when it is recorded."""
+        decoding, slots, remaining = self._still_drawing()
+        if not decoding:
+            return False
+        drafts = [
+            self._drafts.draft(sequence, min(length, room - 1))
+            for sequence, room in zip(decoding, remaining.tolist(), strict=True)
+        ]
+        drawn = self._present_runner.verify(slots, drafts)
+        counts = np.array([len(tokens) for tokens in drawn.read()[0]])
+        self._scheduler.slots.advance(slots, counts)
+        self._counts["tokens_drafted"] += sum(map(len, drafts))
+        self._counts["drafts_accepted"] += int(counts.sum()) - len(counts)
+        self._drained += self._record(_Launch(decoding, drawn, self.version))
+        return True
+
+    def _still_drawing(self) -> tuple[list[Sequence], np.ndarray, np.ndarray]:
+        """Decoding sequences that have not drawn all their tokens, their slots and how many they
+        have left."""
         decoding, slots = list(self._scheduler.decoding), self._scheduler.decoding_slots()
         table = self._scheduler.slots
         remaining = table.max_cached[slots] + 1 - table.num_tokens[slots]
         if (remaining <= 0).any():  # all drawn, not all read
             rows = np.flatnonzero(remaining > 0)
             decoding, slots, remaining = [decoding[r] for r in rows], slots[rows], remaining[rows]
-        if not decoding:
-            return False
-        num_steps = min(num_steps, int(remaining.max()))
-        drawn = self._present_runner.decode(slots, num_steps)
-        table.advance(slots, num_steps)
-        self._under_way.append(_Launch(decoding, drawn, self.version))
-        return True
+        return decoding, slots, remaining
 
     def _launch_prefill(self) -> bool:
         """Prefill prompts and preempted outputs within the budget; draw for complete prompts."""
@@ -488,9 +538,13 @@ class NativeEngine:
         tokens, logprobs = launch.drawn.read()
         now = time.monotonic()
         finished = []
+        # With many rows no draft is worthwhile, and none is watched.
+        is_watched = self._present_runner.draft_length(len(tokens)) > 0
         for sequence, drawn, its_logprobs in zip(launch.sequences, tokens, logprobs, strict=True):
             if sequence.has_ended:
                 continue  # ended before this launch was recorded
+            if is_watched:
+                self._drafts.learn(sequence, drawn)
             kept, reason = sequence.take(drawn, its_logprobs, launch.version, now)
             self._counts["tokens_generated"] += kept
             if reason is not None:
@@ -509,6 +563,7 @@ class NativeEngine:
         self._scheduler.retire(sequence)
         del self._by_rid[sequence.rid]
         self._silent.discard(sequence.rid)
+        self._drafts.leave(sequence)
         self._counts["finished"] += 1
         return replace(sequence.finish(reason), routed_experts=routed)
 
@@ -525,24 +580,6 @@ def _go_on_from(sequence: Sequence, so_far: Progress) -> None:
     sequence.output_logprobs = list(so_far.logprobs)
     sequence.output_versions = list(so_far.versions)
     sequence.num_told = len(so_far.tokens)
-
-
-def read_eos_ids(path: str | Path) -> list[int]:
-    """End tokens of a model folder, from generation_config.json, or else config.json."""
-    file = Path(path) / "generation_config.json"
-    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    eos = generation.get("eos_token_id", read_hf_config(path).get("eos_token_id"))
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def cache_bytes(model: Decoder) -> int:
-    """Default size of the key-value cache: the minimum over ranks."""
-    device = model.embedding_weight.device
-    if device.type != "cuda":
-        return _CPU_CACHE_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    num_bytes = int(free * _SHARE_OF_FREE_DEVICE_MEMORY)
-    return num_bytes if model.share is None else model.share.ranks.least(num_bytes, device)
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:

@@ -1,8 +1,10 @@
-"""Which runner computes a model: kernels and graphs where they can, plain torch elsewhere."""
+"""Which runner computes a model, kernels and graphs or plain torch, and how large its cache is."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from areal.engine.native.torch_runner import TorchRunner
 from areal.models.common.decoder import DecoderBlock
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 _CPU_PREFILL_TOKENS = 4096
 _CUDA_PREFILL_TOKENS = 16384
+_CPU_CACHE_BYTES = 1 << 30
+# Half of the free memory, to leave room for a colocated trainer.
+_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 
 
 def make_runner(
@@ -34,8 +39,8 @@ def make_runner(
     if not on_cuda or is_refused or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
-                f"batch_invariant: its kernels do not compute this {model.args.model_type} "
-                f"(head_dim {model.args.head_dim}); turn it off"
+                f"batch_invariant: its kernels do not compute this {model.args.model_type}; "
+                "turn it off"
             )
         tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
         return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
@@ -48,15 +53,24 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: plain norms, full attention, SwiGLU (dense, or of experts). A
-    tensor-core product needs a head dim of at least 16, a tile a power of two."""
-    args = model.args
-    is_plain = (
-        type(model).block_class is DecoderBlock
-        and args.activation == "silu"
-        and args.embedding_scale == 1.0
-        and args.score_scale is None
-        and not args.windows
-        and args.logit_softcap is None
-    )
-    return is_plain and args.head_dim >= 16 and args.head_dim & (args.head_dim - 1) == 0
+    """Whether the kernels support it: what args describe."""
+    return type(model).block_class is DecoderBlock
+
+
+def default_num_pages(model: Decoder, *, page_size: int, max_running: int) -> int:
+    """Enough for `max_running` full contexts, bounded by memory; at least for one."""
+    args, weight = model.args, model.embedding_weight
+    token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * weight.itemsize
+    context_pages = -(-args.max_position_embeddings // page_size) + 1
+    affordable = _cache_bytes(model) // (token_bytes * page_size)
+    return 1 + min(max_running * context_pages, max(affordable, context_pages))
+
+
+def _cache_bytes(model: Decoder) -> int:
+    """Default size of the key-value cache: the minimum over ranks."""
+    device = model.embedding_weight.device
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    num_bytes = int(free * _SHARE_OF_FREE_DEVICE_MEMORY)
+    return num_bytes if model.share is None else model.share.ranks.least(num_bytes, device)

@@ -1,4 +1,4 @@
-"""The runner interface: prefill prompts, draw tokens, several steps at a time.
+"""The runner interface: prefill prompts, draw tokens, several steps at a time, or after drafts.
 
 The engine (engine.py) schedules; a runner computes. Two exist: `TorchRunner` (torch_runner.py) for
 any device, one step at a time, and `CudaRunner` (cuda/runner.py), whose steps are CUDA graphs that
@@ -32,12 +32,32 @@ class Drawn(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Drawn tokens of each row, already computed."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        return self.tokens, self.logprobs
+
+
 class Runner(Protocol):
     """Slots are rows of the scheduler's SlotTable, which is up to date when a method is called."""
 
     steps_per_launch: int  # most tokens per row of one `decode`
     launches_ahead: int  # launches in flight while the host reads an earlier one
     max_prefill_tokens: int  # most tokens of one `prefill`
+
+    def draft_length(self, num_rows: int) -> int:
+        """Most drafted tokens of each slot that `verify` takes; 0: none."""
+        ...
+
+    def draft_cost(self, slots: np.ndarray, length: int) -> float:
+        """Of a `verify` of so many drafted tokens each, in steps of `decode`: an estimate from
+        shapes alone, so that the ranks of one engine agree."""
+        ...
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         """Cache the chunks' keys and values; hidden states [C, D] of their last tokens."""
@@ -49,6 +69,10 @@ class Runner(Protocol):
 
     def decode(self, slots: np.ndarray, num_steps: int) -> Drawn:
         """`num_steps` tokens for each slot, one after the other, each cached before the next."""
+        ...
+
+    def verify(self, slots: np.ndarray, drafts: list[list[int]]) -> Drawn:
+        """One token for each slot, and one more after each drafted token that was drawn."""
         ...
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None: ...

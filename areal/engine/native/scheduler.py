@@ -89,14 +89,15 @@ class SlotTable:
         self.constrained[slot] = False
         self.allowed.pop(slot, None)
 
-    def advance(self, slots: np.ndarray, count: int) -> None:
+    def advance(self, slots: np.ndarray, count: int | np.ndarray) -> None:
         """Each of `slots` draws `count` tokens."""
         self.num_tokens[slots] += count
         self.num_output[slots] += count
 
-    def sampling_options(self, slots: np.ndarray) -> SamplingOptions:
-        """For runners that draw on the host, with all earlier tokens read."""
-        index, penalty = self.num_output[slots], self.frequency_penalty[slots]
+    def sampling_options(self, slots: np.ndarray, offset: np.ndarray) -> SamplingOptions:
+        """For runners that draw on the host, with all earlier tokens read. Of the draw `offset`
+        after the next one: only slots without penalties have such (drafts.py)."""
+        index, penalty = self.num_output[slots] + offset, self.frequency_penalty[slots]
         rows = np.flatnonzero(self.adjusted[slots]).tolist()
         rare = {row: self.sequences[slots[row]] for row in rows}
         presence = {row: s.gconfig.presence_penalty for row, s in rare.items()}

@@ -91,6 +91,8 @@ class GenRequest:
     so_far: Progress | None = None  # start of the output, drawn by another engine
     grammar: Grammar | None = None  # of the output
     return_routed_experts: bool = False
+    # Requests of one group differ in rid and seed only, and are sent and answered together.
+    group: str = ""
     # Made from the above by `ModelText.prepare`, for this request alone.
     stop_watch: StopWatch | None = None  # for `gconfig.stop`, if not empty
     grammar_state: GrammarState | None = None  # for `grammar`

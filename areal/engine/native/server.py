@@ -2,7 +2,8 @@
 
 | route                    | body or query                       | answer                          |
 |--------------------------|-------------------------------------|---------------------------------|
-| POST /generate           | see wire.py                         | JSON lines of progress, results |
+| POST /generate           | see wire.py                         | JSON lines of progress, results;|
+|                          |                                     | frames.py if the client accepts |
 | POST /score              | sequences: lists of token ids       | logprobs of them, version       |
 | /v1/..., /inference/...  | see openai_routes.py                | as the APIs of OpenAI,          |
 |                          |                                     | Anthropic and vLLM              |
@@ -33,7 +34,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -45,6 +47,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
+from areal.engine.native.frames import FRAMES, encode_frames
 from areal.engine.native.loop import EngineEndedError, EngineLoop, Receiver, Result
 from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.sequence import GenRequest, Progress
@@ -71,6 +74,11 @@ from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close them
+_Form = tuple[str, Callable[[Iterable[Result]], bytes]]  # of a reply: content type, encoder
+_FORMS: dict[bool, _Form] = {  # by whether the client accepts frames
+    False: ("application/x-ndjson", encode_lines),
+    True: (FRAMES, encode_frames),
+}
 _STATUS_OF_ERROR = {
     ValueError: 400,
     PublicationError: 400,
@@ -180,7 +188,8 @@ def create_app(
     @app.post("/generate", openapi_extra=json_body(GenerateBody))
     async def generate(request: Request) -> Response:
         items = decode_requests(await read_body(request))
-        return _ResultStream(loop, await _prepared(items, text))
+        form = _FORMS[request.headers.get("accept") == FRAMES]
+        return _ResultStream(loop, await _prepared(items, text), form)
 
     @app.post("/score", openapi_extra=json_body(ScoreBody))
     async def score(request: Request) -> dict[str, Any]:
@@ -246,9 +255,10 @@ class _ResultStream(Response):
     The first results decide the status: 400 or 503 if they are nothing but refusals.
     """
 
-    def __init__(self, loop: EngineLoop, items: list[GenRequest | Refusal]) -> None:
+    def __init__(self, loop: EngineLoop, items: list[GenRequest | Refusal], form: _Form) -> None:
         super().__init__()
         self._engine = loop
+        self._form = form
         self._requests = [item for item in items if isinstance(item, GenRequest)]
         self._refused = [item for item in items if isinstance(item, Refusal)]
 
@@ -262,15 +272,42 @@ class _ResultStream(Response):
                 status = 400 if fault.kind == "request" else 503
                 await JsonReply({"error": fault.message}, status)(scope, receive, send)
                 return
-            headers = [(b"content-type", b"application/x-ndjson")]
+            content_type, encode = self._form
+            headers = [(b"content-type", content_type.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+            hold = _GroupHold(self._requests)
             while results is not None:
                 more = bool(receiver.unfinished)
-                body = encode_lines(
-                    one for one in results if not (isinstance(one, Progress) and one.is_broken)
-                )
-                await send({"type": "http.response.body", "body": body, "more_body": more})
+                body = encode(hold.release(results))
+                if body or not more:
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
                 results = await receiver.next() if more else None
+
+
+class _GroupHold:
+    """Keeps the results of a group until its last one: one message instead of one per sample."""
+
+    def __init__(self, requests: list[GenRequest]) -> None:
+        self._group_of = {one.rid: one.group for one in requests if one.group}
+        self._num_missing = Counter(self._group_of.values())
+        self._held: dict[str, list[Result]] = {group: [] for group in self._num_missing}
+
+    def release(self, results: list[Result]) -> list[Result]:
+        """The results that may be sent now."""
+        released: list[Result] = []
+        for result in results:
+            group = self._group_of.get(result.rid)
+            if isinstance(result, Progress):
+                if not result.is_broken:
+                    released.append(result)
+            elif group is None:
+                released.append(result)
+            else:
+                self._held[group].append(result)
+                self._num_missing[group] -= 1
+                if self._num_missing[group] == 0:
+                    released += self._held.pop(group)
+        return released
 
 
 def _common_fault(results: list[Result]) -> Refusal | None:

@@ -6,15 +6,16 @@ routes; a folder without a tokenizer serves everything else.
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from areal.engine.native.engine import read_eos_ids
 from areal.engine.native.grammar import COMPILE_TIMEOUT_S, GrammarCompiler
 from areal.engine.native.sequence import GenRequest, StopWatch
+from areal.models.hf_io import read_hf_config
 from areal.utils import logging
 
 logger = logging.getLogger("NativeModelText")
@@ -92,3 +93,11 @@ class ModelText:
         tokenizer("")  # initializes lazy state, after which threads may share it
         logger.info("read the tokenizer in %s", self._folder)
         return tokenizer
+
+
+def read_eos_ids(path: str | Path) -> list[int]:
+    """End tokens of a model folder, from generation_config.json, or else config.json."""
+    file = Path(path) / "generation_config.json"
+    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    eos = generation.get("eos_token_id", read_hf_config(path).get("eos_token_id"))
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

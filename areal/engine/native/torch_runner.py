@@ -22,6 +22,7 @@ heads, K key/value heads, G = N / K, H head dim, P pages, S = P * page_size cach
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from areal.engine.native.drafts import num_equal
 from areal.engine.native.expert_cache import ExpertCache
 from areal.engine.native.kv_cache import SCRATCH_PAGE
+from areal.engine.native.runner import Computed
 from areal.engine.native.sampler import sample
 from areal.models.common.moe import recorded_experts
 from areal.utils.device import use_plain_blas
@@ -39,17 +42,6 @@ if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Drawn tokens, already computed."""
-
-    tokens: list[int]
-    logprobs: list[float]
-
-    def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        return [[token] for token in self.tokens], [[logprob] for logprob in self.logprobs]
 
 
 class TorchRunner:
@@ -77,6 +69,7 @@ class TorchRunner:
         self._experts = moe and ExpertCache(
             moe, num_pages=num_pages, page_size=page_size, device=weight.device
         )
+        self._weight_bytes = sum(p.nbytes for p in model.parameters())
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         rows = Rows()
@@ -89,22 +82,54 @@ class TorchRunner:
 
     def decode(self, slots: np.ndarray, num_steps: int) -> Computed:
         assert num_steps == 1, "this runner takes one step at a time"
+        return self.verify(slots, [[] for _ in slots])
+
+    def draft_length(self, num_rows: int) -> int:
+        """Drafts take the place of padding rows."""
+        return max(ROW_MULTIPLE // num_rows - 1, 0)
+
+    def draft_cost(self, slots: np.ndarray, length: int) -> float:
+        """The products of a tile of rows cost the same; attention and draws cost by the row."""
+        row_bytes = _GATHER_PASSES * self._cache.token_bytes * self._table.num_tokens[slots].sum()
+        row_bytes += len(slots) * _DRAW_PASSES * 8 * self._model.args.vocab_size
+        return 1 + length * float(row_bytes) / (self._weight_bytes + float(row_bytes))
+
+    def verify(self, slots: np.ndarray, drafts: list[list[int]]) -> Computed:
         table = self._table
-        positions = table.num_tokens[slots] - 1
+        counts = np.array([1 + len(draft) for draft in drafts])
+        first_row = np.cumsum(counts) - counts
+        row_slot = np.repeat(slots, counts)
+        offset = np.arange(len(row_slot)) - np.repeat(first_row, counts)
+        given = np.fromiter(itertools.chain(*([0, *draft] for draft in drafts)), np.int64)
+        positions = table.num_tokens[row_slot] - 1 + offset
         width = int(positions.max()) // self._cache.page_size + 1
         rows = Rows()
-        rows.add(table.last_token[slots], positions, table.pages[slots, :width])
-        return self._draw(slots, self._forward(rows)[: len(slots)])
+        rows.add(
+            np.where(offset == 0, table.last_token[row_slot], given),
+            positions,
+            table.pages[row_slot, :width],
+        )
+        tokens, logprobs = self._sample(row_slot, self._forward(rows)[: rows.count], offset)
+        drawn = Computed([], [])
+        for start, draft in zip(first_row.tolist(), drafts, strict=True):
+            end = start + 1 + num_equal(draft, tokens[start:])
+            drawn.tokens.append(tokens[start:end])
+            drawn.logprobs.append(logprobs[start:end])
+        table.last_token[slots] = [kept[-1] for kept in drawn.tokens]
+        return drawn
 
     def draw(self, slots: np.ndarray, hidden: list[torch.Tensor]) -> Computed:
-        return self._draw(slots, torch.stack(hidden))
+        tokens, logprobs = self._sample(slots, torch.stack(hidden), np.zeros_like(slots))
+        self._table.last_token[slots] = tokens
+        return Computed([[token] for token in tokens], [[logprob] for logprob in logprobs])
 
-    def _draw(self, slots: np.ndarray, hidden_RD: torch.Tensor) -> Computed:
+    def _sample(
+        self, slots: np.ndarray, hidden_RD: torch.Tensor, offset: np.ndarray
+    ) -> tuple[list[int], list[float]]:
+        """The draw `offset` after the next one of each slot."""
         num_padding = padded(len(slots)) - len(slots)
         logits_RV = self._model.logits(F.pad(hidden_RD, (0, 0, 0, num_padding)))[: len(slots)]
-        tokens, logprobs = sample(logits_RV, self._table.sampling_options(slots))
-        self._table.last_token[slots] = tokens
-        return Computed(tokens, logprobs)
+        return sample(logits_RV, self._table.sampling_options(slots, offset))
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         source, target = torch.tensor([sources, targets], device=self._device)
@@ -132,6 +157,8 @@ class TorchRunner:
         return hidden_TD
 
 
+# How often a step moves the cache it gathers, and a row's logits in float64, through memory.
+_GATHER_PASSES, _DRAW_PASSES = 3, 8
 # Elements of keys (and of values) gathered at once; long prompts are split into chunks of rows.
 _MAX_GATHERED_ELEMENTS = 2**23
 
@@ -145,6 +172,7 @@ class KVCache:
         # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
         self.keys, self.values = (model.embedding_weight.new_zeros(shape) for _ in range(2))
         self.page_size = page_size
+        self.token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * self.keys.itemsize
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for cache in (self.keys, self.values):

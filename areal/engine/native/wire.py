@@ -1,4 +1,4 @@
-"""The JSON that native clients and servers exchange on /generate.
+"""The JSON that native clients and servers exchange on /generate; frames.py has binary replies.
 
     request  {"requests": [{"rid": "a", "input_ids": [5, 7], "gconfig": {"temperature": 0.7}}, ...]}
     reply    one line per request as it finishes, in any order:
@@ -10,6 +10,8 @@
 A request with `"progress_tokens": 64` gets its output every 64 tokens, before the final reply:
 `{"rid": "a", "progress": {"output_tokens": ..., "output_logprobs": ..., "output_versions": ...}}`.
 After losing its server it continues on another with these in `so_far`; the reply starts with them.
+`"further": [{"rid": "c", "seed": 7}]` asks for more samples of the same prompt and options: the
+group is answered together, when its last sample is there.
 `"grammar": {"regex": "yes|no"}` (or `json_schema`, or `lark`) constrains the output. With
 `"return_routed_experts": true` the final reply has the experts of every token but the last, layer
 by layer: `"routed_experts": {"dtype": "uint8", "shape": [300, 48, 8], "data": <base64>}`.
@@ -25,8 +27,9 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -119,9 +122,9 @@ _DEFAULTS = GenerationHyperparameters()
 
 
 class Options(ClosedBody):
-    """`gconfig`, except what is about a group (n samples are n requests) or changes no token."""
+    """`gconfig`, except what is about a group (see `further`) or changes no token."""
 
-    reasons = {"n_samples": "send one request per sample instead"}
+    reasons = {"n_samples": "name the other samples in further instead"}
 
     max_new_tokens: Int64 = _DEFAULTS.max_new_tokens
     min_new_tokens: Int64 = _DEFAULTS.min_new_tokens
@@ -180,6 +183,11 @@ class GrammarBody(ClosedBody):
         return Grammar(**{name: getattr(self, name) for name in GRAMMAR_KINDS})
 
 
+class Further(ClosedBody):
+    rid: Rid
+    seed: Int64 | None = None
+
+
 class Request(ClosedBody):
     rid: Rid
     input_ids: Annotated[Items[TokenId], Field(min_length=1)]
@@ -188,9 +196,16 @@ class Request(ClosedBody):
     so_far: Tokens | None = None
     grammar: GrammarBody | None = None
     return_routed_experts: bool = False
+    further: Items[Further] = []
 
-    def gen_request(self) -> GenRequest:
-        return GenRequest(
+    @property
+    def rids(self) -> list[str]:
+        return [self.rid, *(one.rid for one in self.further)]
+
+    def gen_requests(self) -> list[GenRequest]:
+        if self.further and self.so_far is not None:
+            raise ValueError("further: expected none beside so_far, which is of one sample")
+        request = GenRequest(
             self.rid,
             self.input_ids,
             self.gconfig.gconfig(),
@@ -198,7 +213,13 @@ class Request(ClosedBody):
             so_far=self.so_far and self.so_far.progress(self.rid),
             grammar=self.grammar and self.grammar.grammar(),
             return_routed_experts=self.return_routed_experts,
+            group=self.rid if self.further else "",
         )
+        twins = [
+            replace(request, rid=one.rid, gconfig=request.gconfig.with_seed(one.seed))
+            for one in self.further
+        ]
+        return [request, *twins]
 
 
 class GenerateBody(Body):
@@ -213,8 +234,12 @@ class _Named(Body):
     rid: Rid
 
 
+class _NamedGroup(_Named):
+    further: Items[_Named] = []
+
+
 class _NamedRequests(Body):
-    requests: Annotated[Items[_Named], Field(min_length=1)]
+    requests: Annotated[Items[_NamedGroup], Field(min_length=1)]
 
 
 class _ProgressLine(_Named):
@@ -291,7 +316,8 @@ def check_supported(request: ModelRequest) -> None:
 
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:
-    return to_json({"requests": [_entry_of(request) for request in requests]})
+    groups = groupby(requests, key=lambda request: request.group or request.rid)
+    return to_json({"requests": [_entry_of(*group) for _, group in groups]})
 
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
@@ -304,11 +330,13 @@ def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
             loads_object(body, check_numbers=False)
     except ValidationError:  # of one request, perhaps
         requests = _decode_each(loads_object(body, check_numbers=False))
-    rids = [request.rid for request in requests]
+    rids = [
+        rid for one in requests for rid in ([one.rid] if isinstance(one, Refusal) else one.rids)
+    ]
     if len(set(rids)) < len(rids):
         twice = next(rid for rid in rids if rids.count(rid) > 1)
         raise ValueError(f"requests: the rid {show(twice)} is given twice; each needs its own")
-    return [_gen_request(request) for request in requests]
+    return [item for request in requests for item in _gen_requests(request)]
 
 
 def encode_lines(results: Iterable[Reply | Refusal | Progress]) -> bytes:
@@ -346,17 +374,18 @@ def _decode_each(content: dict[str, Any]) -> list[Request | Refusal]:
         try:
             requests.append(parse(Request, entry))
         except JsonError as err:
-            requests.append(Refusal(named.rid, "request", str(err)))
+            refused = [named.rid, *(one.rid for one in named.further)]
+            requests += [Refusal(rid, "request", str(err)) for rid in refused]
     return requests
 
 
-def _gen_request(request: Request | Refusal) -> GenRequest | Refusal:
+def _gen_requests(request: Request | Refusal) -> Sequence[GenRequest | Refusal]:
     if isinstance(request, Refusal):
-        return request
+        return [request]
     try:
-        return request.gen_request()
+        return request.gen_requests()
     except ValueError as err:  # of the options
-        return Refusal(request.rid, "request", str(err))
+        return [Refusal(rid, "request", str(err)) for rid in request.rids]
 
 
 def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
@@ -365,7 +394,8 @@ def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value != getattr(_DEFAULTS, name)}
 
 
-def _entry_of(request: GenRequest) -> dict[str, Any]:
+def _entry_of(request: GenRequest, *further: GenRequest) -> dict[str, Any]:
+    """`further` are of the same group."""
     entry: dict[str, Any] = {
         "rid": request.rid,
         "input_ids": request.input_ids,
@@ -375,6 +405,8 @@ def _entry_of(request: GenRequest) -> dict[str, Any]:
         entry["progress_tokens"] = request.progress_tokens
     if request.so_far is not None:
         entry["so_far"] = _output_of(request.so_far)
+    if further:
+        entry["further"] = [{"rid": one.rid, "seed": one.gconfig.seed} for one in further]
     if request.grammar is not None:
         entry["grammar"] = {request.grammar.kind: getattr(request.grammar, request.grammar.kind)}
     if request.return_routed_experts:

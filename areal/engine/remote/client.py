@@ -16,15 +16,6 @@ How an exchange is spelled is up to the protocol (protocol.py); which servers th
                                           those that its caller was told (`on_tokens`)
     aborted by a weight update            resent with its tokens; not counted
     anything else                         raised, never turned into data
-
-`Deadlines` are time limits on a clock that can be stopped from any thread while servers are
-unavailable on purpose:
-
-    deadlines = Deadlines(60.0)
-    async with deadlines.limit(): ...      # TimeoutError after 60 seconds of the clock
-    deadlines.stop(); deadlines.resume()
-
-A limit entered while the clock is stopped starts with its full time.
 """
 
 from __future__ import annotations
@@ -33,12 +24,11 @@ import asyncio
 import itertools
 import math
 import secrets
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -48,11 +38,13 @@ from areal.api.io_struct import (
     NO_ROOM,
     ModelRequest,
     ModelResponse,
+    Sample,
     check_amount,
-    check_tokens,
+    check_token,
     check_versions,
 )
 from areal.engine.native.loop import BusyIntervals
+from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import Draft, Result, ServerProtocol, bad_reply
 from areal.engine.remote.router import RequestRouter, Server, SingleFlight, retry_delay_s
 from areal.engine.remote.server_control import BadReplyError, ServerEndedError, ServerError
@@ -76,6 +68,12 @@ class _Call:
     cost: int  # most tokens of prompt and output
     attempts: int = 0
     exchange: _Exchange | None = None
+
+    def result(self) -> Sample | Exception:
+        """Of an ended call; raises if it was cancelled."""
+        error = self.future.exception()
+        assert error is None or isinstance(error, Exception)
+        return self.draft.sample() if error is None else error
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +160,36 @@ class GenerateClient:
         finally:
             self._open.discard(call.future)
         return draft.response(latency=time.perf_counter() - started)
+
+    async def generate_group(
+        self, request: ModelRequest, seeds: Sequence[int | None]
+    ) -> list[Sample | Exception]:
+        """One sample of `request` per seed, by one future: no task, no wake-up for each."""
+        self._protocol.check_request(request)
+        budget, group = self._budget(request), f"{request.rid[:200]}.{next(self._num_sent)}"
+        calls: list[_Call] = []
+        for index, seed in enumerate(seeds):
+            gconfig = request.gconfig.with_seed(seed)
+            twin = replace(request, gconfig=gconfig, rid=f"{request.rid}.{index}")
+            call = _Call(
+                Draft(twin, budget, group),
+                self.events.create_future(),
+                len(request.input_ids) + budget,
+            )
+            calls.append(call)
+        futures = [call.future for call in calls]
+        self._open.update(futures)
+        self._send_soon(calls)
+        try:
+            with waiting(lambda: self._describe(calls[-1])):
+                await asyncio.wait(futures)
+        except asyncio.CancelledError:
+            for call in calls:
+                self._give_up(call)
+            raise
+        finally:
+            self._open.difference_update(futures)
+        return [call.result() for call in calls]
 
     async def drain(self, address: str) -> None:
         """Waits until in-flight requests of a server that has left the pool are finished."""
@@ -315,7 +343,7 @@ class GenerateClient:
             call = exchange.waiting[rid]
             if self._is_void(entry, result):
                 exchange.closed.add(rid)
-                result = Result([], [], [], "abort")
+                result = Result.of([], [], [], "abort")
             try:
                 self._check(call.draft, result)
             except ValueError as err:
@@ -351,12 +379,14 @@ class GenerateClient:
 
     def _check(self, draft: Draft, result: Result) -> None:
         """ValueError says why this cannot be trained on."""
-        check_tokens(result.tokens, vocab_size=self._vocab_size)
+        if self._vocab_size is not None and len(result.tokens):
+            check_token(int(result.tokens.max()), vocab_size=self._vocab_size)
         num_tokens = len(draft.tokens) + len(result.tokens)
         check_amount(num_tokens, result.stop_reason, max_tokens=draft.budget)
         if self._gate is None:
-            newest, own = self._pool.newest_version, draft.versions[draft.num_sent :]
-            check_versions(result.versions, newest=newest, first=own[-1] if own else 0)
+            versions = [version for version, _ in result.runs]
+            newest, first = self._pool.newest_version, draft.last_own_version
+            check_versions(versions, newest=newest, first=first)
 
     def _continue(
         self, call: _Call, server: Server, entry: GateState, *, has_progressed: bool
@@ -503,63 +533,6 @@ def _settled(exchange: _Exchange, rid: str) -> _Call | None:
     exchange.num_wanted -= 1
     # Else cancelled in this very tick: its caller has not run since.
     return None if call.future.done() else call
-
-
-class Deadlines:
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._lock = threading.Lock()  # guards all below
-        self._due: dict[asyncio.Timeout, tuple[asyncio.AbstractEventLoop, float]] = {}
-        self._stopped_at: float | None = None
-        self._stood_s = 0.0
-
-    def __reduce__(self) -> tuple[type[Deadlines], tuple[float]]:
-        """A copy in another process has its own running clock."""
-        return Deadlines, (self.timeout_s,)
-
-    @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        async with asyncio.timeout(None) as scope:
-            with self._lock:
-                due = self._clock() + self.timeout_s
-                self._due[scope] = (asyncio.get_running_loop(), due)
-            self._set_alarm(scope)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    del self._due[scope]
-
-    def stop(self) -> None:
-        """Idempotent."""
-        with self._lock:
-            if self._stopped_at is None:
-                self._stopped_at = time.monotonic()
-            self._set_alarms()
-
-    def resume(self) -> None:
-        with self._lock:
-            if self._stopped_at is not None:
-                self._stood_s += time.monotonic() - self._stopped_at
-                self._stopped_at = None
-            self._set_alarms()
-
-    def _clock(self) -> float:
-        now = time.monotonic() if self._stopped_at is None else self._stopped_at
-        return now - self._stood_s
-
-    def _set_alarms(self) -> None:
-        for scope, (events, _) in self._due.items():
-            events.call_soon_threadsafe(self._set_alarm, scope)
-
-    def _set_alarm(self, scope: asyncio.Timeout) -> None:
-        """Runs on the event loop of `scope`, which may have ended by then."""
-        with self._lock:
-            if scope not in self._due:
-                return
-            events, due = self._due[scope]
-            left_s = None if self._stopped_at is not None else due - self._clock()
-        scope.reschedule(None if left_s is None else events.time() + left_s)
 
 
 _CLOSE_S = 10.0  # a live event loop needs milliseconds

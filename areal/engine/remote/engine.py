@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdateMeta
 from areal.engine.native.loop import BusyIntervals
 from areal.engine.native.scoring import padded_scores, token_lists
-from areal.engine.remote.client import Deadlines, GenerateClient, close_on_its_loop, runs_here
+from areal.engine.remote.client import GenerateClient, close_on_its_loop, runs_here
+from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import ServerProtocol, WeightOrder
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
@@ -140,6 +141,11 @@ class RemoteEngine(InferenceEngine):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         return await self._client_here().generate(req)
+
+    async def agenerate_group(
+        self, req: ModelRequest, seeds: Sequence[int | None]
+    ) -> list[Sample | Exception]:
+        return await self._client_here().generate_group(req, seeds)
 
     def join(self, address: str, weights: WeightUpdateMeta | None = None) -> None:
         """Add a server: it loads the live weights, then gets requests.

@@ -7,7 +7,8 @@
     engine.destroy()
     child.terminate()
 
-One exchange carries hundreds of requests, and its reply is a stream of lines (native/wire.py). The
+One exchange carries hundreds of requests, and its reply is a stream of frames (native/frames.py).
+The samples of a group are one entry of the request (native/wire.py), and answered together. The
 server reports the tokens of long outputs at intervals, so that a request that loses its server
 continues elsewhere with them; with a seed it gets the same tokens. With `on_tokens` it reports each
 token. Weights are loaded between two
@@ -24,15 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta, check_logprobs
-from areal.engine.native.sequence import Finished, GenRequest, Progress
-from areal.engine.native.wire import (
-    BadLineError,
-    Refusal,
-    check_supported,
-    decode_line,
-    encode_requests,
-)
+from areal.engine.native.frames import FRAMES, FrameReader, LineReader, Output, runs_of, versions_of
+from areal.engine.native.sequence import GenRequest, Progress
+from areal.engine.native.wire import BadLineError, Refusal, check_supported, encode_requests
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.protocol import (
     Draft,
@@ -56,7 +54,6 @@ from areal.weight_sync.collective import GroupPlace
 if TYPE_CHECKING:
     import aiohttp
 
-_MAX_LINE = 256 << 20  # bytes
 PROGRESS_TOKENS = 64  # most tokens of a request that are lost with its server
 
 
@@ -82,16 +79,17 @@ class NativeProtocol(ServerProtocol):
         version: int,
     ) -> Results:
         body = encode_requests(self._wire_request(rid, draft) for rid, draft in drafts.items())
-        async with session.post(f"http://{address}/generate", data=body) as answer:
+        url = f"http://{address}/generate"
+        async with session.post(url, data=body, headers={"Accept": FRAMES}) as answer:
             if answer.status != 200:
                 raise self._error(address, answer.status, await answer.text())
-            rest = b""
+            reader = FrameReader() if answer.content_type == FRAMES else LineReader()
             async for chunk in answer.content.iter_any():
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    yield self._read(address, drafts, line)
-                if len(rest) > _MAX_LINE:
-                    raise bad_reply(self.kind, address, f"a line of more than {_MAX_LINE} bytes")
+                try:
+                    for found in reader.feed(chunk):
+                        yield self._read(address, drafts, found)
+                except ValueError as err:  # not attributable to one request
+                    raise bad_reply(self.kind, address, err) from err
 
     async def abort(self, session: aiohttp.ClientSession, address: str, rid: str) -> None:
         async with session.post(f"http://{address}/abort", json={"rid": rid}):
@@ -168,31 +166,35 @@ class NativeProtocol(ServerProtocol):
         return [(start, end) for start, end in answer["intervals"]]
 
     def _read(
-        self, address: str, drafts: Mapping[str, Draft], line: bytes
+        self,
+        address: str,
+        drafts: Mapping[str, Draft],
+        found: Output | Refusal | BadLineError,
     ) -> tuple[str, Result | Exception]:
-        """What a line says of which request."""
-        try:
-            found = decode_line(line)
-            if isinstance(found, Progress):
-                return found.rid, Result(found.tokens, found.logprobs, found.versions)
-            if isinstance(found, Refusal):
-                message = found.message
-                if found.kind == "request":
-                    return found.rid, ValueError(message)
-                return found.rid, ServerError(f"{self.kind} {address}: {message}")
-            if (draft := drafts.get(found.rid)) is None:
-                return found.rid, bad_reply(self.kind, address, "nobody sent this request")
-            self._check_experts(draft, found.finished)
-            return found.rid, _rest_of(draft, found.finished, found.ttft)
-        except BadLineError as err:
-            return err.rid, bad_reply(self.kind, address, err)
-        except ValueError as err:  # not attributable to one request
-            raise bad_reply(self.kind, address, err) from err
+        """What was said of which request."""
+        if isinstance(found, BadLineError):
+            return found.rid, bad_reply(self.kind, address, found)
+        if isinstance(found, Refusal):
+            message = found.message
+            if found.kind == "request":
+                return found.rid, ValueError(message)
+            return found.rid, ServerError(f"{self.kind} {address}: {message}")
+        if found.stop_reason is None:
+            return found.rid, Result(found.tokens, found.logprobs, found.runs)
+        if (draft := drafts.get(found.rid)) is None:
+            return found.rid, bad_reply(self.kind, address, "nobody sent this request")
+        if (rest := _rest_of(draft, found)) is None:
+            fault = "output_tokens: expected those told before, at the beginning"
+            return found.rid, bad_reply(self.kind, address, fault)
+        if fault := self._fault_of_experts(draft, found):
+            return found.rid, bad_reply(self.kind, address, fault)
+        return found.rid, rest
 
     def _wire_request(self, rid: str, draft: Draft) -> GenRequest:
         so_far = None
-        if draft.tokens:
-            so_far = Progress(rid, draft.tokens, draft.logprobs, draft.versions)
+        if len(draft.tokens):
+            output = draft.tokens.tolist(), draft.logprobs.tolist(), draft.versions.tolist()
+            so_far = Progress(rid, *output)
         request = draft.request
         interval = PROGRESS_TOKENS if request.on_tokens is None else 1
         return GenRequest(
@@ -203,17 +205,18 @@ class NativeProtocol(ServerProtocol):
             so_far=so_far,
             grammar=request.grammar,
             return_routed_experts=self._return_routed_experts,
+            group="" if so_far else draft.group,
         )
 
-    def _check_experts(self, draft: Draft, finished: Finished) -> None:
-        """BadLineError unless each token but the last has its experts, where asked for."""
-        if not self._return_routed_experts or finished.stop_reason == "abort":
-            return
-        found = 0 if finished.routed_experts is None else len(finished.routed_experts)
-        expected = len(draft.request.input_ids) + len(finished.output_tokens) - 1
-        if found != expected:
-            fault = f"routed_experts: expected those of {expected} tokens, got {found}"
-            raise BadLineError(finished.rid, fault)
+    def _fault_of_experts(self, draft: Draft, found: Output) -> str:
+        """Where asked for, each token but the last has its experts."""
+        if not self._return_routed_experts or found.stop_reason == "abort":
+            return ""
+        count = 0 if found.routed_experts is None else len(found.routed_experts)
+        expected = len(draft.request.input_ids) + len(found.tokens) - 1
+        if count == expected:
+            return ""
+        return f"routed_experts: expected those of {expected} tokens, got {count}"
 
     def _error(self, address: str, status: int, body: str) -> Exception:
         message = error_text(body)
@@ -223,19 +226,20 @@ class NativeProtocol(ServerProtocol):
         return ServerEndedError(fault, status) if status == 503 else ServerError(fault)
 
 
-def _rest_of(draft: Draft, finished: Finished, ttft: float) -> Result:
-    """What a final reply, which has the whole output, adds to a draft."""
-    num_known = len(draft.tokens)
-    tokens, versions = finished.output_tokens, finished.output_versions
-    if (tokens[:num_known], versions[:num_known]) != (draft.tokens, draft.versions):
-        fault = "output_tokens: expected those told before, at the beginning"
-        raise BadLineError(finished.rid, fault)
-    logprobs = finished.output_logprobs
-    if num_known:
-        tokens, versions = tokens[num_known:], versions[num_known:]
-        logprobs = logprobs[num_known:]
-    reason, cached = finished.stop_reason, finished.cached_tokens
-    return Result(tokens, logprobs, versions, reason, ttft, cached, finished.routed_experts)
+def _rest_of(draft: Draft, found: Output) -> Result | None:
+    """What a final reply, which has the whole output, adds to a draft; None if it is another."""
+    tokens, logprobs, runs = found.tokens, found.logprobs, found.runs
+    if num_known := len(draft.tokens):
+        versions = versions_of(runs)
+        if not (
+            np.array_equal(tokens[:num_known], draft.tokens)
+            and np.array_equal(versions[:num_known], draft.versions)
+        ):
+            return None
+        tokens, logprobs = tokens[num_known:], logprobs[num_known:]
+        runs = runs_of(versions[num_known:].tolist())
+    more = found.stop_reason, found.ttft, found.cached_tokens, found.routed_experts
+    return Result(tokens, logprobs, runs, *more)
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:

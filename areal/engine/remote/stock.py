@@ -105,12 +105,12 @@ class StockProtocol(ServerProtocol):
                     reason, cached = found.stop_reason, found.cached_tokens
                     num_known += len(tokens)
                     if is_stream and reason is not None:
-                        ended = Result([], [], [], reason, cached_tokens=cached)
+                        ended = Result.of([], [], [], reason, 0.0, cached)
                         reason = None
                     elif reason == "abort" and depends_on_start(draft.request):
                         tokens, logprobs = [], []
-                    versions = [version] * len(tokens)
-                    yield rid, Result(tokens, logprobs, versions, reason, cached_tokens=cached)
+                    runs = [(version, len(tokens))] if tokens else []
+                    yield rid, Result.of(tokens, logprobs, runs, reason, 0.0, cached)
         except (aiohttp.ClientError, OSError):
             if ended is None:
                 raise
@@ -172,7 +172,7 @@ def continuation(draft: Draft) -> ModelRequest:
         min_new_tokens=min(max(0, gconfig.min_new_tokens - done), draft.budget - done),
         seed=seed,
     )
-    input_ids = draft.request.input_ids + draft.tokens
+    input_ids = draft.request.input_ids + draft.tokens.tolist()
     request = draft.request
     return ModelRequest(input_ids=input_ids, gconfig=rest, rid=request.rid, grammar=request.grammar)
 

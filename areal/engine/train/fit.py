@@ -224,11 +224,6 @@ def _check_batch_invariant(args: DecoderArgs) -> None:
         raise ValueError(
             "batch_invariant: there is no such kernel for experts; turn it off for this model"
         )
-    if any(window is not None for window in args.windows) or args.score_scale is not None:
-        raise ValueError(
-            "batch_invariant: its attention has no sliding window and no scale of its own; turn "
-            "batch_invariant off for this model"
-        )
 
 
 def check_transformers_family(hf_config: Mapping[str, Any], *, is_critic: bool) -> None:

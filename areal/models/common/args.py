@@ -110,6 +110,8 @@ class DecoderArgs:
     rope: RopeArgs
     max_position_embeddings: int
     tie_word_embeddings: bool
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight
+    out_norms: bool = False  # also after attention and feed-forward, before the residual add
     qk_norm: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False

@@ -40,6 +40,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal.models.common.args import DecoderArgs
+from areal.models.common.norm import make_norm
 from areal.models.common.rope import rotate
 
 # Shorter blocks would recompute more keys than their own for small windows.
@@ -268,7 +269,7 @@ class Attend(Protocol):
 
 
 class Attention(nn.Module):
-    def __init__(self, args: DecoderArgs, layer: int, norm_class: type[nn.RMSNorm] = nn.RMSNorm):
+    def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
         self.layer = layer
         self.window = args.window(layer)
@@ -279,8 +280,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(q_dim, args.dim, bias=args.attention_out_bias)
-        self.q_norm = norm_class(args.head_dim, args.norm_eps) if args.qk_norm else None
-        self.k_norm = norm_class(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.q_norm = make_norm(args, args.head_dim) if args.qk_norm else None
+        self.k_norm = make_norm(args, args.head_dim) if args.qk_norm else None
 
     def heads(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor

@@ -26,6 +26,7 @@ from torch import nn
 from areal.models.common.args import DecoderArgs, share_of
 from areal.models.common.attention import Attend, Attention
 from areal.models.common.moe import Experts, FeedForward, MoE, Router
+from areal.models.common.norm import make_norm
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
 from areal.models.common.tensor_parallel import Ranks, Share, SummedLinear, SummedMoE
@@ -43,20 +44,20 @@ def float32_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Te
 
 
 class DecoderBlock(nn.Module):
-    """Norms before attention and feed-forward; other families subclass it.
+    """Norms before attention and feed-forward, and after them by `args.out_norms`.
 
     The computations before and after `attend` are two functions of tensors only, so that each can
     be compiled (models/parallelize.py) whatever `attend` does.
     """
 
-    norm_class: ClassVar[type[nn.RMSNorm]] = nn.RMSNorm
-
     def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
-        self.attention_norm = self.norm_class(args.dim, args.norm_eps)
-        self.attention = Attention(args, layer, self.norm_class)
-        self.ffn_norm = self.norm_class(args.dim, args.norm_eps)
+        self.attention_norm = make_norm(args, args.dim)
+        self.attention = Attention(args, layer)
+        self.attention_out_norm = make_norm(args, args.dim) if args.out_norms else None
+        self.ffn_norm = make_norm(args, args.dim)
         self.feed_forward = MoE(args) if args.is_sparse(layer) else FeedForward(args)
+        self.ffn_out_norm = make_norm(args, args.dim) if args.out_norms else None
 
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
@@ -74,8 +75,14 @@ class DecoderBlock(nn.Module):
 
     def after(self, x_TD: torch.Tensor, out_TNH: torch.Tensor) -> torch.Tensor:
         """The block's output from its input and the output of attention."""
-        x_TD = x_TD + self.attention.wo(out_TNH.flatten(1))
-        return x_TD + self.feed_forward(self.ffn_norm(x_TD))
+        out_TD = self.attention.wo(out_TNH.flatten(1))
+        if self.attention_out_norm is not None:
+            out_TD = self.attention_out_norm(out_TD)
+        x_TD = x_TD + out_TD
+        out_TD = self.feed_forward(self.ffn_norm(x_TD))
+        if self.ffn_out_norm is not None:
+            out_TD = self.ffn_out_norm(out_TD)
+        return x_TD + out_TD
 
 
 class TokenEmbedding(nn.Embedding):
@@ -100,8 +107,8 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """Families subclass this to set their adapter, and their block if it differs; the rest of
-    their architecture is in their args."""
+    """Families subclass this to set their adapter; their architecture is in their args, or, where
+    these cannot express it, in a block of their own (which the CUDA kernels do not compute)."""
 
     adapter_class: ClassVar[type[StateDictAdapter]]
     block_class: ClassVar[type[DecoderBlock]] = DecoderBlock
@@ -125,7 +132,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): self.block_class(args, i) for i in range(args.n_layers)}
         )
-        self.norm: nn.RMSNorm | None = self.block_class.norm_class(args.dim, args.norm_eps)
+        self.norm: nn.RMSNorm | None = make_norm(args, args.dim)
         has_own_head = not (args.tie_word_embeddings or args.is_critic)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if has_own_head else None
         # Last, so that a critic's trunk draws the same initial weights as the language model.

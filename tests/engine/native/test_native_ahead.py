@@ -27,8 +27,8 @@ class Drawn:
         self._steps = steps
 
     def read(self):
-        tokens = [list(row) for row in zip(*(s.tokens for s in self._steps), strict=True)]
-        logprobs = [list(row) for row in zip(*(s.logprobs for s in self._steps), strict=True)]
+        tokens = [sum(row, []) for row in zip(*(s.tokens for s in self._steps), strict=True)]
+        logprobs = [sum(row, []) for row in zip(*(s.logprobs for s in self._steps), strict=True)]
         return tokens, logprobs
 
 

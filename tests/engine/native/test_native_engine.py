@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tiny import tiny_model, write_tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.engine.native.engine import NativeEngine, read_eos_ids
+from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.attention import PackedAttention
 
 VOCAB = 64

@@ -12,8 +12,10 @@ from fastapi.testclient import TestClient
 from tiny import tiny_model, write_tiny_model
 
 from areal.engine.native.engine import NativeEngine
+from areal.engine.native.frames import FRAMES, FrameReader
 from areal.engine.native.loop import EngineLoop
 from areal.engine.native.server import create_app
+from areal.engine.native.wire import Refusal
 from areal.engine.remote.native import launch_native_server
 from areal.engine.remote.server_control import ControlClient, ServerError, ServerRefusedError
 from areal.utils.addresses import bind
@@ -269,3 +271,30 @@ def test_an_engine_that_ended_is_told_to_everybody():
         assert health.status_code == 503 and health.json()["status"] == "failed"
         assert "no memory left" in health.json()["error"]
         assert client.post("/pause").status_code == 503
+
+
+def test_a_group_is_answered_together_and_like_single_requests(address):
+    """The samples end at different steps, and the whole group comes with the last one."""
+    single = generate(address, *(entry(f"s{seed}", seed=seed) for seed in (1, 2, 3)))
+    group = entry("g1", seed=1) | {
+        "further": [{"rid": f"g{seed}", "seed": seed} for seed in (2, 3)]
+    }
+    found = generate(address, group, entry("alone", max_new_tokens=1))
+    assert list(found)[0] == "alone"
+    for seed in (1, 2, 3):
+        assert found[f"g{seed}"]["output_tokens"] == single[f"s{seed}"]["output_tokens"]
+        assert found[f"g{seed}"]["output_logprobs"] == single[f"s{seed}"]["output_logprobs"]
+
+
+def test_a_client_that_accepts_frames_gets_the_same_in_binary(address):
+    lines = generate(address, entry("a"))
+    connection = http.client.HTTPConnection(address, timeout=10)
+    headers = {"Authorization": f"Bearer {TOKEN}", "Accept": FRAMES}
+    body = json.dumps({"requests": [entry("a"), entry("b", ids=[2] * 3000)]})
+    connection.request("POST", "/generate", body, headers)
+    answer = connection.getresponse()
+    assert answer.getheader("content-type") == FRAMES
+    found = {one.rid: one for one in FrameReader().feed(answer.read())}
+    assert found["a"].tokens.tolist() == lines["a"]["output_tokens"]
+    assert found["a"].logprobs.tolist() == lines["a"]["output_logprobs"]
+    assert isinstance(found["b"], Refusal) and found["b"].kind == "request"

@@ -80,6 +80,43 @@ def test_requests_round_trip(requests, drawn):
     assert decode_requests(encode_requests(requests)) == requests
 
 
+@given(gconfigs, st.lists(st.none() | st.integers(0, 2**62), min_size=1, max_size=9))
+def test_a_group_is_one_entry_and_round_trips(gconfig, seeds):
+    group = [
+        GenRequest(f"r{i}", [5, 7], gconfig.with_seed(seed), group="r0" if len(seeds) > 1 else "")
+        for i, seed in enumerate(seeds)
+    ]
+    alone = GenRequest("alone", [5, 7], gconfig)
+    body = encode_requests([*group, alone])
+    assert len(json.loads(body)["requests"]) == 2
+    assert decode_requests(body) == [*group, alone]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gconfig": {"top_p": 7.0}}, "top_p"),
+        ({"input_ids": []}, "input_ids: expected a list that is not empty"),
+        ({"further": [{"rid": "b", "seed": "x"}]}, "further[0].seed"),
+        (
+            {"so_far": {"output_tokens": [], "output_logprobs": [], "output_versions": []}},
+            "further: expected none beside so_far",
+        ),
+    ],
+)
+def test_a_bad_group_is_refused_for_each_of_its_samples(change, message):
+    entry = {"rid": "a", "input_ids": [1], "further": [{"rid": "b", "seed": 3}], **change}
+    refusals = decode_requests(json.dumps({"requests": [entry]}).encode())
+    assert [one.rid for one in refusals] == ["a", "b"]
+    assert all(isinstance(one, Refusal) and message in one.message for one in refusals)
+
+
+def test_a_group_has_no_rid_twice():
+    entry = {"rid": "a", "input_ids": [1], "further": [{"rid": "a"}]}
+    with pytest.raises(ValueError, match="given twice"):
+        decode_requests(json.dumps({"requests": [entry]}).encode())
+
+
 @given(outputs, st.sampled_from(["length", "stop", "abort"]))
 def test_replies_round_trip_exactly(output, reason):
     reply = Reply(Finished("a", *output, reason), latency=0.5, ttft=0.1)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from areal.engine.remote.client import Deadlines
+from areal.engine.remote.deadlines import Deadlines
 
 
 async def seconds_until_timeout(deadlines: Deadlines) -> float:

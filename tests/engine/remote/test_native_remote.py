@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 import time
-from contextlib import asynccontextmanager
 
 import pytest
+from scripted_server import hang_up, scripted_server
 from server_checks import Told
 from tiny import tiny_model, write_tiny_model
 
@@ -203,30 +202,6 @@ def test_destroy_from_another_thread_cancels_who_waits(address):
     assert outcome == ["cancelled"]
 
 
-@asynccontextmanager
-async def scripted_server(*scripts):
-    """Answers its nth connection with scripts[n] (the last one for all later), then hangs up.
-
-    A script is a function from the requests of the body to the bytes to send. Yields the address
-    and the list of exchanges seen, each the list of its requests.
-    """
-    seen = []
-
-    async def answer(reader, writer):
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = re.search(rb"content-length: (\d+)", head.lower())
-        body = b"{}" if length is None else await reader.readexactly(int(length[1]))
-        seen.append(json.loads(body).get("requests", []))
-        script = scripts[min(len(seen), len(scripts)) - 1]
-        writer.write(script(seen[-1]))
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        yield "{}:{}".format(*server.sockets[0].getsockname()), seen
-
-
 def line_of(entry):
     return {
         "rid": entry["rid"],
@@ -248,10 +223,6 @@ def all_replies(entries):
 def first_reply_and_a_half(entries):
     full = all_replies(entries)
     return full[: full.index(b"\n", full.index(b"\r\n\r\n") + 4) + 20]
-
-
-def hang_up(entries):
-    return b""
 
 
 async def gather_from(address, count, **options):

@@ -71,13 +71,20 @@ def test_a_model_that_does_not_fit(
     [
         ("archon:d1", EXPERTS, {"use_lora": True}, "archon has no adapters for experts"),
         ("archon:d1", EXPERTS, {"batch_invariant": True}, "no such kernel for experts"),
-        ("archon:d1", "gemma3_text", {"batch_invariant": True}, "no sliding window"),
     ],
 )
 def test_options_that_do_not_fit(
     backend: str, family: str, options: dict[str, Any], says: str
 ) -> None:
     assert says in refusal(tiny_config(family), backend, **options)
+
+
+def test_batch_invariant_takes_windows_and_scales() -> None:
+    gemma = tiny_config("gemma3_text")
+    config = TrainEngineConfig(path="model", backend="archon:d1", batch_invariant=True)
+    check_training(config, gemma)
+    server = NativeServerConfig(batch_invariant=True)
+    check_generation(InferenceEngineConfig(backend="native:d1"), server, gemma)
 
 
 def test_compiled_blocks_cannot_be_cut() -> None:

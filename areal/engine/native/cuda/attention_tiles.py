@@ -5,13 +5,41 @@ tile of TILE tokens is TILE / page_size pieces of page_size * H elements, read i
 The pages of a tile are looked up while the previous tile is computed, so that addresses are ready
 when its loads are issued. The softmax is online, in float32 and in base 2.
 
-Shapes in the kernels: M query rows, T tokens of a tile, H head dim.
+A tile is `padded(head_dim)` wide, a power of two; the columns past the head are zeros that are
+never read from memory. So heads of 80 or 96 cost the products of 128, but move their own bytes.
+
+Shapes in the kernels: M query rows, T tokens of a tile, H head dim, padded.
 """
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+
+_MIN_WIDTH = 16  # of a tensor-core product
+MAX_SUMS = 128 * 256  # float32 of a program: half of the registers of a multiprocessor
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile of such heads."""
+    return max(_MIN_WIDTH, int(triton.next_power_of_2(head_dim)))
+
+
+def scale_log2e(scale: float | None, head_dim: int) -> float:
+    """Factor on scores for a softmax in base 2; None: head_dim ** -0.5."""
+    return (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
+
+
+@triton.jit
+def load_heads(pointers, dim_H, HEAD_DIM: tl.constexpr):
+    """[rows, H] of memory that every row may read; zeros past the head."""
+    if dim_H.shape[0] == HEAD_DIM:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=(dim_H < HEAD_DIM)[None, :], other=0.0)
+    return x
 
 
 @triton.jit
@@ -29,14 +57,17 @@ def attend_tiles(
     newest,  # last position that may be read; memory after it is undefined
     page_stride,
     scale_log2e,
+    window,
+    HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """Fold the keys of positions begin..end-1 into (max, sum, acc).
 
-    A row sees positions up to its own. With MASKED=False these are whole tiles, and every key must
-    be visible to every row.
+    A row sees positions up to its own, with WINDOWED the last `window` of them. With MASKED=False
+    these are whole tiles, and every key must be visible to every row.
     """
     dim_H = tl.arange(0, q_MH.shape[1])
     tile_T = tl.arange(0, TILE)
@@ -44,20 +75,25 @@ def attend_tiles(
     page_T = tl.load(pages + token_T // PAGE_SIZE)
     for start in range(begin, end, TILE):
         # Positions past the newest token read the newest again, never undefined memory.
-        element_T = page_T.to(tl.int64) * page_stride + (token_T % PAGE_SIZE) * q_MH.shape[1]
+        element_T = page_T.to(tl.int64) * page_stride + (token_T % PAGE_SIZE) * HEAD_DIM
         element_TH = element_T[:, None] + dim_H[None, :]
-        k_TH = tl.load(keys + element_TH)
-        v_TH = tl.load(values + element_TH)
+        k_TH = load_heads(keys + element_TH, dim_H, HEAD_DIM)
+        v_TH = load_heads(values + element_TH, dim_H, HEAD_DIM)
         token_T = tl.minimum(start + TILE + tile_T, newest)
         page_T = tl.load(pages + token_T // PAGE_SIZE)
 
         score_MT = tl.dot(q_MH, tl.trans(k_TH), input_precision="ieee") * scale_log2e
         if MASKED:
             seen_MT = (start + tile_T)[None, :] <= position_M[:, None]
+            if WINDOWED:
+                seen_MT &= (start + tile_T)[None, :] > position_M[:, None] - window
             score_MT = tl.where(seen_MT, score_MT, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(score_MT, 1))
-        weight_MT = tl.exp2(score_MT - new_max_M[:, None])
-        shrink_M = tl.exp2(max_M - new_max_M)
+        shift_M = new_max_M
+        if WINDOWED:  # a row may see nothing yet: -inf - -inf would be NaN
+            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        weight_MT = tl.exp2(score_MT - shift_M[:, None])
+        shrink_M = tl.exp2(max_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(weight_MT, 1)
         acc_MH = acc_MH * shrink_M[:, None]
         acc_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, acc_MH, input_precision="ieee")

@@ -12,6 +12,8 @@ R = H / 2 rotated pairs, X = (N + 2 K) * H.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -20,35 +22,50 @@ from triton.language.extra import cuda
 from areal.engine.native.cuda.device import OVERLAP
 
 _HEADS_PER_PROGRAM = 8
-_SILU_BLOCK = 1024
+_GATE_BLOCK = 1024
+_SOFTCAP_BLOCK = 4096
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm: x / rms(x) * (weight + offset)."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+
+
+def rms_norm(x_TD: torch.Tensor, norm: Norm, out_TD: torch.Tensor) -> None:
     """`out` may be `x`."""
-    _norm(x_TD, None, weight_D, eps, out_TD)
+    _norm(x_TD, None, None, norm, out_TD)
 
 
 def add_rms_norm(
     x: torch.Tensor,
     residual_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
+    norm: Norm,
     out_TD: torch.Tensor,
+    x_norm: Norm | None = None,
 ) -> None:
-    """residual += x in place, rounded to its dtype; out = norm of that. `out` may be `x`.
+    """residual += x (or its `x_norm`) in place, rounded to its dtype; out = norm of that.
 
     `x` is [T, D], or [T, C, D]: the outputs of C experts, summed in their order and rounded.
+    `out` may be `x`.
     """
-    _norm(x, residual_TD, weight_D, eps, out_TD)
+    _norm(x, x_norm, residual_TD, norm, out_TD)
 
 
-def _norm(x, residual_TD, weight_D, eps, out_TD) -> None:
+def _norm(x, x_norm, residual_TD, norm, out_TD) -> None:
     num_rows, dim = out_TD.shape
     block = triton.next_power_of_2(dim)
+    assert x_norm is None or (x_norm.eps, x_norm.offset) == (norm.eps, norm.offset)
     _rms_norm_kernel[(num_rows,)](
-        x, residual_TD, weight_D, out_TD, dim, eps,
+        x, x_norm and x_norm.weight, residual_TD, norm.weight, out_TD,
+        dim, norm.eps,
         BLOCK=block,
         CHOICES=x.shape[1] if x.dim() == 3 else 1,
+        OFFSET=norm.offset,
+        X_NORM=x_norm is not None,
         ADD=residual_TD is not None,
         OVERLAP=OVERLAP,
         num_warps=min(max(block // 512, 1), 16),  # 16 elements per thread
@@ -58,12 +75,15 @@ def _norm(x, residual_TD, weight_D, eps, out_TD) -> None:
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, D, eps,
-    BLOCK: tl.constexpr, CHOICES: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, x_weight_ptr, residual_ptr, weight_ptr, out_ptr, D, eps,
+    BLOCK: tl.constexpr, CHOICES: tl.constexpr, OFFSET: tl.constexpr, X_NORM: tl.constexpr,
+    ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < D
-    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+    weight = load_norm(weight_ptr + column, inside, OFFSET)
+    if X_NORM:
+        x_weight = load_norm(x_weight_ptr + column, inside, OFFSET)
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -74,6 +94,9 @@ def _rms_norm_kernel(
     for choice in tl.static_range(CHOICES):
         x += tl.load(x_ptr + choice * D, inside, 0.0).to(tl.float32)
     x = _rounded(x, x_ptr.dtype.element_ty)
+    if X_NORM:
+        x = x * tl.rsqrt(tl.sum(x * x) / D + eps) * x_weight
+        x = _rounded(x, x_ptr.dtype.element_ty)
     if ADD:
         x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
         rounded = x.to(residual_ptr.dtype.element_ty)
@@ -83,12 +106,41 @@ def _rms_norm_kernel(
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), inside)
 
 
-def silu_mul(gate_up_T2F: torch.Tensor, out_TF: torch.Tensor) -> None:
-    """silu of the first F columns times the others."""
+@triton.jit
+def load_norm(pointers, inside, OFFSET: tl.constexpr):
+    """The factors of a norm, float32."""
+    weight = tl.load(pointers, inside, 0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight += OFFSET
+    return weight
+
+
+# A name of moe.ACTIVATIONS, as `activate` computes it.
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr):
+    """x times the sigmoid of x, or of the cubic whose tanh approximates gelu."""
+    slope = x
+    if NAME == "gelu_tanh":
+        slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # sqrt(8 / pi)
+    return x / (1.0 + tl.exp(-slope))
+
+
+@triton.jit
+def gate(x, up, dtype: tl.constexpr, NAME: tl.constexpr):
+    """activation(x) * up in float32, rounded where the separate layers round."""
+    return _rounded(activate(_rounded(x, dtype), NAME), dtype) * _rounded(up, dtype)
+
+
+def gate_mul(gate_up_T2F: torch.Tensor, activation: str, out_TF: torch.Tensor) -> None:
+    """The activation of the first F columns times the others."""
     num_rows, width = out_TF.shape
-    _silu_mul_kernel[(num_rows, triton.cdiv(width, _SILU_BLOCK))](
+    _gate_mul_kernel[(num_rows, triton.cdiv(width, _GATE_BLOCK))](
         gate_up_T2F, out_TF, width,
-        BLOCK=_SILU_BLOCK,
+        ACTIVATION=activation,
+        BLOCK=_GATE_BLOCK,
         OVERLAP=OVERLAP,
         num_warps=4,
         launch_pdl=OVERLAP,
@@ -96,7 +148,10 @@ def silu_mul(gate_up_T2F: torch.Tensor, out_TF: torch.Tensor) -> None:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _gate_mul_kernel(
+    gate_up_ptr, out_ptr, F,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -104,10 +159,26 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr, OVERLAP: tl.c
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate = tl.load(gate_up_ptr + row * 2 * F + column, inside, 0.0).to(tl.float32)
+    x = tl.load(gate_up_ptr + row * 2 * F + column, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * F + F + column, inside, 0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * F + column, (silu * up).to(dtype), inside)
+    tl.store(out_ptr + row * F + column, gate(x, up, dtype, ACTIVATION).to(dtype), inside)
+
+
+def softcap_(logits_TV: torch.Tensor, cap: float) -> None:
+    """cap * tanh(logits / cap), in place, of contiguous rows."""
+    num_rows, width = logits_TV.shape
+    _softcap_kernel[(num_rows, triton.cdiv(width, _SOFTCAP_BLOCK))](
+        logits_TV, width, cap, BLOCK=_SOFTCAP_BLOCK, num_warps=8
+    )
+
+
+@triton.jit
+def _softcap_kernel(logits_ptr, V, cap, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits_ptr + tl.program_id(0).to(tl.int64) * V + column
+    x = tl.load(place, column < V, 0.0)
+    # tanh(y) = 1 - 2 / (1 + exp(2 y)), which is finite wherever y is.
+    tl.store(place, cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap))), column < V)
 
 
 def rope_and_cache(
@@ -118,9 +189,8 @@ def rope_and_cache(
     keys: torch.Tensor,
     values: torch.Tensor,
     q_out_TNH: torch.Tensor,
-    q_norm_H: torch.Tensor | None,
-    k_norm_H: torch.Tensor | None,
-    eps: float,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
 ) -> None:
     """Norm the heads of q and k (if the model does), rotate them; write k and v to the cache.
 
@@ -129,27 +199,34 @@ def rope_and_cache(
     """
     num_rows, num_heads, head_dim = q_out_TNH.shape
     _, num_kv_heads, page_size, _ = keys.shape
-    all_heads = num_heads + 2 * num_kv_heads
+    all_heads, block = num_heads + 2 * num_kv_heads, triton.next_power_of_2(head_dim // 2)
+    if q_norm is not None and k_norm is not None:
+        assert (q_norm.eps, q_norm.offset) == (k_norm.eps, k_norm.offset)
     _rope_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
-        qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_out_TNH, q_norm_H, k_norm_H, eps,
+        qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_out_TNH,
+        q_norm and q_norm.weight, k_norm and k_norm.weight,
+        q_norm.eps if q_norm else 0.0,
         N=num_heads,
         K=num_kv_heads,
         PAGE=page_size,
         R=head_dim // 2,
         HEADS=_HEADS_PER_PROGRAM,
-        BLOCK=triton.next_power_of_2(head_dim // 2),
-        NORM=q_norm_H is not None,
+        BLOCK=block,
+        NORM=q_norm is not None,
+        OFFSET=q_norm.offset if q_norm else 0.0,
         OVERLAP=OVERLAP,
-        num_warps=2,
+        num_warps=max(2, _HEADS_PER_PROGRAM * block // 256),  # at most 8 pairs per thread
         launch_pdl=OVERLAP,
     )  # fmt: skip
 
 
 @triton.jit
 def _rope_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, write_ptr, keys_ptr, values_ptr, q_ptr, q_norm_ptr, k_norm_ptr, eps,
+    qkv_ptr, cos_ptr, sin_ptr, write_ptr, keys_ptr, values_ptr, q_ptr, q_norm_ptr, k_norm_ptr,
+    eps,
     N: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         cuda.gdc_wait()
@@ -170,8 +247,8 @@ def _rope_kernel(
     if NORM:
         squares = tl.sum(first * first + second * second, axis=1) / (2 * R)
         scale = tl.rsqrt(squares + eps)[:, None]
-        q_first, q_second = _halves(q_norm_ptr, pair, R)
-        k_first, k_second = _halves(k_norm_ptr, pair, R)
+        q_first, q_second = _halves(q_norm_ptr, pair, R, OFFSET)
+        k_first, k_second = _halves(k_norm_ptr, pair, R, OFFSET)
         norm_first = tl.where(is_q[:, None], q_first[None, :], k_first[None, :])
         norm_second = tl.where(is_q[:, None], q_second[None, :], k_second[None, :])
         first = _rounded(first * scale * norm_first, dtype)
@@ -206,7 +283,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _halves(weight_ptr, pair, R: tl.constexpr):
-    first = tl.load(weight_ptr + pair, pair < R, 0.0)
-    second = tl.load(weight_ptr + R + pair, pair < R, 0.0)
-    return first.to(tl.float32), second.to(tl.float32)
+def _halves(weight_ptr, pair, R: tl.constexpr, OFFSET: tl.constexpr):
+    first = load_norm(weight_ptr + pair, pair < R, OFFSET)
+    second = load_norm(weight_ptr + R + pair, pair < R, OFFSET)
+    return first, second

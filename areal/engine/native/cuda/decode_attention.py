@@ -3,16 +3,17 @@
 Memory-bound: a row of L tokens moves 4 * L * K * H bytes in bf16 (512 rows of 768 tokens, K = 2,
 H = 128: 403 MB, 94 us at 4.3 TB/s). A program takes one (row, key/value head) and computes its G
 query heads together, padded to the 16 rows of a tensor-core product, so every key is read once. A
-tile of 64 tokens (H = 128) is 32 KiB of keys and values, a program buffers two, and three programs
+tile is 32 KiB of keys and values, 64 tokens with H = 128; a program buffers two, and three programs
 fit into a multiprocessor of Hopper: at least 96 KiB in flight, several times the 25 KiB that hide
-memory latency. The longest row of a batch streams alone at the end, so narrow heads have longer
-tiles and wide ones, which then fit once, no shorter ones.
+memory latency. Of the short tiles of wide heads it buffers three, and two programs fit: with H =
+256, 256 rows of 512 tokens are read at 88 % of the speed of a copy, with tiles of 64 at 78 %.
 
 Long rows are cut into splits, so that few rows fill the device and one long row does not delay the
 others: each split writes (max, sum, acc) to the workspace, and the last program of a (row, head)
 folds them in split order: one launch, and the same bits at every replay. With one split a row's
 result depends on the row alone. For rows that share a prompt, the first split starts from the
-result of `prompt_attention`.
+result of `prompt_attention`. With a sliding window a row starts at the first token it sees; rows
+that share a prompt see different parts of it then, so they read it alone.
 
 Shapes: R rows, S slots, P pages per slot, N query heads, K key/value heads, G = N / K, H head dim.
 """
@@ -30,13 +31,17 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from areal.engine.native.cuda.attention_tiles import attend_tiles
+from areal.engine.native.cuda.attention_tiles import attend_tiles, padded, scale_log2e
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 from areal.engine.native.cuda.prompt_attention import fold_prompt, prompt_span
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
 MAX_SPLITS = 64
 _MAX_GRID_ROWS = 65535  # of the second dimension of a CUDA grid
+_TILE_BYTES = 32 * 1024  # of keys and values
+_FIXED_BYTES = 8 * 1024  # of shared memory, besides queries and tiles
+_SHORT_TILE = 32  # tokens: up to here one more tile is buffered, and none is halved
+_MIN_TILE = 16  # tokens that a tensor-core product sums over
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +59,16 @@ def tiles_for(num_splits: int, head_dim: int, dtype: torch.dtype, device: Device
 
     Many splits mean one or two rows, often short: small tiles give them to more multiprocessors.
     """
-    token_bytes = 2 * head_dim * dtype.itemsize
-    tile = 128 if token_bytes <= 256 else 64
-    while 2 * tile * token_bytes > 0.7 * device.program_bytes:
+    row_bytes = padded(head_dim) * dtype.itemsize
+    tile = max(_MIN_TILE, min(128, _TILE_BYTES // (2 * row_bytes)))
+    while tile > _MIN_TILE and 4 * tile * row_bytes > 0.7 * device.program_bytes:
         tile //= 2
-    if num_splits <= 4:
-        return DecodeTiles(tile, min_split=128, num_warps=4, num_stages=3)
-    if num_splits <= 16:
-        return DecodeTiles(tile, min_split=min(tile, 64), num_warps=4, num_stages=3)
-    return DecodeTiles(tile // 2, min_split=tile // 2, num_warps=4, num_stages=4)
+    min_split, most_buffers = 128 if num_splits <= 4 else 64, 2 if tile > _SHORT_TILE else 3
+    if num_splits > 16:
+        tile = min_split = tile // 2 if tile > _SHORT_TILE else tile
+        most_buffers = 3
+    buffers = device.stages(_FIXED_BYTES + 16 * row_bytes, 2 * tile * row_bytes, most_buffers)
+    return DecodeTiles(tile, min_split, num_warps=4, num_stages=buffers + 1)
 
 
 def splits_for(num_rows: int, num_kv_heads: int, device: Device) -> int:
@@ -121,12 +127,17 @@ def decode_attention(
     num_splits: int,
     shared: SharedPrompts | None = None,
     tiles: DecodeTiles | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> None:
-    """Row r attends to positions 0..num_tokens[slot[r]]-1; one split needs no workspace.
+    """Row r attends to positions 0..num_tokens[slot[r]]-1, or to the last `window` of them; one
+    split needs no workspace.
 
     `shared`: `prompt_attention` has filled its space for these rows. `tiles` overrides `tiles_for`
-    in benchmarks.
+    in benchmarks. `scale` of the scores; None: H ** -0.5.
     """
+    assert shared is None or window is None, "rows with a window read their prompts alone"
     tiles = tiles or tiles_for(num_splits, q_RNH.shape[2], q_RNH.dtype, device_of(q_RNH.device))
     _launch(
         q_RNH,
@@ -141,6 +152,8 @@ def decode_attention(
         num_splits,
         shared,
         tiles,
+        window,
+        scale,
     )
 
 
@@ -152,8 +165,12 @@ def rows_attention(
     chunk_T: torch.Tensor,
     position_T: torch.Tensor,
     out_TNH: torch.Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> None:
-    """Prefill rows by the decode kernel: row t sees 0..position[t] of pages[chunk[t]].
+    """Prefill rows by the decode kernel: row t sees 0..position[t] of pages[chunk[t]], or the last
+    `window` of these.
 
     A row's bits are those of `decode_attention` with one split; the cost is that every row reads
     all its keys.
@@ -163,7 +180,7 @@ def rows_attention(
         rows = slice(start, start + _MAX_GRID_ROWS)
         _launch(
             q_TNH[rows], keys, values, pages_CP, chunk_T[rows], position_T[rows], 1, out_TNH[rows],
-            None, 1, None, tiles,
+            None, 1, None, tiles, window, scale,
         )  # fmt: skip
 
 
@@ -180,6 +197,8 @@ def _launch(
     num_splits: int,
     shared: SharedPrompts | None,
     tiles: DecodeTiles,
+    window: int | None,
+    scale: float | None,
 ) -> None:
     num_rows, num_heads, head_dim = q_RNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
@@ -207,16 +226,19 @@ def _launch(
         out_RNH.stride(0),
         page_table_SP.stride(0),
         keys.stride(0),
-        head_dim**-0.5 * math.log2(math.e),
+        scale_log2e(scale, head_dim),
         tiles.min_split,
+        window or 0,
         GROUP=num_heads // num_kv_heads,
         GROUP_PADDED=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         HEAD_DIM=head_dim,
+        PADDED=padded(head_dim),
         PAGE_SIZE=page_size,
         NUM_SPLITS=num_splits,
         TILE=tiles.tile,
         PROMPT_TILE=PROMPT_TILE,
         SHARED=shared is not None,
+        WINDOWED=window is not None,
         OVERLAP=OVERLAP,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -226,7 +248,7 @@ def _launch(
 
 # Not specialized, so that decode rows and prefill rows run one binary, for equal bits.
 @triton.jit(
-    do_not_specialize=["length_by_row", "table_stride"],
+    do_not_specialize=["length_by_row", "table_stride", "window"],
     do_not_specialize_on_alignment=["page_table", "slots", "lengths", "shared_tokens", "counts"],
 )
 def _decode_kernel(
@@ -253,14 +275,17 @@ def _decode_kernel(
     page_stride,
     scale_log2e,
     min_split,
+    window,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     PROMPT_TILE: tl.constexpr,
     SHARED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -273,6 +298,8 @@ def _decode_kernel(
     length = tl.load(lengths + tl.where(length_by_row != 0, row, slot)) + length_by_row
 
     begin, end = 0, length
+    if WINDOWED:
+        begin = tl.maximum(length - window, 0)
     if SHARED:
         shared = tl.load(shared_tokens + row)
         begin = shared
@@ -288,13 +315,13 @@ def _decode_kernel(
         end = tl.minimum(begin + span, length)
 
     head_M = tl.arange(0, GROUP_PADDED)
-    dim_H = tl.arange(0, HEAD_DIM)
-    real_M1 = (head_M < GROUP)[:, None]
+    dim_H = tl.arange(0, PADDED)
+    real_MH = (head_M < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
     element_MH = (kv_head * GROUP + head_M)[:, None] * HEAD_DIM + dim_H[None, :]
-    q_MH = tl.load(q + row * q_stride + element_MH, mask=real_M1, other=0.0)
+    q_MH = tl.load(q + row * q_stride + element_MH, mask=real_MH, other=0.0)
     max_M = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     sum_M = tl.zeros([GROUP_PADDED], tl.float32)
-    acc_MH = tl.zeros([GROUP_PADDED, HEAD_DIM], tl.float32)
+    acc_MH = tl.zeros([GROUP_PADDED, PADDED], tl.float32)
     if SHARED:
         parts = tl.load(counts + 1)
         num_parts = tl.cdiv(shared, tl.maximum(prompt_span(shared, parts, PROMPT_TILE), 1))
@@ -308,6 +335,7 @@ def _decode_kernel(
             (row * tl.num_programs(0) + kv_head) * parts * GROUP,
             tl.where(split == 0, num_parts, 0),
             GROUP,
+            HEAD_DIM,
         )
     max_M, sum_M, acc_MH = attend_tiles(
         q_MH,
@@ -323,20 +351,23 @@ def _decode_kernel(
         end - 1,
         page_stride,
         scale_log2e,
+        window,
+        HEAD_DIM,
         PAGE_SIZE,
         TILE,
         MASKED=True,
+        WINDOWED=False,  # all of a row's keys from `begin` on are in its window
     )
     out += row * out_stride
     if used == 1:
         result_MH = acc_MH / sum_M[:, None]
-        tl.store(out + element_MH, result_MH.to(out.dtype.element_ty), mask=real_M1)
+        tl.store(out + element_MH, result_MH.to(out.dtype.element_ty), mask=real_MH)
     elif NUM_SPLITS > 1:
         pair = row * tl.num_programs(0) + kv_head
         entry_M = (pair * NUM_SPLITS + split) * GROUP + head_M
         tl.store(partial_max + entry_M, max_M, mask=head_M < GROUP)
         tl.store(partial_sum + entry_M, sum_M, mask=head_M < GROUP)
-        tl.store(partial_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :], acc_MH, mask=real_M1)
+        tl.store(partial_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :], acc_MH, mask=real_MH)
         # Orders the stores of all threads before one thread's release of the counter.
         tl.debug_barrier()
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == used - 1:
@@ -350,6 +381,7 @@ def _decode_kernel(
                 used,
                 GROUP,
                 HEAD_DIM,
+                PADDED,
                 NUM_SPLITS,
             )
 
@@ -363,12 +395,14 @@ def _combine(
     used,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """Fold the `used` splits of one (row, key/value head), per query head."""
+    """Fold the `used` splits of one (row, key/value head), per query head and `WIDTH` columns of
+    it: with more, those of 64 splits would not fit into registers."""
+    WIDTH: tl.constexpr = min(PADDED, 128)  # pyright: ignore[reportAssignmentType]
     split_S = tl.arange(0, NUM_SPLITS)
     there_S = split_S < used
-    dim_H = tl.arange(0, HEAD_DIM)
     for head in tl.static_range(GROUP):  # pyright: ignore[reportGeneralTypeIssues]  # unrolled
         entry_S = split_S * GROUP + head
         # ".cg" reads from the L2 cache, which has the other programs' stores.
@@ -376,12 +410,15 @@ def _combine(
             partial_max + entry_S, mask=there_S, other=float("-inf"), cache_modifier=".cg"
         )
         sum_S = tl.load(partial_sum + entry_S, mask=there_S, other=0.0, cache_modifier=".cg")
-        acc_SH = tl.load(
-            partial_acc + entry_S[:, None] * HEAD_DIM + dim_H[None, :],
-            mask=there_S[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
         weight_S = tl.exp2(max_S - tl.max(max_S, 0))
-        result_H = tl.sum(acc_SH * weight_S[:, None], 0) / tl.sum(sum_S * weight_S, 0)
-        tl.store(out + head * HEAD_DIM + dim_H, result_H.to(out.dtype.element_ty))
+        total = tl.sum(sum_S * weight_S, 0)
+        for start in tl.static_range(0, PADDED, WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
+            dim_W = start + tl.arange(0, WIDTH)
+            acc_SW = tl.load(
+                partial_acc + entry_S[:, None] * HEAD_DIM + dim_W[None, :],
+                mask=there_S[:, None] & (dim_W < HEAD_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            result_W = (tl.sum(acc_SW * weight_S[:, None], 0) / total).to(out.dtype.element_ty)
+            tl.store(out + head * HEAD_DIM + dim_W, result_W, mask=dim_W < HEAD_DIM)

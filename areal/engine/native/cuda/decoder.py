@@ -7,9 +7,11 @@ it has those of every position, too (expert_cache.py).
 `FusedDecoder` computes `Decoder.forward` with few kernels, on the same parameters: projections that
 read the same input are adjacent in memory (`fuse_linears`), and each parameter becomes a view. So
 loading a weight by name writes where the kernels read, captured graphs stay valid, and a trainer
-that owns the module is not affected. `forward` is for many rows (matrix products by cuBLAS);
-`forward_few` is for 1 to 8 rows, where a step is bound by reading the weights: each kernel reads
-them once, norm and activation included. Experts have kernels of their own (feed_forward.py).
+that owns the module is not affected. A block is what its args say (norms, activation, window,
+rope): `_Block` holds it as data, so a family whose args express it needs no code here. `forward`
+takes any number of rows; it decides who computes matrix products (`Products`). `forward_few` is
+for 1 to 8 rows, where a step is bound by reading the weights: each kernel reads them once, norm and
+activation included. Experts have kernels of their own (feed_forward.py).
 
 `ModuleDecoder` has the interface of `FusedDecoder` without `forward_few`, for batch-invariant
 numerics: it runs the module itself, whose linear layers are `InvariantLinear`, op by op as the
@@ -26,15 +28,23 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, rope_and_cache
+from areal.engine.native.cuda.block_kernels import (
+    Norm,
+    add_rms_norm,
+    rms_norm,
+    rope_and_cache,
+    softcap_,
+)
 from areal.engine.native.cuda.feed_forward import DenseLayer, ExpertLayer, FeedForwardLayer
-from areal.engine.native.cuda.linear import fuse_linears, project, project_back
+from areal.engine.native.cuda.linear import Products, fuse_linears
 from areal.engine.native.cuda.routing import router_arrivals
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
 from areal.engine.native.cuda.small_linear import norm_linear, small_linear
 from areal.engine.native.expert_cache import ExpertCache
-from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits
+from areal.models.common.args import DecoderArgs
+from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits, softcap
 from areal.models.common.invariant import invariant_logits, make_invariant
 from areal.models.common.moe import MoE
 
@@ -80,137 +90,165 @@ class Rows:
     write_T: torch.Tensor  # flat cache position of each row's key and value
 
 
+# cos and sin [T, R]
+_Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
 class _Block:
-    def __init__(self, block: DecoderBlock, feed_forward: FeedForwardLayer) -> None:
+    def __init__(
+        self, block: DecoderBlock, args: DecoderArgs, feed_forward: FeedForwardLayer
+    ) -> None:
         attention = block.attention
         self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
         self.wo = attention.wo
         self.feed_forward = feed_forward
-        self.attention_norm, self.ffn_norm = block.attention_norm, block.ffn_norm
-        self.q_norm = None if attention.q_norm is None else attention.q_norm.weight
-        self.k_norm = None if attention.k_norm is None else attention.k_norm.weight
+        self.attention_norm = _norm(block.attention_norm, args)
+        self.attention_out_norm = block.attention_out_norm and _norm(block.attention_out_norm, args)
+        self.ffn_norm = _norm(block.ffn_norm, args)
+        self.ffn_out_norm = block.ffn_out_norm and _norm(block.ffn_out_norm, args)
+        self.q_norm = attention.q_norm and _norm(attention.q_norm, args)
+        self.k_norm = attention.k_norm and _norm(attention.k_norm, args)
+        self.has_window = attention.window is not None
 
 
 def _fused_blocks(model: Decoder) -> list[_Block]:
-    arrivals = router_arrivals(model.embedding_weight.device)
+    args, arrivals = model.args, router_arrivals(model.embedding_weight.device)
     ranks = None if model.share is None else model.share.ranks
     blocks, num_sparse = [], 0
     for block in model.blocks:
         mlp = block.feed_forward
         if isinstance(mlp, MoE):
-            layer = ExpertLayer(mlp, num_sparse, arrivals, ranks)
+            layer = ExpertLayer(mlp, args.activation, num_sparse, arrivals, ranks)
             num_sparse += 1
         else:
-            layer = DenseLayer(mlp)
-        blocks.append(_Block(block, layer))
+            layer = DenseLayer(mlp, args.activation)
+        blocks.append(_Block(block, args, layer))
     return blocks
+
+
+def _norm(module: nn.RMSNorm, args: DecoderArgs) -> Norm:
+    return Norm(module.weight, args.norm_eps, offset=1.0 if args.zero_centered_norms else 0.0)
 
 
 class FusedDecoder:
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
         assert model.norm is not None, "a whole model, not a stage of a pipeline"
+        assert model.tok_embeddings is not None, "a whole model, not a stage of a pipeline"
         self._model = model
-        self._norm = model.norm
+        self._embed = model.tok_embeddings
+        self._norm = _norm(model.norm, model.args)
         self._cache = cache
         self._args = model.args
         self._blocks = _fused_blocks(model)
-        self._eps = model.args.norm_eps
         # The kernels for few rows support no feed-forward bias and no tensor parallelism.
         self._is_plain = not model.args.mlp_bias and model.share is None
         self._skinny_space = SkinnyWorkspace.make(model.embedding_weight.device)
-        # Tables by position: two launches per step instead of seven.
+        # Tables by position: two launches per step and rope instead of seven.
         weight = model.embedding_weight
         positions = torch.arange(model.args.max_position_embeddings, device=weight.device)
-        self._cos_table, self._sin_table = model.rope(positions, weight.dtype)
+        self._rope_tables = model.rope(positions, weight.dtype)
+        self._window_rope_tables = model.window_rope and model.window_rope(positions, weight.dtype)
 
     def forward(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """Hidden states [T, D] after the final norm."""
-        model = self._model
-        residual_TD = F.embedding(rows.tokens_T, model.embedding_weight)
-        cos_TR, sin_TR = self._rope(rows.positions_T)
+        residual_TD = self._embed(rows.tokens_T)
+        rotations = self._rotations(rows.positions_T)
         normed_TD = torch.empty_like(residual_TD)
-        rms_norm(residual_TD, self._blocks[0].attention_norm.weight, self._eps, normed_TD)
+        rms_norm(residual_TD, self._blocks[0].attention_norm, normed_TD)
         next_norms = [block.attention_norm for block in self._blocks[1:]] + [self._norm]
         routed_TLK = self._new_routed(len(residual_TD))
-        # float32 tiles would not fit into shared memory.
-        halves = residual_TD.element_size() == 2
-        is_skinny = len(residual_TD) <= MAX_SKINNY_ROWS and self._is_plain and halves
-        space = self._skinny_space if is_skinny else None
+        products = self._products(residual_TD)
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
-            qkv_TX = project(normed_TD, block.qkv, block.qkv_bias, space)
-            attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
-            out_TD = project_back(attended, block.wo, space)
-            add_rms_norm(out_TD, residual_TD, block.ffn_norm.weight, self._eps, normed_TD)
-            out = block.feed_forward.forward(normed_TD, routed_TLK, space)
-            add_rms_norm(out, residual_TD, next_norm.weight, self._eps, normed_TD)
+            qkv_TX = products.project(normed_TD, block.qkv, block.qkv_bias)
+            attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
+            out_TD = products.project_back(attended, block.wo)
+            add_rms_norm(out_TD, residual_TD, block.ffn_norm, normed_TD, block.attention_out_norm)
+            out = block.feed_forward.forward(normed_TD, routed_TLK, products)
+            add_rms_norm(out, residual_TD, next_norm, normed_TD, block.ffn_out_norm)
         self._record(rows, routed_TLK)
         return normed_TD
 
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """The same where `can_run_few`."""
-        model = self._model
-        x_TD = F.embedding(rows.tokens_T, model.embedding_weight)
-        cos_TR, sin_TR = self._rope(rows.positions_T)
+        x_TD = self._embed(rows.tokens_T)
+        rotations = self._rotations(rows.positions_T)
         routed_TLK = self._new_routed(len(x_TD))
         for layer, block in enumerate(self._blocks):
             qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
-            norm_linear(
-                x_TD, block.attention_norm.weight, self._eps, block.qkv, block.qkv_bias, qkv_TX
-            )
-            attended = self._attention(layer, block, qkv_TX, cos_TR, sin_TR, rows.write_T, attend)
+            norm_linear(x_TD, block.attention_norm, block.qkv, block.qkv_bias, qkv_TX)
+            attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
             after_TD = torch.empty_like(x_TD)
             small_linear(attended, block.wo.weight, block.wo.bias, after_TD, x_TD)
-            x_TD = block.feed_forward.forward_few(after_TD, block.ffn_norm, routed_TLK, self._eps)
+            x_TD = block.feed_forward.forward_few(after_TD, block.ffn_norm, routed_TLK)
         normed_TD = torch.empty_like(x_TD)
-        rms_norm(x_TD, self._norm.weight, self._eps, normed_TD)
+        rms_norm(x_TD, self._norm, normed_TD)
         self._record(rows, routed_TLK)
         return normed_TD
 
-    def _record(self, rows: Rows, routed_TLK: torch.Tensor) -> None:
-        if self._cache.experts is not None:
-            self._cache.experts.write(rows.write_T, routed_TLK)
+    def can_run_few(self, num_rows: int) -> bool:
+        """Not with norms between a product and the residual add, which fuses the two."""
+        most = MAX_FEW_ROWS if self._args.moe is None else MAX_FEW_EXPERT_ROWS
+        return num_rows <= most and self._is_plain and not self._args.out_norms
+
+    def _products(self, x_TD: torch.Tensor) -> Products:
+        if not self._is_plain:
+            return Products("cublas", self._skinny_space)
+        if len(x_TD) <= MAX_FEW_ROWS:
+            return Products("small", self._skinny_space)
+        # float32 tiles would not fit into shared memory.
+        is_skinny = len(x_TD) <= MAX_SKINNY_ROWS and x_TD.element_size() == 2
+        return Products("skinny" if is_skinny else "cublas", self._skinny_space)
 
     def _new_routed(self, num_rows: int) -> torch.Tensor:
         """The experts of each row, layer by layer, for the layers to write."""
         moe = self._args.moe
         shape = (0, 0) if moe is None else (len(moe.layers), moe.top_k)
-        return torch.empty(num_rows, *shape, dtype=torch.int32, device=self._cos_table.device)
+        device = self._model.embedding_weight.device
+        return torch.empty(num_rows, *shape, dtype=torch.int32, device=device)
 
-    def _rope(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _record(self, rows: Rows, routed_TLK: torch.Tensor) -> None:
+        if self._cache.experts is not None:
+            self._cache.experts.write(rows.write_T, routed_TLK)
+
+    def _rotations(self, positions_T: torch.Tensor) -> tuple[_Rotation, _Rotation]:
+        """Of layers without a window, and with one."""
         # A row that ran past its end may exceed the table; its result is dropped.
-        inside_T = positions_T.clamp(max=len(self._cos_table) - 1)
-        return F.embedding(inside_T, self._cos_table), F.embedding(inside_T, self._sin_table)
+        inside_T = positions_T.clamp(max=len(self._rope_tables[0]) - 1)
 
-    def can_run_few(self, num_rows: int) -> bool:
-        most = MAX_FEW_ROWS if self._args.moe is None else MAX_FEW_EXPERT_ROWS
-        return self._is_plain and num_rows <= most
+        def look_up(tables: _Rotation) -> _Rotation:
+            return F.embedding(inside_T, tables[0]), F.embedding(inside_T, tables[1])
+
+        whole = look_up(self._rope_tables)
+        if self._window_rope_tables is None:
+            return whole, whole
+        return whole, look_up(self._window_rope_tables)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """float32 [T, V]."""
-        weight = self._model.output_weight
+        weight, cap = self._model.output_weight, self._args.logit_softcap
         if len(hidden_TD) <= MAX_FEW_ROWS:
             logits_TV = hidden_TD.new_empty(len(hidden_TD), len(weight), dtype=torch.float32)
             small_linear(hidden_TD, weight, None, logits_TV, None)
-            return self._model.whole_logits(logits_TV)
-        return self._model.whole_logits(float32_logits(hidden_TD, weight))
+        else:
+            logits_TV = float32_logits(hidden_TD, weight)
+        if cap is not None:
+            softcap_(logits_TV, cap)
+        return self._model.whole_logits(logits_TV)
 
     def _attention(
         self,
         layer: int,
         block: _Block,
         qkv_TX: torch.Tensor,
-        cos_TR: torch.Tensor,
-        sin_TR: torch.Tensor,
+        rotations: tuple[_Rotation, _Rotation],
         write_T: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
         """[T, N * H], before the output projection."""
         q_TNH = qkv_TX.new_empty(len(qkv_TX), self._args.n_heads, self._args.head_dim)
         keys, values = self._cache.layer(layer)
-        rope_and_cache(
-            qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_TNH, block.q_norm, block.k_norm,
-            self._eps,
-        )  # fmt: skip
+        cos_sin = rotations[block.has_window]
+        rope_and_cache(qkv_TX, *cos_sin, write_T, keys, values, q_TNH, block.q_norm, block.k_norm)
         out_TNH = torch.empty_like(q_TNH)
         attend(layer, q_TNH, out_TNH)
         return out_TNH.flatten(1)
@@ -227,7 +265,7 @@ class ModuleDecoder:
         offset_T = (rows.write_T % self._cache.page_size).long()
 
         def cache_and_attend(layer, q_TNH, k_TKH, v_TKH, *, window=None, scale=None):
-            assert window is None and scale is None, "kernels_take keeps such models from here"
+            del window, scale  # `attend` knows those of its layers
             keys, values = self._cache.layer(layer)
             keys[page_T, :, offset_T] = k_TKH
             values[page_T, :, offset_T] = v_TKH
@@ -238,4 +276,5 @@ class ModuleDecoder:
         return self._model(rows.tokens_T, rows.positions_T, cache_and_attend)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return invariant_logits(hidden_TD, self._model.output_weight)
+        logits_TV = invariant_logits(hidden_TD, self._model.output_weight)
+        return softcap(logits_TV, self._model.args.logit_softcap)

@@ -1,7 +1,7 @@
 """Products of many tokens with their experts, on tensor cores.
 
-    expert_gate_up_silu   hidden[s] = silu(x[t] W1[e]') * (x[t] W3[e]')
-    expert_down           out[s] = weight[s] * (hidden[s] W2[e]')
+    expert_gate_up   hidden[s] = activation(x[t] W1[e]') * (x[t] W3[e]')
+    expert_down      out[s] = weight[s] * (hidden[s] W2[e]')
 
 for every pair s of a token t and one of its experts e. A program multiplies a tile of an expert's
 weights with one block of its pairs (routing.py), so that an expert nobody chose is not read. As in
@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from areal.engine.native.cuda.block_kernels import gate
 from areal.engine.native.cuda.device import OVERLAP, Device
 from areal.engine.native.cuda.routing import Blocks
 
@@ -71,16 +72,17 @@ def plan_for(block_m: int, dim: int, element_bytes: int, device: Device) -> Plan
     return Plan(block_m, rows, block, warps, max(stages, 2))
 
 
-def expert_gate_up_silu(
+def expert_gate_up(
     x_TD: torch.Tensor,
     w1_EFD: torch.Tensor,
     w3_EFD: torch.Tensor,
+    activation: str,
     blocks: Blocks,
     top_k: int,
     out_SF: torch.Tensor,
     plan: Plan,
 ) -> None:
-    _launch(x_TD, w1_EFD, w3_EFD, None, blocks, top_k, out_SF, plan)
+    _launch(x_TD, w1_EFD, w3_EFD, activation, None, blocks, top_k, out_SF, plan)
 
 
 def expert_down(
@@ -91,10 +93,12 @@ def expert_down(
     out_SD: torch.Tensor,
     plan: Plan,
 ) -> None:
-    _launch(hidden_SF, w2_EDF, None, weights_TK, blocks, 1, out_SD, plan)
+    _launch(hidden_SF, w2_EDF, None, None, weights_TK, blocks, 1, out_SD, plan)
 
 
-def _launch(x, weight_END, up_END, weights_TK, blocks, rows_per_x, out_SN, plan) -> None:
+def _launch(
+    x, weight_END, up_END, activation, weights_TK, blocks, rows_per_x, out_SN, plan
+) -> None:
     (num_blocks, block_m), (_, num_outputs, dim) = blocks.pair_BM.shape, weight_END.shape
     gated = up_END is not None
     outputs = plan.rows // 2 if gated else plan.rows
@@ -107,6 +111,7 @@ def _launch(x, weight_END, up_END, weights_TK, blocks, rows_per_x, out_SN, plan)
         OUTPUTS=outputs,
         BLOCK=plan.block,
         GATED=gated,
+        ACTIVATION=activation,
         WHOLE=dim % plan.block == 0,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
@@ -119,7 +124,7 @@ def _launch(x, weight_END, up_END, weights_TK, blocks, rows_per_x, out_SN, plan)
 def _expert_kernel(
     x_ptr, weight_ptr, up_ptr, weights_ptr, pair_ptr, block_expert_ptr, out_ptr, S, N, D,
     ROWS_PER_X: tl.constexpr, BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -149,13 +154,11 @@ def _expert_kernel(
             if GATED:
                 up = _load_tile(up_ptr + start + place, inside, WHOLE)
                 up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
-        y = sums.to(dtype).to(tl.float32)
         if GATED:
-            up = up_sums.to(dtype).to(tl.float32)
-            y = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32) * up
+            y = gate(sums, up_sums, dtype, ACTIVATION)
         else:
             share = tl.load(weights_ptr + pair, is_pair, 0.0)
-            y *= share.to(dtype).to(tl.float32)[None, :]
+            y = sums.to(dtype).to(tl.float32) * share.to(dtype).to(tl.float32)[None, :]
         written = (output < N)[:, None] & is_pair[None, :]
         out_place = pair.to(tl.int64)[None, :] * N + output[:, None]
         tl.store(out_ptr + out_place, y.to(dtype), written)

@@ -1,7 +1,7 @@
 """Products of a few tokens with their experts, on the CUDA cores at memory bandwidth.
 
-    vector_gate_up_silu   hidden[s] = silu(x[t] W1[e]') * (x[t] W3[e]')
-    vector_down           out[t] = residual[t] + sum over k of weight[t, k] * (hidden[s] W2[e]')
+    vector_gate_up   hidden[s] = activation(x[t] W1[e]') * (x[t] W3[e]')
+    vector_down      out[t] = residual[t] + sum over k of weight[t, k] * (hidden[s] W2[e]')
 
 for every pair s = (t, k) of a token and one of its experts e. Few tokens rarely share an expert, so
 each pair reads its weights by itself and nothing is grouped; the choices of a token are added by
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from areal.engine.native.cuda.block_kernels import gate
 from areal.engine.native.cuda.device import OVERLAP
 
 
@@ -48,10 +49,11 @@ def down_plan(hidden_dim: int, top_k: int) -> Plan:
     return Plan(outputs=1, block=block, warps=warps)
 
 
-def vector_gate_up_silu(
+def vector_gate_up(
     x_TD: torch.Tensor,
     w1_EFD: torch.Tensor,
     w3_EFD: torch.Tensor,
+    activation: str,
     experts_TK: torch.Tensor,
     out_SF: torch.Tensor,
     plan: Plan | None = None,
@@ -61,6 +63,7 @@ def vector_gate_up_silu(
     _gate_up_kernel[(triton.cdiv(hidden_dim, plan.outputs), len(out_SF))](
         x_TD, w1_EFD, w3_EFD, experts_TK, out_SF, hidden_dim, experts_TK.stride(0),
         D=dim,
+        ACTIVATION=activation,
         TOP_K=experts_TK.shape[1],
         OUTPUTS=plan.outputs,
         BLOCK=plan.block,
@@ -98,8 +101,8 @@ def vector_down(
 @triton.jit
 def _gate_up_kernel(
     x_ptr, w1_ptr, w3_ptr, experts_ptr, out_ptr, F, experts_stride,
-    D: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    D: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -121,9 +124,7 @@ def _gate_up_kernel(
         x = tl.load(x_ptr + token * D + start + column, inside, 0.0).to(tl.float32)[None, :]
         gate_sums += w1.to(tl.float32) * x
         up_sums += w3.to(tl.float32) * x
-    gate = tl.sum(gate_sums, axis=1).to(dtype).to(tl.float32)
-    up = tl.sum(up_sums, axis=1).to(dtype).to(tl.float32)
-    y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    y = gate(tl.sum(gate_sums, axis=1), tl.sum(up_sums, axis=1), dtype, ACTIVATION)
     tl.store(out_ptr + pair * F + output, y.to(dtype), output < F)
 
 

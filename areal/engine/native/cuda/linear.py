@@ -7,35 +7,53 @@ becomes a view: loading a weight by name writes where the kernels read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace, skinny_linear
+from areal.engine.native.cuda.block_kernels import gate_mul
+from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace, skinny_gate_up, skinny_linear
+from areal.engine.native.cuda.small_linear import small_gate_up, small_linear
 
 
-def project(
-    x_TD: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    skinny_space: SkinnyWorkspace | None,
-) -> torch.Tensor:
-    """By cuBLAS; with a `skinny_space`, for few rows, by the kernels for these."""
-    if skinny_space is None:
-        return F.linear(x_TD, weight, bias)
-    out = x_TD.new_empty(len(x_TD), len(weight))
-    skinny_linear(x_TD, weight, bias, out, skinny_space)
-    return out
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Matrix products of one forward, by small_linear.py, skinny_linear.py or cuBLAS."""
 
+    by: Literal["small", "skinny", "cublas"]
+    space: SkinnyWorkspace
 
-def project_back(
-    x: torch.Tensor, linear: nn.Linear, skinny_space: SkinnyWorkspace | None
-) -> torch.Tensor:
-    """To the model dim; with several ranks the module itself sums over them."""
-    if skinny_space is None:
-        return linear(x)
-    return project(x, linear.weight, linear.bias, skinny_space)
+    def project(
+        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.by == "cublas":
+            return F.linear(x_TD, weight, bias)
+        out = x_TD.new_empty(len(x_TD), len(weight))
+        if self.by == "skinny":
+            skinny_linear(x_TD, weight, bias, out, self.space)
+        else:
+            small_linear(x_TD, weight, bias, out)
+        return out
+
+    def project_back(self, x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+        """To the model dim; with several ranks the module itself sums over them."""
+        return linear(x) if self.by == "cublas" else self.project(x, linear.weight, linear.bias)
+
+    def gate_up(
+        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        """activation(x W1') * (x W3'), W1 above W3 in one weight."""
+        activated_TF = x_TD.new_empty(len(x_TD), len(weight) // 2)
+        if self.by == "small":
+            small_gate_up(x_TD, None, weight, activation, activated_TF)
+        elif self.by == "skinny":
+            skinny_gate_up(x_TD, weight, activation, activated_TF, self.space)
+        else:
+            gate_mul(F.linear(x_TD, weight, bias), activation, activated_TF)
+        return activated_TF
 
 
 def fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

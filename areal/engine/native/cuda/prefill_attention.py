@@ -4,13 +4,15 @@ Compute-bound: a chunk of L rows from position 0 costs 2 * N * H * L^2 operation
 2048, N = 12, H = 128: 412 GFLOP, 0.9 ms at 450 TFLOP/s). The G query heads of a key/value head are
 packed with consecutive rows into one tile of 128, the rows that two warpgroups multiply: a tile
 spans only 128 / G tokens, so few keys above the diagonal are read, short chunks fill it, and a tile
-of keys serves G heads. Keys come 64 at a time: scores and sums stay in registers.
+of keys serves G heads. Keys come 64 at a time: scores and sums stay in registers. With a sliding
+window a tile starts at the first key that its first row sees.
 
 FlashInfer is optional: it is tried once, when the engine starts. Its first start on a machine
 compiles its kernel, which takes minutes. Measured on an H200 (benchmark/kernels.py), a prefill of
 32 prompts of 2048 tokens takes 1.0 ms per layer instead of 1.2, one of 32768 tokens 6.2 instead of
 7.9. Decoding uses our kernel, which overlaps with its neighbours: with FlashInfer's, steps of 1 and
-of 64 rows were 2 to 18 % longer.
+of 64 rows were 2 to 18 % longer. It serves the layers without a window: those with one read few
+keys.
 
 Shapes: T rows of all chunks, C chunks, P pages of a chunk, N query heads, K key/value heads,
 G = N / K, H head dim; M = (row, query head of the group) pairs of a tile.
@@ -19,7 +21,6 @@ G = N / K, H head dim; M = (row, query head of the group) pairs of a tile.
 from __future__ import annotations
 
 import importlib.util
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from areal.engine.native.cuda.attention_tiles import attend_tiles
+from areal.engine.native.cuda.attention_tiles import MAX_SUMS, attend_tiles, padded, scale_log2e
 from areal.engine.native.cuda.device import Device, device_of
 from areal.utils import logging
 
@@ -47,14 +48,16 @@ def tiles_for(
     max_rows: int, group: int, head_dim: int, dtype: torch.dtype, device: Device
 ) -> PrefillTiles:
     """Small tiles for chunks of few rows, and for float32, which has no tensor-core product; fewer
-    keys and stages where heads are wide or shared memory is small."""
+    pairs, keys and stages where heads are wide or shared memory is small."""
     if max_rows * group <= 16 or dtype == torch.float32:
         pairs, num_warps = max(16, int(triton.next_power_of_2(group))), 4
     elif max_rows * group <= 64:
         pairs, num_warps = 64, 4
     else:
         pairs, num_warps = 128, 8
-    row_bytes = head_dim * dtype.itemsize
+    while pairs * padded(head_dim) > MAX_SUMS and pairs // 2 >= max(16, group):
+        pairs //= 2
+    row_bytes = padded(head_dim) * dtype.itemsize
     keys = 64
     while keys > 16 and device.stages(pairs * row_bytes, 2 * keys * row_bytes, 2) < 2:
         keys //= 2
@@ -72,11 +75,15 @@ def prefill_attention(
     out_TNH: torch.Tensor,
     max_rows: int,
     tiles: PrefillTiles | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> None:
     """Chunk c owns rows first_row[c]..first_row[c+1]-1, at most `max_rows`, at the positions from
-    first_position[c] on; a row attends to its page table's positions up to its own.
+    first_position[c] on; a row attends to its page table's positions up to its own, or to the last
+    `window` of these.
 
-    `tiles` overrides `tiles_for` in benchmarks.
+    `tiles` overrides `tiles_for` in benchmarks. `scale` of the scores; None: H ** -0.5.
     """
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
@@ -95,12 +102,15 @@ def prefill_attention(
         out_TNH.stride(0),
         pages_CP.stride(0),
         keys.stride(0),
-        head_dim**-0.5 * math.log2(math.e),
+        scale_log2e(scale, head_dim),
+        window or 0,
         GROUP=group,
         HEAD_DIM=head_dim,
+        PADDED=padded(head_dim),
         PAGE_SIZE=page_size,
         PAIRS=tiles.pairs,
         TILE=tiles.keys,
+        WINDOWED=window is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -108,7 +118,7 @@ def prefill_attention(
 
 # The page table's width varies by batch and must not trigger recompilation.
 @triton.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["table_stride", "window"],
     do_not_specialize_on_alignment=["page_table", "first_rows", "first_positions"],
 )
 def _prefill_kernel(
@@ -124,11 +134,14 @@ def _prefill_kernel(
     table_stride,
     page_stride,
     scale_log2e,
+    window,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     # The last rows of a chunk have the most keys, so they start first for balance.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -142,17 +155,21 @@ def _prefill_kernel(
         return
 
     pair_M = tl.arange(0, PAIRS)
-    dim_H = tl.arange(0, HEAD_DIM)
+    dim_H = tl.arange(0, PADDED)
     row_M = begin + pair_M // GROUP
     real_M = (pair_M < TILE_ROWS * GROUP) & (row_M < num_rows)
+    real_MH = real_M[:, None] & (dim_H < HEAD_DIM)[None, :]
     head_M = kv_head * GROUP + pair_M % GROUP
     element_MH = head_M[:, None] * HEAD_DIM + dim_H[None, :]
     row_M1 = (first_row + row_M).to(tl.int64)[:, None]
-    q_MH = tl.load(q + row_M1 * q_stride + element_MH, mask=real_M[:, None], other=0.0)
+    q_MH = tl.load(q + row_M1 * q_stride + element_MH, mask=real_MH, other=0.0)
 
     first_position = tl.load(first_positions + chunk)
     end = first_position + tl.minimum(begin + TILE_ROWS, num_rows)
-    # Up to here every row of the tile sees every key.
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(first_position + begin + 1 - window, 0) // TILE * TILE
+    # Up to here every row of the tile sees every key, or those in its window.
     diagonal = (first_position + begin + 1) // TILE * TILE
     position_M = first_position + row_M
     keys += kv_head * PAGE_SIZE * HEAD_DIM
@@ -160,7 +177,7 @@ def _prefill_kernel(
     page_table += chunk * table_stride
     max_M = tl.full([PAIRS], float("-inf"), tl.float32)
     sum_M = tl.zeros([PAIRS], tl.float32)
-    acc_MH = tl.zeros([PAIRS, HEAD_DIM], tl.float32)
+    acc_MH = tl.zeros([PAIRS, PADDED], tl.float32)
     max_M, sum_M, acc_MH = attend_tiles(
         q_MH,
         position_M,
@@ -170,14 +187,17 @@ def _prefill_kernel(
         keys,
         values,
         page_table,
-        0,
+        first,
         diagonal,
         end - 1,
         page_stride,
         scale_log2e,
+        window,
+        HEAD_DIM,
         PAGE_SIZE,
         TILE,
-        MASKED=False,
+        MASKED=WINDOWED,
+        WINDOWED=WINDOWED,
     )
     max_M, sum_M, acc_MH = attend_tiles(
         q_MH,
@@ -193,12 +213,15 @@ def _prefill_kernel(
         end - 1,
         page_stride,
         scale_log2e,
+        window,
+        HEAD_DIM,
         PAGE_SIZE,
         TILE,
         MASKED=True,
+        WINDOWED=WINDOWED,
     )
     result_MH = (acc_MH / sum_M[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row_M1 * out_stride + element_MH, result_MH, mask=real_M[:, None])
+    tl.store(out + row_M1 * out_stride + element_MH, result_MH, mask=real_MH)
 
 
 logger = logging.getLogger("NativeEngine")
@@ -207,12 +230,12 @@ _WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
 
 
 class FlashInferPrefill:
-    def __init__(self, keys: torch.Tensor, num_heads: int) -> None:
+    def __init__(self, keys: torch.Tensor, num_heads: int, scale: float | None) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         _, num_kv_heads, self._page_size, head_dim = keys.shape
         self._heads = (num_heads, num_kv_heads, head_dim, self._page_size)
-        self._dtype = keys.dtype
+        self._dtype, self._scale = keys.dtype, scale
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=keys.device)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
         self._planned = torch.cuda.Event()
@@ -233,6 +256,7 @@ class FlashInferPrefill:
             _pinned((num_tokens_C - 1) % self._page_size + 1),
             *self._heads,
             causal=True,
+            sm_scale=self._scale,
             q_data_type=self._dtype,
         )
         self._planned.record()
@@ -251,15 +275,20 @@ def _pinned(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.int32)).pin_memory()
 
 
-def flashinfer_prefill(keys: torch.Tensor, num_heads: int) -> FlashInferPrefill | None:
-    """For a cache like `keys` `[num_pages, K, page_size, H]`; None where FlashInfer cannot run."""
+def flashinfer_prefill(
+    keys: torch.Tensor, num_heads: int, scale: float | None = None
+) -> FlashInferPrefill | None:
+    """For a cache like `keys` `[num_pages, K, page_size, H]`; None where FlashInfer cannot run.
+
+    `scale` of the scores; None: H ** -0.5.
+    """
     if not _may_run(keys):
         return None
     # Logged first, so that a start that times out ends with this line.
     logger.info("trying FlashInfer for prefill: its first time on a machine takes minutes")
     # On any failure (no compiler, another version of FlashInfer) our kernel is used.
     try:
-        return _tried(keys, num_heads)
+        return _tried(keys, num_heads, scale)
     except (ImportError, RuntimeError, OSError, TypeError) as error:
         logger.warning("FlashInfer is installed but not used: %s", error)
         return None
@@ -274,9 +303,9 @@ def _may_run(keys: torch.Tensor) -> bool:
     )
 
 
-def _tried(keys: torch.Tensor, num_heads: int) -> FlashInferPrefill:
+def _tried(keys: torch.Tensor, num_heads: int, scale: float | None) -> FlashInferPrefill:
     """Prefills one token, which compiles the kernel."""
-    prefill = FlashInferPrefill(keys, num_heads)
+    prefill = FlashInferPrefill(keys, num_heads, scale)
     prefill.plan(np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 1), np.int64))
     q_TNH = torch.zeros(1, num_heads, keys.shape[3], dtype=keys.dtype, device=keys.device)
     prefill.attend(q_TNH, keys, keys, torch.empty_like(q_TNH))

@@ -3,7 +3,8 @@
 `CudaRunner` captures `step` and launches the rest. Nothing here reads a value back, so everything
 can run ahead of the host; all tensors it changes (cache, slots) are allocated once.
 
-Shapes: R rows of a decode step, S slots, C chunks, T prefill rows, P pages, D model dim.
+Shapes: R rows of a decode step, S slots, C chunks, T prefill rows, P pages, D model dim; B slots
+with drafts of L tokens each, which make B * Q rows, Q = L + 1.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from areal.engine.native.cuda.decoder import (
 from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.prefill_attention import flashinfer_prefill, prefill_attention
 from areal.engine.native.cuda.prompt_attention import prompt_attention
-from areal.engine.native.cuda.sampler import SamplingWorkspace, sample_rows
+from areal.engine.native.cuda.sampler import DeviceSampling, SamplingWorkspace, sample_rows
 from areal.engine.native.cuda.shared_prompts import (
     Heads,
     PromptSpace,
     SharedPrompts,
     share_prompts,
 )
-from areal.engine.native.cuda.slots import DeviceSlots
+from areal.engine.native.cuda.slots import DeviceSlots, SlotRows
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
 from areal.models.common.invariant import row_logprobs
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
+
+
+MAX_DRAFT_ROWS = 64  # up to here a step is bound by reading the weights
 
 
 class DeviceProgram:
@@ -74,14 +78,20 @@ class DeviceProgram:
         self._invariant = batch_invariant
         self._decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)
         self._attention_space = Workspace.make(
-            max_rows, args.n_heads, args.n_kv_heads, args.head_dim, weight.device
+            max(max_rows, MAX_DRAFT_ROWS),
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_dim,
+            weight.device,
         )
         heads = Heads(args.n_heads, args.n_kv_heads, args.head_dim, weight.dtype)
         self._prompt_space = None
         if heads.can_share(device_of(weight.device)) and not batch_invariant:
             self._prompt_space = PromptSpace.make(max_rows, heads, weight.device)
         keys, _ = self.cache.layer(0)
-        self._flashinfer = None if batch_invariant else flashinfer_prefill(keys, args.n_heads)
+        self._flashinfer = (
+            None if batch_invariant else flashinfer_prefill(keys, args.n_heads, args.score_scale)
+        )
         self._step_count = torch.zeros(1, dtype=torch.int32, device=weight.device)
 
     def new_outputs(self, num_steps: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,29 +131,30 @@ class DeviceProgram:
         shared: SharedPrompts | None = None,
     ) -> None:
         """One decode step, from the slots' newest tokens to their next ones."""
-        slots, num_rows = self.slots, len(slot_R)
-        rows = Rows(*(torch.empty_like(slot_R) for _ in range(3)))
-        prepare_decode(
-            slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
-            self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
-        )  # fmt: skip
-        device = device_of(self.device)
-        num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
+        self.draw(slot_R, self._decode(slot_R, self.slots.rows, shared), tokens_KR, logprobs_KR)
 
-        def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
-            caches = (*self.cache.layer(layer), slots.page_table_SP, slot_R)
-            if shared is not None:
-                prompt_attention(q_RNH, *caches, shared)
-            decode_attention(
-                q_RNH, *caches, slots.num_tokens_S, out_RNH, self._attention_space, num_splits,
-                shared,
-            )  # fmt: skip
+    def verify(
+        self,
+        slot_B: torch.Tensor,
+        drafts_BL: torch.Tensor,
+        tokens_BQ: torch.Tensor,
+        logprobs_BQ: torch.Tensor,
+        count_B: torch.Tensor,
+    ) -> None:
+        """One step for each slot's newest token and the L drafted ones after it (Q = L + 1).
 
-        decoder = self._decoder
-        forward = decoder.forward
-        if isinstance(decoder, FusedDecoder) and decoder.can_run_few(num_rows):
-            forward = decoder.forward_few
-        self.draw(slot_R, forward(rows, attend), tokens_KR, logprobs_KR)
+        A slot's first `count` draws are its next tokens, and it advances by as many. A draft may
+        be filled up with -1. What later rows wrote to the cache is written again when it is known.
+        """
+        slots, (num_slots, length) = self.slots, drafts_BL.shape
+        rows = slots.after_drafts(slot_B, drafts_BL)
+        row_R = torch.arange(num_slots * (length + 1), dtype=torch.int32, device=self.device)
+        token_R, logprob_R = self._sample(row_R, self._decode(row_R, rows), rows.sampling)
+        tokens_BQ.copy_(token_R.view(num_slots, -1))
+        logprobs_BQ.copy_(logprob_R.view(num_slots, -1))
+        is_true_BL = tokens_BQ[:, :-1] == drafts_BL
+        torch.add(is_true_BL.int().cumprod(1).sum(1), 1, out=count_B)
+        slots.advance(slot_B, tokens_BQ, count_B)
 
     def draw(
         self,
@@ -154,35 +165,57 @@ class DeviceProgram:
     ) -> None:
         """A token for each slot from its newest hidden state; the slots advance by one."""
         slots = self.slots
-        token_R = torch.empty_like(slot_R)
-        logprob_R = torch.empty_like(slot_R, dtype=torch.float32)
-        logits_RV = self._decoder.logits(hidden_RD)
-        num_rows, vocab_size = logits_RV.shape
-        workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self.device)
-        sample_rows(logits_RV, slot_R, slots.sampling, token_R, logprob_R, workspace)
-        if self._invariant:
-            logprob_R = self._trainer_logprobs(logits_RV, slot_R, token_R, logprob_R)
+        token_R, logprob_R = self._sample(slot_R, hidden_RD, slots.sampling)
         finish_decode(
             slot_R, token_R, logprob_R, slots.last_token_S, slots.num_tokens_S,
             slots.sampling.num_output_S, slots.sampling.history_SC, self._step_count,
             tokens_KR, logprobs_KR,
         )  # fmt: skip
 
-    def _trainer_logprobs(
-        self,
-        logits_RV: torch.Tensor,
-        slot_R: torch.Tensor,
-        token_R: torch.Tensor,
-        logprob_R: torch.Tensor,
+    def _decode(
+        self, slot_R: torch.Tensor, slots: SlotRows, shared: SharedPrompts | None = None
     ) -> torch.Tensor:
-        """Recompute log-probabilities in the trainer's arithmetic, for rows without a cut."""
-        options, slot_R = self.slots.sampling, slot_R.long()
-        scaled_RV = logits_RV / options.temperature_S[slot_R, None]
-        exact_R = row_logprobs(scaled_RV, token_R.long())
-        is_cut_R = (options.top_p_S < 1) | (options.top_k_S < logits_RV.shape[1])
-        is_cut_R |= (options.adjusted_S != 0) & (options.min_p_S > 0)
-        is_cut_R = (is_cut_R & (options.greedy_S == 0))[slot_R]
-        return torch.where(is_cut_R, logprob_R, exact_R)
+        """Hidden states [R, D] of the newest tokens of the rows `slot_R` of `slots`."""
+        num_rows = len(slot_R)
+        rows = Rows(*(torch.empty_like(slot_R) for _ in range(3)))
+        prepare_decode(
+            slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
+            self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
+        )  # fmt: skip
+        device = device_of(self.device)
+        num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
+        window_of, scale = self._args.window, self._args.score_scale
+
+        def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
+            caches = (*self.cache.layer(layer), slots.page_table_SP, slot_R)
+            window = window_of(layer)
+            together = shared if window is None else None
+            if together is not None:
+                prompt_attention(q_RNH, *caches, together, scale=scale)
+            decode_attention(
+                q_RNH, *caches, slots.num_tokens_S, out_RNH, self._attention_space, num_splits,
+                together, window=window, scale=scale,
+            )  # fmt: skip
+
+        decoder = self._decoder
+        forward = decoder.forward
+        if isinstance(decoder, FusedDecoder) and decoder.can_run_few(num_rows):
+            forward = decoder.forward_few
+        return forward(rows, attend)
+
+    def _sample(
+        self, slot_R: torch.Tensor, hidden_RD: torch.Tensor, sampling: DeviceSampling
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities, [R] each."""
+        token_R = torch.empty_like(slot_R)
+        logprob_R = torch.empty_like(slot_R, dtype=torch.float32)
+        logits_RV = self._decoder.logits(hidden_RD)
+        num_rows, vocab_size = logits_RV.shape
+        workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self.device)
+        sample_rows(logits_RV, slot_R, sampling, token_R, logprob_R, workspace)
+        if self._invariant:
+            logprob_R = _trainer_logprobs(logits_RV, slot_R, sampling, token_R, logprob_R)
+        return token_R, logprob_R
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         source, target = self.slots.upload(np.array([sources, targets]))
@@ -219,21 +252,45 @@ class DeviceProgram:
         position_T: torch.Tensor,
     ) -> Attend:
         """Attention of chunks of `lengths` rows from the positions `starts` on."""
-        cache, upload = self.cache, self.slots.upload
-        if self._flashinfer is not None:
-            flashinfer = self._flashinfer
-            flashinfer.plan(lengths, starts, pages_CP)
-            return lambda layer, q_TNH, out_TNH: flashinfer.attend(
-                q_TNH, *cache.layer(layer), out_TNH
-            )
+        cache, upload, flashinfer = self.cache, self.slots.upload, self._flashinfer
+        window_of, scale = self._args.window, self._args.score_scale
         pages = upload(pages_CP)
         if self._invariant:
             chunk_T = upload(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
             return lambda layer, q_TNH, out_TNH: rows_attention(
-                q_TNH, *cache.layer(layer), pages, chunk_T, position_T, out_TNH
-            )
+                q_TNH, *cache.layer(layer), pages, chunk_T, position_T, out_TNH,
+                window=window_of(layer), scale=scale,
+            )  # fmt: skip
         first_row_C1 = upload(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         first_position_C, max_rows = upload(starts.astype(np.int32)), int(lengths.max())
-        return lambda layer, q_TNH, out_TNH: prefill_attention(
-            q_TNH, *cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH, max_rows
-        )
+        if flashinfer is not None:
+            flashinfer.plan(lengths, starts, pages_CP)
+
+        def attend(layer: int, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+            window = window_of(layer)
+            if flashinfer is not None and window is None:
+                flashinfer.attend(q_TNH, *cache.layer(layer), out_TNH)
+                return
+            prefill_attention(
+                q_TNH, *cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH,
+                max_rows, window=window, scale=scale,
+            )  # fmt: skip
+
+        return attend
+
+
+def _trainer_logprobs(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    sampling: DeviceSampling,
+    token_R: torch.Tensor,
+    logprob_R: torch.Tensor,
+) -> torch.Tensor:
+    """Recompute log-probabilities in the trainer's arithmetic, for rows without a cut."""
+    slot_R = slot_R.long()
+    scaled_RV = logits_RV / sampling.temperature_S[slot_R, None]
+    exact_R = row_logprobs(scaled_RV, token_R.long())
+    is_cut_R = (sampling.top_p_S < 1) | (sampling.top_k_S < logits_RV.shape[1])
+    is_cut_R |= (sampling.adjusted_S != 0) & (sampling.min_p_S > 0)
+    is_cut_R = (is_cut_R & (sampling.greedy_S == 0))[slot_R]
+    return torch.where(is_cut_R, logprob_R, exact_R)

@@ -14,14 +14,12 @@ bundle, query head of the group) pairs.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from areal.engine.native.cuda.attention_tiles import attend_tiles
+from areal.engine.native.cuda.attention_tiles import attend_tiles, padded, scale_log2e
 from areal.engine.native.cuda.device import OVERLAP, device_of
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
@@ -33,11 +31,16 @@ def prompt_attention(
     page_table_SP: torch.Tensor,
     slot_R: torch.Tensor,
     shared: SharedPrompts,
+    *,
+    scale: float | None = None,
 ) -> None:
-    """Fills `shared.space` for the rows that share; `decode_attention` reads it."""
+    """Fills `shared.space` for the rows that share; `decode_attention` reads it.
+
+    `scale` of the scores; None: H ** -0.5.
+    """
     heads, page_size = shared.space.heads, keys.shape[2]
     is_half = q_RNH.element_size() == 2
-    row_bytes = heads.head_dim * q_RNH.element_size()
+    row_bytes = padded(heads.head_dim) * q_RNH.element_size()
     stages = device_of(q_RNH.device).stages(heads.pairs * row_bytes, 2 * PROMPT_TILE * row_bytes, 3)
     num_items = max(shared.space.most_items, len(shared.bundle_B2))
     _prompt_kernel[(heads.num_kv_heads, num_items)](
@@ -56,9 +59,10 @@ def prompt_attention(
         q_RNH.stride(0),
         page_table_SP.stride(0),
         keys.stride(0),
-        heads.head_dim**-0.5 * math.log2(math.e),
+        scale_log2e(scale, heads.head_dim),
         GROUP=heads.num_heads // heads.num_kv_heads,
         HEAD_DIM=heads.head_dim,
+        PADDED=padded(heads.head_dim),
         PAGE_SIZE=page_size,
         PAIRS=heads.pairs,
         TILE=PROMPT_TILE,
@@ -92,6 +96,7 @@ def _prompt_kernel(
     scale_log2e,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     TILE: tl.constexpr,
@@ -117,13 +122,14 @@ def _prompt_kernel(
         return
 
     pair_M = tl.arange(0, PAIRS)
-    dim_H = tl.arange(0, HEAD_DIM)
+    dim_H = tl.arange(0, PADDED)
     real_M = pair_M < num_rows * GROUP
+    real_MH = real_M[:, None] & (dim_H < HEAD_DIM)[None, :]
     row_M = tl.load(members + first + pair_M // GROUP, mask=real_M, other=0).to(tl.int64)
     head_M = kv_head * GROUP + pair_M % GROUP
     q_MH = tl.load(
         q + row_M[:, None] * q_stride + head_M[:, None] * HEAD_DIM + dim_H[None, :],
-        mask=real_M[:, None],
+        mask=real_MH,
         other=0.0,
     )
     max_M, sum_M, acc_MH = attend_tiles(
@@ -131,7 +137,7 @@ def _prompt_kernel(
         row_M,  # no position: all keys are visible to all rows
         tl.full([PAIRS], float("-inf"), tl.float32),
         tl.zeros([PAIRS], tl.float32),
-        tl.zeros([PAIRS, HEAD_DIM], tl.float32),
+        tl.zeros([PAIRS, PADDED], tl.float32),
         keys + kv_head * PAGE_SIZE * HEAD_DIM,
         values + kv_head * PAGE_SIZE * HEAD_DIM,
         page_table + tl.load(slots + leader).to(tl.int64) * table_stride,
@@ -140,16 +146,17 @@ def _prompt_kernel(
         shared - 1,
         page_stride,
         scale_log2e,
+        0,
+        HEAD_DIM,
         PAGE_SIZE,
         TILE,
         MASKED=False,
+        WINDOWED=False,
     )
     entry_M = ((row_M * tl.num_programs(0) + kv_head) * parts + part) * GROUP + pair_M % GROUP
     tl.store(prompt_max + entry_M, max_M, mask=real_M)
     tl.store(prompt_sum + entry_M, sum_M, mask=real_M)
-    tl.store(
-        prompt_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :], acc_MH, mask=real_M[:, None]
-    )
+    tl.store(prompt_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :], acc_MH, mask=real_MH)
 
 
 @triton.jit
@@ -169,18 +176,20 @@ def fold_prompt(
     first_entry,  # of the (row, key/value head)
     num_parts,
     GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     """Fold the partial results of the row's prompt into (max, sum, acc)."""
     head_M = tl.arange(0, max_M.shape[0])
     dim_H = tl.arange(0, acc_MH.shape[1])
     real_M = head_M < GROUP
+    real_MH = real_M[:, None] & (dim_H < HEAD_DIM)[None, :]
     for part in range(num_parts):
         entry_M = first_entry + part * GROUP + head_M
         part_max_M = tl.load(prompt_max + entry_M, mask=real_M, other=0.0)
         part_sum_M = tl.load(prompt_sum + entry_M, mask=real_M, other=0.0)
         part_acc_MH = tl.load(
-            prompt_acc + entry_M[:, None] * acc_MH.shape[1] + dim_H[None, :],
-            mask=real_M[:, None],
+            prompt_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :],
+            mask=real_MH,
             other=0.0,
         )
         new_max_M = tl.maximum(max_M, part_max_M)

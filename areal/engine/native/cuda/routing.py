@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from areal.engine.native.cuda.block_kernels import Norm, load_norm
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 
 _MIN_TILE = 16  # of the tensor cores
@@ -120,8 +121,7 @@ def route(
 
 def norm_route(
     x_TD: torch.Tensor,
-    norm_D: torch.Tensor,
-    eps: float,
+    norm: Norm,
     weight_ED: torch.Tensor,
     bias_E: torch.Tensor | None,
     options: RouterOptions,
@@ -137,13 +137,14 @@ def norm_route(
     assert num_tokens <= len(arrived), num_tokens
     logits_TE = x_TD.new_empty(num_tokens, num_experts, dtype=torch.float32)
     _norm_router_kernel[(num_tokens, triton.cdiv(num_experts, experts))](
-        x_TD, norm_D, normed_TD, weight_ED, bias_E, logits_TE, arrived, weights_TK, experts_TK,
-        num_tokens, num_experts, dim, eps, experts_TK.stride(0),
+        x_TD, norm.weight, normed_TD, weight_ED, bias_E, logits_TE, arrived, weights_TK, experts_TK,
+        num_tokens, num_experts, dim, norm.eps, experts_TK.stride(0),
         TOP_K=options.top_k,
         BLOCK_K=triton.next_power_of_2(options.top_k),
         EXPERTS=experts,
         BLOCK_E=_padded(num_experts),
         BLOCK=block,
+        OFFSET=norm.offset,
         BIAS=bias_E is not None,
         NORM_TOPK=options.norm_topk_prob,
         OVERLAP=OVERLAP,
@@ -236,7 +237,8 @@ def _norm_router_kernel(
     x_ptr, norm_ptr, normed_ptr, weight_ptr, bias_ptr, logits_ptr, arrived_ptr,
     weights_ptr, experts_ptr, T, E, D, eps, experts_stride,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr, BIAS: tl.constexpr, NORM_TOPK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0), tl.program_id(1)
     expert = part * EXPERTS + tl.arange(0, EXPERTS)
@@ -244,7 +246,7 @@ def _norm_router_kernel(
     inside = column < D
     tile_ptr = weight_ptr + tl.minimum(expert, E - 1)[:, None] * D + column[None, :]
     weight = tl.load(tile_ptr, inside[None, :], 0.0)
-    norm = tl.load(norm_ptr + column, inside, 0.0).to(tl.float32)
+    norm = load_norm(norm_ptr + column, inside, OFFSET)
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()

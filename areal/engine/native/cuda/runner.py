@@ -13,14 +13,16 @@ Shapes: K steps, R rows of a bucket.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from areal.engine.native.cuda.program import DeviceProgram
+from areal.engine.native.cuda.program import MAX_DRAFT_ROWS, DeviceProgram
 from areal.engine.native.cuda.shared_prompts import SharedPrompts
+from areal.engine.native.runner import Computed
 
 if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
 
 # Rows are padded to the next bucket; one graph per bucket.
+_MAX_DRAFT = 16  # tokens a slot draws in one `verify`
+# Of a `verify`, in steps of as many rows: the host waits for it, and nothing runs ahead.
+_VERIFY_COST = 1.3
+_ROW_SHARE = 0.01  # what one more row adds to a step, of the time to read the weights
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 4097, 64))
 
 
@@ -71,6 +77,18 @@ class _Graph:
             self.shared.flat.copy_(torch.from_numpy(plan).pin_memory(), non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _DraftGraph:
+    """A captured `verify` with its fixed inputs and outputs."""
+
+    graph: torch.cuda.CUDAGraph
+    slot_B: torch.Tensor
+    drafts_BL: torch.Tensor
+    tokens_BQ: torch.Tensor
+    logprobs_BQ: torch.Tensor
+    count_B: torch.Tensor
+
+
 class CudaRunner:
     steps_per_launch = 4
     launches_ahead = 1
@@ -88,6 +106,9 @@ class CudaRunner:
             self._program = DeviceProgram(model, table, max_rows=max_rows, **program)
         # By bucket, and whether rows share prompts.
         self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._draft_graphs: dict[tuple[int, int], _DraftGraph] = {}  # by slots and drafted tokens
+        self._table = table
+        self._weight_bytes = sum(p.nbytes for p in model.parameters())
         self._pool: torch.cuda._POOL_HANDLE | None = None  # memory of all graphs
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
@@ -122,6 +143,48 @@ class CudaRunner:
                 graph.tokens_KR[:num_steps, :num_rows], graph.logprobs_KR[:num_steps, :num_rows]
             )
 
+    def draft_length(self, num_rows: int) -> int:
+        """One less than a power of two, so that there are few graphs."""
+        per_slot = MAX_DRAFT_ROWS // _bucket_of(num_rows)
+        return min(1 << max(per_slot.bit_length() - 1, 0), _MAX_DRAFT) - 1
+
+    def draft_cost(self, slots: np.ndarray, length: int) -> float:
+        """A step reads the weights once and the cache once a row; the host waits for a `verify`."""
+        args, num_rows = self._model.args, len(slots)
+        token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim
+        cache = (
+            token_bytes
+            * self._model.embedding_weight.itemsize
+            * float(self._table.num_tokens[slots].sum())
+        )
+        row = self._weight_bytes * _ROW_SHARE * num_rows + cache
+        return _VERIFY_COST * (self._weight_bytes + (1 + length) * row) / (self._weight_bytes + row)
+
+    def verify(self, slots: np.ndarray, drafts: list[list[int]]) -> Computed:
+        program, bucket = self._program, _bucket_of(len(slots))
+        length = self.draft_length(len(slots))
+        while length > 1 and length // 2 >= max(map(len, drafts)):
+            length //= 2
+        rows = np.full((bucket, 1 + length), -1, np.int32)
+        rows[:, 0] = program.slots.scratch
+        rows[: len(slots), 0] = slots
+        for row, draft in zip(rows, drafts, strict=False):
+            row[1 : 1 + len(draft)] = draft
+        with torch.cuda.stream(self.stream):
+            program.slots.update(slots)
+            key = (bucket, length)
+            graph = self._draft_graphs.get(key) or self._capture_drafts(*key)
+            given = torch.from_numpy(rows).pin_memory()
+            graph.slot_B.copy_(given[:, 0], non_blocking=True)
+            graph.drafts_BL.copy_(given[:, 1:], non_blocking=True)
+            graph.graph.replay()
+            outputs = (graph.count_B, graph.tokens_BQ, graph.logprobs_BQ)
+            count_B, tokens_BQ, logprobs_BQ = (x[: len(slots)].tolist() for x in outputs)
+        return Computed(
+            [row[:count] for row, count in zip(tokens_BQ, count_B, strict=True)],
+            [row[:count] for row, count in zip(logprobs_BQ, count_B, strict=True)],
+        )
+
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         with torch.cuda.stream(self.stream):
             self._program.copy_pages(sources, targets)
@@ -142,22 +205,40 @@ class CudaRunner:
     def _capture(self, bucket: int, is_shared: bool) -> _Graph:
         """Captures the step of `bucket` rows; warm-up uses scratch rows."""
         program = self._program
-        slot_R = torch.full((bucket,), program.slots.scratch, dtype=torch.int32).to(self._device)
+        slot_R = self._scratch_rows(bucket)
         outputs = program.new_outputs(self.steps_per_launch, bucket)
         shared = program.new_shared(bucket) if is_shared else None
-        program.step(slot_R, *outputs, shared)  # compiles kernels, allocates cuBLAS's workspace
+        graph = self._capture_work(lambda: program.step(slot_R, *outputs, shared))
+        captured = _Graph(graph, slot_R, *outputs, shared)
+        self._graphs[bucket, is_shared] = captured
+        return captured
+
+    def _capture_drafts(self, bucket: int, length: int) -> _DraftGraph:
+        program = self._program
+        slot_B = self._scratch_rows(bucket)
+        drafts_BL = slot_B.new_full((bucket, length), -1)
+        outputs = *program.new_outputs(bucket, 1 + length), slot_B.new_ones(bucket)
+        graph = self._capture_work(lambda: program.verify(slot_B, drafts_BL, *outputs))
+        captured = _DraftGraph(graph, slot_B, drafts_BL, *outputs)
+        self._draft_graphs[bucket, length] = captured
+        return captured
+
+    def _scratch_rows(self, count: int) -> torch.Tensor:
+        scratch = self._program.slots.scratch
+        return torch.full((count,), scratch, dtype=torch.int32).to(self._device)
+
+    def _capture_work(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        work()  # compiles kernels, allocates cuBLAS's workspace
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: a trainer on another thread may allocate meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            program.step(slot_R, *outputs, shared)
+            work()
         finally:
             graph.capture_end()
         self._pool = self._pool or graph.pool()
-        captured = _Graph(graph, slot_R, *outputs, shared)
-        self._graphs[bucket, is_shared] = captured
-        return captured
+        return graph
 
 
 def _bucket_of(num_rows: int) -> int:

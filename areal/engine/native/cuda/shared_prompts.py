@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from areal.engine.native.cuda.attention_tiles import MAX_SUMS, padded
 from areal.engine.native.cuda.device import Device, device_of
 
 PROMPT_TILE = 64  # keys; shared lengths are multiples of it
@@ -38,8 +39,9 @@ class Heads:
 
     @property
     def pairs(self) -> int:
-        """Per program: a power of two; fewer in float32, which has no tensor-core product."""
-        return 128 if self.dtype.itemsize == 2 else 64
+        """Per program: a power of two; fewer in float32, which has no tensor-core product, and for
+        heads of more than 256."""
+        return min(128 if self.dtype.itemsize == 2 else 64, MAX_SUMS // padded(self.head_dim))
 
     @property
     def rows_of_bundle(self) -> int:
@@ -48,7 +50,7 @@ class Heads:
     def can_share(self, device: Device) -> bool:
         """Whether half a program's rows are at least _MIN_SHARERS, and its queries and a tile of
         keys and values fit into shared memory."""
-        row_bytes = self.head_dim * self.dtype.itemsize
+        row_bytes = padded(self.head_dim) * self.dtype.itemsize
         fits = (self.pairs + 2 * PROMPT_TILE) * row_bytes <= device.program_bytes
         return fits and self.rows_of_bundle >= 2 * _MIN_SHARERS
 

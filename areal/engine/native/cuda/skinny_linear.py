@@ -1,7 +1,7 @@
 """Linear layers of up to 128 rows: more than small_linear.py handles, too few to be compute-bound.
 
-    skinny_linear         out = x W' (+ bias)
-    skinny_gate_up_silu   silu(x W1') * (x W3'), W1 above W3 in one weight
+    skinny_linear    out = x W' (+ bias)
+    skinny_gate_up   activation(x W1') * (x W3'), W1 above W3 in one weight
 
 A program computes a tile of outputs for all rows of x. The weight is the left operand, whose tiles
 have at least 64 rows, and x the right operand, whose tile is only as wide as its rows need. The
@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from areal.engine.native.cuda.block_kernels import gate
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 
 MAX_ROWS = 128
@@ -105,20 +106,21 @@ def skinny_linear(
     workspace: SkinnyWorkspace,
     plan: Plan | None = None,
 ) -> None:
-    _launch(x_MD, weight_ND, bias_N, out_MN, workspace, plan, gated=False)
+    _launch(x_MD, weight_ND, bias_N, out_MN, workspace, plan, activation=None)
 
 
-def skinny_gate_up_silu(
+def skinny_gate_up(
     x_MD: torch.Tensor,
     weight_2FD: torch.Tensor,
+    activation: str,
     out_MF: torch.Tensor,
     workspace: SkinnyWorkspace,
     plan: Plan | None = None,
 ) -> None:
-    _launch(x_MD, weight_2FD, None, out_MF, workspace, plan, gated=True)
+    _launch(x_MD, weight_2FD, None, out_MF, workspace, plan, activation)
 
 
-def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, gated) -> None:
+def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, activation) -> None:
     (num_rows, dim), weight_rows, padded = x_MD.shape, len(weight), padded_rows(len(x_MD))
     assert num_rows <= MAX_ROWS, num_rows
     plan = plan or plan_for(num_rows, weight_rows, dim, device_of(x_MD.device))
@@ -137,7 +139,8 @@ def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, gated) -> None:
         BLOCK=plan.block,
         PARTS=parts,
         BIAS=bias_N is not None,
-        GATED=gated,
+        GATED=activation is not None,
+        ACTIVATION=activation,
         WHOLE=dim % plan.block == 0,
         AHEAD=plan.ahead,
         LANES=max(plan.rows, 32 * plan.warps),
@@ -192,7 +195,7 @@ def _skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, sums_ptr, arrived_ptr, M, N, D, span,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr, OVERLAP: tl.constexpr,
+    LANES: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     begin = part * span
@@ -218,7 +221,7 @@ def _skinny_kernel(
             x = tl.load(x_tile_ptr + start, inside, 0.0)
         sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
     if PARTS == 1:
-        _write(sums, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED)
+        _write(sums, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED, ACTIVATION)
     else:
         place = tl.arange(0, ROWS)[:, None] * BLOCK_M + row[None, :]
         real = (row < M)[None, :]
@@ -233,13 +236,14 @@ def _skinny_kernel(
                 # ".cg" reads from the L2 cache, which has the other programs' stores.
                 other_ptr = sums_ptr + other * ROWS * BLOCK_M + place
                 total += tl.load(other_ptr, real, 0.0, cache_modifier=".cg")
-            _write(total, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED)
+            _write(total, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED, ACTIVATION)
 
 
 @triton.jit
 def _write(
     y, bias_ptr, out_ptr, M, N,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -247,9 +251,8 @@ def _write(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     if GATED:
         # A gate and its up are half a tile apart, in registers of one thread.
-        gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        x, up = tl.split(tl.permute(tl.reshape(y, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
+        y = gate(x, up, dtype, ACTIVATION)
     if BIAS:
         y += tl.load(bias_ptr + output, output < N, 0.0).to(tl.float32)[:, None]
     written = (output < N)[:, None] & (row < M)[None, :]

@@ -4,13 +4,15 @@ The host has the sequence of a slot, its pages and its options; only the device 
 token. A slot is uploaded when it has a new sequence, its page table when it has grown, the tokens
 that a grammar allows before every draw. The last slot is scratch, for padding rows of a batch.
 
-Shapes: S slots (the last is scratch), P pages per slot, C context, B words of a bit mask of tokens,
-N tokens with a bias.
+Shapes: S slots (the last is scratch), P pages per slot, C context, B words of a bit mask of tokens
+(or slots with drafts), L drafted tokens of each, N tokens with a bias.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
     from areal.engine.native.scheduler import SlotTable
 
 _MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """What a decode step reads, a row per slot."""
+
+    page_table_SP: torch.Tensor
+    last_token_S: torch.Tensor
+    num_tokens_S: torch.Tensor
+    sampling: DeviceSampling
 
 
 class DeviceSlots:
@@ -79,6 +91,50 @@ class DeviceSlots:
         if constrained.size:
             masks = self.upload(np.stack([table.allowed[slot] for slot in constrained.tolist()]))
             self.sampling.allowed_SB[self.upload(constrained)] = masks
+
+    @property
+    def rows(self) -> SlotRows:
+        return SlotRows(self.page_table_SP, self.last_token_S, self.num_tokens_S, self.sampling)
+
+    def after_drafts(self, slot_B: torch.Tensor, drafts_BL: torch.Tensor) -> SlotRows:
+        """B * (L + 1) rows: a slot's newest token, then the tokens drafted after it, each as if it
+        were the newest of a slot. Only for draws that do not depend on earlier ones (drafts.py)."""
+        num_slots, length = drafts_BL.shape
+        options, slot_R = self.sampling, slot_B.long().repeat_interleave(length + 1)
+        offset_R = torch.arange(length + 1, dtype=torch.int32, device=self.device).repeat(num_slots)
+        newest_B1 = self.last_token_S[slot_B.long(), None]
+        none_R = torch.zeros_like(offset_R)
+        per_row = {
+            name: getattr(options, name)[slot_R]
+            for name in (
+                *("temperature_S", "top_k_S", "top_p_S", "greedy_S", "seed_S", "min_output_S"),
+                "stop_ids_SM",
+            )
+        }
+        sampling = dataclasses.replace(
+            options,
+            **per_row,
+            num_output_S=options.num_output_S[slot_R] + offset_R,
+            frequency_penalty_S=none_R.float(),
+            constrained_S=none_R,
+            adjusted_S=none_R,
+        )
+        return SlotRows(
+            self.page_table_SP[slot_R],
+            torch.cat([newest_B1, drafts_BL.clamp(min=0)], dim=1).flatten(),
+            self.num_tokens_S[slot_R] + offset_R,
+            sampling,
+        )
+
+    def advance(self, slot_B: torch.Tensor, tokens_BQ: torch.Tensor, count_B: torch.Tensor) -> None:
+        """Append the first `count` tokens to each slot; not to the scratch slot."""
+        slot_B = slot_B.long()
+        is_live_B = slot_B < self.scratch
+        newest_B = tokens_BQ.gather(1, count_B[:, None].long() - 1)[:, 0]
+        self.last_token_S[slot_B] = torch.where(is_live_B, newest_B, 0)
+        added_B = torch.where(is_live_B, count_B, 0)
+        self.num_tokens_S.index_add_(0, slot_B, added_B)
+        self.sampling.num_output_S.index_add_(0, slot_B, added_B)
 
     def shared_prompts(self, slots: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """The last page of each that may be shared, which stands for all tokens up to its end, and

@@ -1,8 +1,8 @@
 """Linear layers of 1 to 8 rows: the weight is read once, at memory bandwidth.
 
-    small_linear        out = x W' (+ bias) (+ residual, which may be `out` itself)
-    norm_linear         the same of rms_norm(x)
-    norm_gate_up_silu   silu(rms_norm(x) W1') * (rms_norm(x) W3'), W1 above W3 in one weight
+    small_linear    out = x W' (+ bias) (+ residual, which may be `out` itself)
+    norm_linear     the same of rms_norm(x)
+    small_gate_up   activation(y W1') * (y W3'), y = x or rms_norm(x), W1 above W3 in one weight
 
 A program computes a few outputs of every row of x and loops over D. One row multiplies on the CUDA
 cores, with the next tile of the weight in registers; if a tile spans D, x is read and normed once
@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from areal.engine.native.cuda.block_kernels import Norm, gate, load_norm
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
 
 MAX_ROWS = 8
@@ -110,35 +111,34 @@ def small_linear(
     residual_MN: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> None:
-    _launch(x_MD, None, 0.0, weight_ND, bias_N, residual_MN, out_MN, plan)
+    _launch(x_MD, None, weight_ND, bias_N, residual_MN, out_MN, plan)
 
 
 def norm_linear(
     x_MD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
+    norm: Norm,
     weight_ND: torch.Tensor,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     plan: Plan | None = None,
 ) -> None:
-    _launch(x_MD, norm_weight_D, eps, weight_ND, bias_N, None, out_MN, plan)
+    _launch(x_MD, norm, weight_ND, bias_N, None, out_MN, plan)
 
 
-def norm_gate_up_silu(
+def small_gate_up(
     x_MD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
+    norm: Norm | None,
     weight_2FD: torch.Tensor,
+    activation: str,
     out_MF: torch.Tensor,
     plan: Plan | None = None,
 ) -> None:
-    _launch(x_MD, norm_weight_D, eps, weight_2FD, None, None, out_MF, plan, gated=True)
+    _launch(x_MD, norm, weight_2FD, None, None, out_MF, plan, activation)
 
 
-def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=False) -> None:
+def _launch(x_MD, norm, weight, bias_N, residual_MN, out_MN, plan, activation=None) -> None:
     (num_rows, dim), num_outputs = x_MD.shape, out_MN.shape[1]
-    weight_rows, normed = len(weight), norm_D is not None
+    weight_rows, normed = len(weight), norm is not None
     plan = plan or plan_for(num_rows, weight_rows, dim, normed, device_of(x_MD.device))
     assert num_rows <= (MAX_ROWS if plan.uses_tensor_cores else 1), (num_rows, plan)
     programs = triton.cdiv(weight_rows, plan.rows)
@@ -149,14 +149,16 @@ def _launch(x_MD, norm_D, eps, weight, bias_N, residual_MN, out_MN, plan, gated=
     else:
         kernel = _one_row_kernel
     kernel[(programs,)](
-        x_MD, norm_D, weight, bias_N, residual_MN, out_MN,
-        num_rows, num_outputs, dim, eps,
+        x_MD, norm and norm.weight, weight, bias_N, residual_MN, out_MN,
+        num_rows, num_outputs, dim, norm.eps if norm else 0.0,
         ROWS=plan.rows,
         BLOCK=plan.block,
         NORM=normed,
+        OFFSET=norm.offset if norm else 0.0,
         BIAS=bias_N is not None,
         RESIDUAL=residual_MN is not None,
-        GATED=gated,
+        GATED=activation is not None,
+        ACTIVATION=activation,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -173,17 +175,11 @@ def _weight_rows(group, N, ROWS: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up, rounded as the separate layers round."""
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-
-
-@triton.jit
 def _one_row_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     tile_ptr = (
@@ -204,20 +200,24 @@ def _one_row_kernel(
         x = tl.load(x_ptr + start + column, inside, 0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + start + column, inside, 0.0).to(tl.float32)
+            x *= load_norm(norm_ptr + start + column, inside, OFFSET)
         sums += tile.to(tl.float32) * x[None, :]
         tile = next_tile
     y = tl.sum(sums, axis=1)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares) / D + eps)
-    _write_row(y, tl.program_id(0), bias_ptr, residual_ptr, out_ptr, N, ROWS, BIAS, RESIDUAL, GATED)
+    _write_row(
+        y, tl.program_id(0), bias_ptr, residual_ptr, out_ptr, N,
+        ROWS, BIAS, RESIDUAL, GATED, ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit
 def _whole_row_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     num_groups = tl.cdiv(2 * N if GATED else N, ROWS)
     column = tl.arange(0, BLOCK)
@@ -227,7 +227,7 @@ def _whole_row_kernel(
     tile_ptr = weight_ptr + _weight_rows(first, N, ROWS, GATED)[:, None] * D
     tile = tl.load(tile_ptr, inside[None, :], 0.0, eviction_policy="evict_first")
     if NORM:
-        norm = tl.load(norm_ptr + column, inside, 0.0).to(tl.float32)
+        norm = load_norm(norm_ptr + column, inside, OFFSET)
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -241,7 +241,9 @@ def _whole_row_kernel(
         loaded = inside[None, :] & (ahead < num_groups)
         next_tile = tl.load(tile_ptr, loaded, 0.0, eviction_policy="evict_first")
         y = tl.sum(tile.to(tl.float32) * x[None, :], axis=1)
-        _write_row(y, group, bias_ptr, residual_ptr, out_ptr, N, ROWS, BIAS, RESIDUAL, GATED)
+        _write_row(
+            y, group, bias_ptr, residual_ptr, out_ptr, N, ROWS, BIAS, RESIDUAL, GATED, ACTIVATION
+        )
         tile = next_tile
 
 
@@ -249,12 +251,13 @@ def _whole_row_kernel(
 def _write_row(
     y, group, bias_ptr, residual_ptr, out_ptr, N,
     ROWS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     if GATED:
-        gate, up = tl.split(tl.reshape(y, [OUTPUTS, 2]))
-        y = _gate(gate, up, dtype)
+        x, up = tl.split(tl.reshape(y, [OUTPUTS, 2]))
+        y = gate(x, up, dtype, ACTIVATION)
     output = group * OUTPUTS + tl.arange(0, OUTPUTS)
     written = output < N
     if BIAS:
@@ -267,8 +270,9 @@ def _write_row(
 @triton.jit
 def _few_rows_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, M, N, D, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -292,15 +296,15 @@ def _few_rows_kernel(
         if NORM:
             x = x.to(tl.float32)
             squares += x * x
-            norm = tl.load(norm_ptr + start + column, inside, 0.0).to(tl.float32)
+            norm = load_norm(norm_ptr + start + column, inside, OFFSET)
             x = (x * norm[None, :]).to(tile.dtype)
         sums = tl.dot(tile, tl.trans(x), sums, input_precision="ieee")
     y = sums
     if NORM:
         y *= tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[None, :]
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, [OUTPUTS, 2, PADDED]), [0, 2, 1]))
-        y = _gate(gate, up, dtype)
+        x, up = tl.split(tl.permute(tl.reshape(y, [OUTPUTS, 2, PADDED]), [0, 2, 1]))
+        y = gate(x, up, dtype, ACTIVATION)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     if BIAS:
         y += tl.load(bias_ptr + output, output < N, 0.0).to(tl.float32)[:, None]

@@ -1,9 +1,14 @@
-"""Compiles the kernels of the CUDA path for an H200, on a machine without one; prints their names.
+"""Compiles the kernels of the CUDA path for an H200, on a machine without one.
 
-Launches compile and do not run, so nothing that is computed here means anything.
+    python compile_for_hopper.py MODEL ...        # names in MODELS
+
+Prints `model kernel shared_bytes` per specialization. Launches compile and do not run, so nothing
+that is computed here means anything.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import triton
@@ -14,7 +19,24 @@ from triton.runtime.jit import JITFunction
 
 from areal.engine.native.cuda import device
 
+compiled: set[tuple[str, ...]] = set()
+compiling: list[str] = []  # names of models, the current one last
 HOPPER = GPUTarget("cuda", 90, 32)
+_GEMMA = {"sliding_window": 32, "sliding_window_pattern": 2, "num_hidden_layers": 2}
+MODELS = {  # family, overrides of its tiny config
+    "qwen3": ("qwen3", {"head_dim": 64}),
+    # The shape of gemma-3-1b, and the softcap that its family may have.
+    "gemma3": (
+        "gemma3_text",
+        _GEMMA
+        | {"head_dim": 256, "hidden_size": 1152, "intermediate_size": 6912}
+        | {"num_attention_heads": 4, "num_key_value_heads": 1, "final_logit_softcapping": 30.0},
+    ),
+    # Blocks of an expert are from 16 to 128 rows wide here.
+    "experts": ("qwen3_moe", {"head_dim": 64}),
+    "heads_of_80": ("llama", {"head_dim": 80}),
+    "heads_of_96": ("gemma3_text", _GEMMA | {"head_dim": 96}),
+}
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -33,9 +55,25 @@ def compile_only(kernel: JITFunction, *args, grid, warmup=False, **kwargs) -> No
         if parameters[name].is_constexpr or value is None
     }
     types = {n: "constexpr" if n in constants else type_of(values[n]) for n in parameters}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    triton.compile(source, target=HOPPER, options=options)
-    print(kernel.fn.__name__)
+    # Loads are pipelined only where addresses are known to be aligned.
+    aligned = {
+        (parameter.num,): [["tt.divisibility", 16]]
+        for name, parameter in parameters.items()
+        if name not in constants and is_aligned(values[name], parameter)
+    }
+    key = (compiling[-1], kernel.fn.__name__, *map(str, (types, constants, aligned, options)))
+    if key in compiled:
+        return
+    compiled.add(key)
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    metadata = triton.compile(source, target=HOPPER, options=options).metadata
+    print(*key[:2], metadata.shared)
+
+
+def is_aligned(value, parameter) -> bool:
+    if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+        return False
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def type_of(value) -> str:
@@ -52,18 +90,21 @@ def main() -> None:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
 
-    for family in ("qwen3", "qwen3_moe"):
-        model = tiny_model(family, head_dim=64, hidden_size=128, num_hidden_layers=1).bfloat16()
+    for name in sys.argv[1:]:
+        family, overrides = MODELS[name]
+        shape = {"hidden_size": 128, "num_hidden_layers": 1} | overrides
+        model = tiny_model(family, **shape).bfloat16()
         program = DeviceProgram(
-            model, SlotTable(64, 8), num_pages=32, page_size=16, max_rows=64, batch_invariant=False
+            model, SlotTable(96, 8), num_pages=32, page_size=16, max_rows=96, batch_invariant=False
         )
-        # Blocks of an expert are 16 and 128 rows wide here, and 64 in the step of 64 rows.
-        program.prefill([Chunk([1, 2, 3], 0, [1])])
-        program.prefill([Chunk([1] * 100, 0, [*range(1, 8)])])
-        for num_rows in (4, 64):  # few rows and many have kernels of their own
+        compiling.append(name)
+        for num_tokens in (3, 100):  # tiles of few rows and of many
+            program.prefill([Chunk([1] * num_tokens, 0, list(range(1, 8)))])
+        for num_rows in (1, 4, 64, 96):  # few rows and many have kernels of their own
             slots = torch.zeros(num_rows, dtype=torch.int32)
             program.begin()
-            program.step(slots, *program.new_outputs(1, num_rows))
+            shared = program.new_shared(num_rows) if num_rows == 64 else None
+            program.step(slots, *program.new_outputs(1, num_rows), shared)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 from paged_world import make_paged_world, relative_error
 
+from areal.engine.native.cuda.attention_tiles import padded
 from areal.engine.native.cuda.decode_attention import (
     MAX_SPLITS,
     DecodeTiles,
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SMALL = DecodeTiles(tile=32, min_split=32, num_warps=4, num_stages=3)
 
 
-def decode(world, q_RNH, slots, lengths, num_splits, tiles=None, workspace=None):
+def decode(world, q_RNH, slots, lengths, num_splits, tiles=None, workspace=None, **scores):
     """The output; lengths are those of the sequences, the scratch one comes by itself."""
     device = q_RNH.device
     if workspace is None and num_splits > 1:
@@ -38,6 +39,7 @@ def decode(world, q_RNH, slots, lengths, num_splits, tiles=None, workspace=None)
         workspace,
         num_splits,
         tiles=tiles,
+        **scores,
     )
     return out_RNH
 
@@ -52,15 +54,19 @@ def make_workspace(q_RNH, world, num_splits):
     return workspace
 
 
-def reference(world, q_RNH, slots, lengths):
+def reference(world, q_RNH, slots, lengths, **scores):
     lengths = [*lengths, 1]
     rows = zip(q_RNH, slots, strict=True)
-    return torch.stack([world.attend(q_NH, slot, lengths[slot]) for q_NH, slot in rows])
+    return torch.stack([world.attend(q_NH, slot, lengths[slot], **scores) for q_NH, slot in rows])
 
 
 @pytest.mark.parametrize(
     ("head_dim", "num_kv_heads", "group", "page_size"),
-    [(64, 2, 1, 16), (128, 1, 4, 64), (128, 2, 6, 16), (64, 1, 7, 64), (128, 1, 8, 16)],
+    [
+        *[(64, 2, 1, 16), (128, 1, 4, 64), (128, 2, 6, 16), (64, 1, 7, 64), (128, 1, 8, 16)],
+        *[(8, 2, 2, 16), (80, 2, 4, 16), (96, 1, 8, 64), (112, 1, 3, 16), (192, 2, 1, 16)],
+        (256, 1, 4, 16),
+    ],
 )
 def test_equals_dense_attention(head_dim, num_kv_heads, group, page_size, dtype, device):
     lengths = [1, 16, 17, 63, 64, 65, 128, 200]
@@ -94,6 +100,21 @@ def test_splits_are_combined_whatever_the_length(num_splits, dtype, device):
     # The counters are back at 0, so a second launch gives the same bits.
     assert not workspace.arrived.any()
     assert torch.equal(out_RNH, decode(world, q_RNH, slots, lengths, num_splits, SMALL, workspace))
+
+
+@pytest.mark.parametrize("head_dim", [256, 96])
+@pytest.mark.parametrize("window", [1, 33, 100, 1000])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_window_and_a_scale(num_splits, window, head_dim, dtype, device):
+    lengths = [1, 33, 70, 257]
+    world = make_paged_world(
+        lengths, num_kv_heads=1, head_dim=head_dim, page_size=16, dtype=dtype, device=device
+    )
+    slots, scores = [2, 0, 1, 3, 4], {"window": window, "scale": 0.07}
+    q_RNH = torch.randn(5, 4, head_dim).to(device, dtype)
+    out_RNH = decode(world, q_RNH, slots, lengths, num_splits, SMALL, **scores)
+    wanted = reference(world, q_RNH, slots, lengths, **scores)
+    assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("num_splits", [2, 4])
@@ -130,12 +151,15 @@ def test_rows_that_share_pages(dtype, device):
     assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
 
 
-def test_with_one_split_a_row_is_the_same_bits_alone_in_a_batch_and_as_a_prefill_row(dtype, device):
+@pytest.mark.parametrize(("head_dim", "window"), [(128, None), (96, None), (128, 50)])
+def test_with_one_split_a_row_is_the_same_bits_alone_in_a_batch_and_as_a_prefill_row(
+    head_dim, window, dtype, device
+):
     lengths = [131, 20, 77]
     world = make_paged_world(
-        lengths, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, device=device
+        lengths, num_kv_heads=2, head_dim=head_dim, page_size=16, dtype=dtype, device=device
     )
-    q_TNH = torch.randn(5, 12, 128).to(device, dtype)
+    q_TNH = torch.randn(5, 12, head_dim).to(device, dtype)
     chunks, positions = [0, 2, 1, 0, 2], [130, 76, 19, 70, 3]
 
     def on_device(values):
@@ -150,13 +174,14 @@ def test_with_one_split_a_row_is_the_same_bits_alone_in_a_batch_and_as_a_prefill
         on_device(chunks),
         on_device(positions),
         out_TNH,
+        window=window,
     )
     for row, (chunk, position) in enumerate(zip(chunks, positions, strict=True)):
         as_of_then = list(lengths)
         as_of_then[chunk] = position + 1
-        alone = decode(world, q_TNH[row : row + 1], [chunk], as_of_then, num_splits=1)
+        alone = decode(world, q_TNH[row : row + 1], [chunk], as_of_then, 1, window=window)
         assert torch.equal(alone[0], out_TNH[row])
-    wanted = reference(world, q_TNH[:3], [0, 2, 1], lengths)
+    wanted = reference(world, q_TNH[:3], [0, 2, 1], lengths, window=window)
     assert relative_error(out_TNH[:3], wanted) < TOLERANCE[dtype]
 
 
@@ -170,6 +195,17 @@ def test_rows_may_be_part_of_a_wider_tensor(dtype, device):
     out_RNH = decode(world, q_RNH, [1, 0], lengths, num_splits=1)
     wanted = reference(world, q_RNH, [1, 0], lengths)
     assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
+
+
+def test_the_tiles_of_measured_heads():
+    found = [tiles_for(splits, 128, torch.bfloat16, HOPPER) for splits in (1, 8, 64)]
+    assert found == [
+        DecodeTiles(64, min_split=128, num_warps=4, num_stages=3),
+        DecodeTiles(64, min_split=64, num_warps=4, num_stages=3),
+        DecodeTiles(32, min_split=32, num_warps=4, num_stages=4),
+    ]
+    wide = tiles_for(1, 256, torch.bfloat16, HOPPER)
+    assert wide == DecodeTiles(32, min_split=128, num_warps=4, num_stages=4)
 
 
 def test_few_rows_take_many_splits_and_the_workspace_holds_every_batch(device):
@@ -195,13 +231,18 @@ def test_splits_give_every_processor_a_program_but_few_splits_two(num_kv_heads, 
 
 
 @pytest.mark.parametrize("kilobytes", [100, 164, 228])  # an RTX 4090, an A100, an H100
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *((n, torch.bfloat16) for n in (8, 16, 32, 64, 80, 96, 112, 128, 192, 256, 512)),
+        *((n, torch.float32) for n in (8, 16, 32, 64, 96, 128, 256)),
+    ],
+)
 def test_a_programs_tiles_fit_into_shared_memory(head_dim, dtype, kilobytes):
     device = Device(num_processors=100, shared_bytes=kilobytes * 1024, max_warps=48)
     for num_splits in (1, 4, 16, 64):
         tiles = tiles_for(num_splits, head_dim, dtype, device)
-        buffered = (tiles.num_stages - 1) * 2 * tiles.tile * head_dim * dtype.itemsize
-        assert buffered + 16 * head_dim * dtype.itemsize + 8192 <= device.program_bytes
-        assert 8 <= tiles.tile <= 128
+        buffered = (tiles.num_stages - 1) * 2 * tiles.tile * padded(head_dim) * dtype.itemsize
+        assert buffered + 16 * padded(head_dim) * dtype.itemsize + 8192 <= device.program_bytes
+        assert 16 <= tiles.tile <= 128
     assert len({tiles_for(splits, head_dim, dtype, device).tile for splits in (1, 2, 4)}) == 1

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from areal.engine.native.cuda.block_kernels import add_rms_norm
+from areal.engine.native.cuda.block_kernels import Norm, add_rms_norm
 from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.expert_linear import (
     Plan,
     block_m_for,
     expert_down,
-    expert_gate_up_silu,
+    expert_gate_up,
     plan_for,
 )
-from areal.engine.native.cuda.expert_vector import vector_down, vector_gate_up_silu
+from areal.engine.native.cuda.expert_vector import vector_down, vector_gate_up
 from areal.engine.native.cuda.routing import group_by_expert
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -57,7 +57,7 @@ def error(found, expected):
 def grouped(x_TD, w1, w2, w3, weights_TK, experts_TK, plan: Plan):
     blocks = group_by_expert(experts_TK, len(w1), plan.block_m)
     hidden_SF = x_TD.new_full((experts_TK.numel(), w1.shape[1]), float("nan"))
-    expert_gate_up_silu(x_TD, w1, w3, blocks, experts_TK.shape[1], hidden_SF, plan)
+    expert_gate_up(x_TD, w1, w3, "silu", blocks, experts_TK.shape[1], hidden_SF, plan)
     out_TKD = x_TD.new_full((*experts_TK.shape, x_TD.shape[1]), float("nan"))
     expert_down(hidden_SF, w2, weights_TK, blocks, out_TKD.flatten(0, 1), plan)
     return hidden_SF, out_TKD
@@ -102,7 +102,7 @@ def test_few_tokens(shape, num_tokens, device, dtype):
     inputs, hidden_SF, out_TKD = draw(num_tokens, shape, device, dtype)
     x_TD, w1, w2, w3, weights_TK, experts_TK = inputs
     found_SF = torch.full_like(hidden_SF, float("nan"), dtype=dtype)
-    vector_gate_up_silu(x_TD, w1, w3, experts_TK, found_SF)
+    vector_gate_up(x_TD, w1, w3, "silu", experts_TK, found_SF)
     assert error(found_SF, hidden_SF) < TOLERANCE[dtype]
     residual_TD = torch.randn_like(x_TD)
     found_TD = torch.full_like(x_TD, float("nan"))
@@ -118,7 +118,7 @@ def test_choices_are_summed_before_the_norm(device, dtype):
     expected_TD = residual_TD + x_TCD.sum(1)
     normed_TD = F.rms_norm(expected_TD, (80,), weight_D, 1e-6)
     out_TD = torch.empty_like(residual_TD)
-    add_rms_norm(x_TCD, residual_TD, weight_D, 1e-6, out_TD)
+    add_rms_norm(x_TCD, residual_TD, Norm(weight_D, 1e-6), out_TD)
     torch.testing.assert_close(residual_TD, expected_TD)
     torch.testing.assert_close(out_TD, normed_TD)
 

@@ -11,8 +11,10 @@ from tiny import tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.cuda.feed_forward import ExpertLayer
+from areal.engine.native.cuda.linear import Products
 from areal.engine.native.cuda.routing import router_arrivals
 from areal.engine.native.cuda.runner import CudaRunner
+from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention import PackedAttention
@@ -106,11 +108,12 @@ def test_logprobs_are_those_of_the_module_also_with_new_weights(num_requests):
 def test_a_layer_computes_the_same_bits_at_every_launch(num_rows):
     """Whichever program of the router arrives last."""
     moe = make_model().layers["0"].feed_forward.requires_grad_(False)
-    layer = ExpertLayer(moe, 0, router_arrivals(torch.device("cuda")), None)
+    layer = ExpertLayer(moe, "silu", 0, router_arrivals(torch.device("cuda")), None)
     x_TD = torch.randn(num_rows, SHAPE["hidden_size"], device="cuda").bfloat16()
     routed_TLK = torch.zeros(num_rows, 1, SHAPE["num_experts_per_tok"], device="cuda").int()
-    first_TKD = layer.forward(x_TD, routed_TLK, None)
+    products = Products("cublas", SkinnyWorkspace.make(torch.device("cuda")))
+    first_TKD = layer.forward(x_TD, routed_TLK, products)
     first_routed = routed_TLK.clone()
     for _ in range(50):
-        assert torch.equal(layer.forward(x_TD, routed_TLK, None), first_TKD)
+        assert torch.equal(layer.forward(x_TD, routed_TLK, products), first_TKD)
         assert torch.equal(routed_TLK, first_routed)

@@ -8,13 +8,16 @@ import pytest
 import torch
 from paged_world import make_paged_world, relative_error
 
+from areal.engine.native.cuda.attention_tiles import MAX_SUMS, padded
 from areal.engine.native.cuda.device import HOPPER, Device
 from areal.engine.native.cuda.prefill_attention import prefill_attention, tiles_for
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def check(chunks, *, group, dtype, device, tiles=None, shared_pages=0, **shape):
+def check(
+    chunks, *, group, dtype, device, tiles=None, shared_pages=0, window=None, scale=None, **shape
+):
     """`chunks`: (first position, rows) of one sequence each."""
     lengths = [position + rows for position, rows in chunks]
     world = make_paged_world(
@@ -38,6 +41,8 @@ def check(chunks, *, group, dtype, device, tiles=None, shared_pages=0, **shape):
         out_TNH,
         max_rows,
         tiles,
+        window=window,
+        scale=scale,
     )
     seen = [
         (chunk, position + row + 1)
@@ -45,13 +50,17 @@ def check(chunks, *, group, dtype, device, tiles=None, shared_pages=0, **shape):
         for row in range(rows)
     ]
     rows = zip(q_TNH, seen, strict=True)
-    wanted = torch.stack([world.attend(q_NH, *place) for q_NH, place in rows])
+    wanted = torch.stack([world.attend(q_NH, *place, window, scale) for q_NH, place in rows])
     assert relative_error(out_TNH, wanted) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
     ("head_dim", "num_kv_heads", "group", "page_size"),
-    [(64, 2, 1, 16), (128, 1, 4, 64), (128, 2, 6, 16), (64, 1, 7, 64), (128, 1, 8, 16)],
+    [
+        *[(64, 2, 1, 16), (128, 1, 4, 64), (128, 2, 6, 16), (64, 1, 7, 64), (128, 1, 8, 16)],
+        *[(8, 2, 2, 16), (80, 1, 4, 16), (96, 1, 8, 64), (112, 1, 3, 16), (192, 2, 1, 16)],
+        (256, 1, 4, 16),
+    ],
 )
 def test_mixed_chunks(head_dim, num_kv_heads, group, page_size, dtype, device):
     chunks = [(0, 1), (0, 100), (37, 23), (64, 64), (130, 1), (0, 65)]
@@ -81,6 +90,17 @@ def test_each_size_of_tile(chunks, dtype, device):
     check(chunks, group=6, dtype=dtype, device=device, **shape)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
+@pytest.mark.parametrize("window", [1, 7, 64, 100, 1000])
+@pytest.mark.parametrize("head_dim", [256, 80])
+def test_a_window_and_a_scale(window, head_dim, dtype, device):
+    """Windows shorter and longer than tiles and sequences; begun anywhere in their sequences."""
+    chunks = [(0, 1), (0, 150), (37, 23), (200, 70), (130, 1)]
+    shape = {"num_kv_heads": 1, "head_dim": head_dim, "page_size": 16}
+    scores = {"window": window, "scale": 0.07}
+    check(chunks, group=4, dtype=dtype, device=device, **scores, **shape)
+
+
 def test_prompts_that_share_their_first_pages(dtype, device):
     shape = {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "shared_pages": 3}
     check([(48, 20), (50, 3), (48, 1)], group=4, dtype=dtype, device=device, **shape)
@@ -102,13 +122,14 @@ def test_short_chunks_take_small_tiles():
 
 
 @pytest.mark.parametrize("kilobytes", [100, 164, 228])  # an RTX 4090, an A100, an H100
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 64, 80, 96, 112, 128, 192, 256, 512])
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_tiles_fit_into_shared_memory(group, head_dim, kilobytes):
     device = Device(num_processors=100, shared_bytes=kilobytes * 1024, max_warps=48)
     for max_rows, dtype in itertools.product((1, 8, 2048), (torch.bfloat16, torch.float32)):
         tiles = tiles_for(max_rows, group, head_dim, dtype, device)
-        row_bytes = head_dim * dtype.itemsize
+        row_bytes = padded(head_dim) * dtype.itemsize
         used = (tiles.pairs + 2 * tiles.keys * tiles.num_stages) * row_bytes
         assert used <= device.program_bytes
         assert tiles.keys >= 16 and tiles.pairs >= group
+        assert tiles.pairs * padded(head_dim) <= MAX_SUMS

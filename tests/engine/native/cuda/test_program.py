@@ -22,8 +22,10 @@ from areal.engine.native.cuda import program as program_module
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.program import DeviceProgram
+from areal.engine.native.drafts import Drafts
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.grammar import GrammarCompiler
+from areal.engine.native.runner import Computed
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention import PackedAttention
 from areal.models.common.moe import recorded_experts
@@ -31,8 +33,22 @@ from areal.models.common.moe import recorded_experts
 VOCAB = 64
 
 
-def small_model(family="qwen3", seed=0):
-    return tiny_model(family, seed=seed, head_dim=16, num_hidden_layers=1)
+GEMMA = {  # a window shorter than most sequences, then all of them; norms that are not the identity
+    "num_hidden_layers": 2,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 3.0,
+}
+
+
+def small_model(family="qwen3", seed=0, **overrides):
+    overrides = {"head_dim": 16, "num_hidden_layers": 1} | overrides
+    model = tiny_model(family, seed=seed, **overrides)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # a norm that is 1 everywhere would hide a wrong one
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 class Outputs:
@@ -81,6 +97,29 @@ class EagerRunner:
             program.step(program.slots.upload(padded), *outputs, shared)
         return Outputs(*(x[:, : len(slots)] for x in outputs))
 
+    def draft_length(self, num_rows):
+        return 3 if num_rows <= 4 else 0
+
+    def draft_cost(self, slots, length):
+        return 1.1
+
+    def verify(self, slots, drafts):
+        program = self._program
+        program.slots.update(slots)
+        rows = np.full((len(slots) + 1, 4), -1, np.int32)  # one row of padding
+        rows[:, 0] = [*slots, program.slots.scratch]
+        for row, draft in zip(rows, drafts, strict=False):
+            row[1 : 1 + len(draft)] = draft
+        tokens, logprobs = program.new_outputs(*rows.shape)
+        slot_B, drafts_BL = program.slots.upload(rows).split([1, 3], dim=1)
+        count_B = torch.zeros_like(slot_B[:, 0])
+        program.verify(slot_B[:, 0], drafts_BL, tokens, logprobs, count_B)
+        counts = count_B.tolist()[: len(slots)]
+        return Computed(
+            [row[:count] for row, count in zip(tokens.tolist(), counts, strict=False)],
+            [row[:count] for row, count in zip(logprobs.tolist(), counts, strict=False)],
+        )
+
     def copy_pages(self, sources, targets):
         self._program.copy_pages(sources, targets)
 
@@ -99,8 +138,8 @@ def make_engine(monkeypatch, device):
         # Few rows take 64 splits, which the interpreter would visit one by one.
         monkeypatch.setattr(program_module, "splits_for", lambda *_: 2)
 
-    def make(family="qwen3", seed=0, **options) -> NativeEngine:
-        model = small_model(family, seed).to(device)
+    def make(family="qwen3", seed=0, shape=None, **options) -> NativeEngine:
+        model = small_model(family, seed, **(shape or {})).to(device)
         options = {"page_size": 4, "num_pages": 100, "max_running": 12} | options
         return NativeEngine(model, **options)
 
@@ -151,13 +190,26 @@ def mixed_requests(count: int, most: int, seed: int = 0) -> list[GenRequest]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
 @pytest.mark.parametrize(
-    ("family", "num_requests"),
-    [("qwen2", 3), ("qwen3", 3), ("llama", 3), ("qwen3", 10), ("qwen3_moe", 3), ("qwen3_moe", 10)],
+    ("family", "num_requests", "shape"),
+    [
+        ("qwen2", 3, {}),
+        ("qwen3", 3, {}),
+        ("llama", 3, {}),
+        ("qwen3", 10, {}),
+        ("qwen3_moe", 3, {}),
+        ("qwen3_moe", 10, {}),
+        ("gemma3_text", 3, GEMMA),
+        ("gemma3_text", 10, GEMMA | {"head_dim": 24}),
+        ("llama", 3, {"head_dim": 8, "mlp_bias": True}),
+        ("qwen3", 3, {"head_dim": 48}),
+    ],
 )
-def test_logprobs_equal_a_full_forward(make_engine, family, num_requests):
+def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape):
     """A few rows, and more than the kernels for few rows take."""
-    engine, requests = make_engine(family), mixed_requests(num_requests, most=3)
+    engine = make_engine(family, shape=shape)
+    requests = mixed_requests(num_requests, most=3)
     for request in requests:
         engine.add(request)
     done = run(engine)
@@ -184,11 +236,15 @@ def test_experts_on_record_are_those_of_a_full_forward(make_engine, num_requests
         np.testing.assert_array_equal(out.routed_experts, expected)
 
 
-def test_samples_that_read_their_prompts_together(make_engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("qwen3", {}), pytest.param("gemma3_text", GEMMA, marks=pytest.mark.slow)],
+)
+def test_samples_that_read_their_prompts_together(make_engine, monkeypatch, family, shape):
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_BYTES", 1)
     small = replace(HOPPER, num_processors=8)
     monkeypatch.setattr(shared_prompts, "device_of", lambda device: small)
-    engine, rng = make_engine(), random.Random(0)
+    engine, rng = make_engine(family, shape=shape), random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (70, 5)]
     requests = [
         GenRequest(
@@ -302,3 +358,33 @@ def test_greedy_tokens_and_stops_are_those_of_the_plain_engine(make_engine, monk
     }
     assert all(len(f.output_tokens) > 4 for f in found.values())
     assert "stop" in {f.stop_reason for f in found.values()}
+
+
+# Drafts.
+
+
+def test_drafts_change_no_draw(make_engine, monkeypatch):
+    """Guesses that are right for a while, or not at all: the tokens are those drawn without."""
+
+    def generate(**options):
+        engine = make_engine(**options)
+        sampling = GenerationHyperparameters(max_new_tokens=8, temperature=0.7, seed=3)
+        engine.add(GenRequest("a", [5, 6, 7, 8, 9], sampling))
+        done = run(engine)["a"]
+        expected = full_forward_logprobs(engine.model, [5, 6, 7, 8, 9], done.output_tokens, 0.7)
+        assert done.output_logprobs == pytest.approx(expected, abs=2e-3)
+        return done.output_tokens, engine.stats()
+
+    expected, stats = generate(drafts=False)
+    assert stats["drafts_accepted"] == stats["tokens_drafted"] == 0
+
+    def guess(_, sequence, limit):
+        num_tokens = len(sequence.output_tokens)
+        right = expected[num_tokens : num_tokens + limit]
+        return right if num_tokens < 4 else [*right[:1], *(VOCAB - 1 - t for t in right[1:])]
+
+    monkeypatch.setattr(Drafts, "best_length", lambda *_: 3)
+    monkeypatch.setattr(Drafts, "draft", guess)
+    drawn, stats = generate()
+    assert drawn == expected
+    assert 2 < stats["drafts_accepted"] < stats["tokens_drafted"]

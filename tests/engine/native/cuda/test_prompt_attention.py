@@ -25,7 +25,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 @pytest.mark.parametrize(
     ("head_dim", "num_kv_heads", "group", "page_size", "num_splits"),
-    [(64, 2, 1, 16, 1), (128, 1, 4, 64, 2), (128, 2, 6, 16, 1), (64, 1, 7, 64, 8)],
+    [
+        *[(64, 2, 1, 16, 1), (128, 1, 4, 64, 2), (128, 2, 6, 16, 1), (64, 1, 7, 64, 8)],
+        *[(96, 1, 4, 16, 2), (80, 2, 1, 16, 1), (256, 1, 4, 16, 1)],
+    ],
 )
 def test_equals_dense_attention(
     monkeypatch, head_dim, num_kv_heads, group, page_size, num_splits, dtype, device
@@ -62,12 +65,14 @@ def test_equals_dense_attention(
 
     def attend():
         out_RNH = torch.full_like(q_RNH, float("nan"))
-        prompt_attention(q_RNH, *caches, shared)
-        decode_attention(q_RNH, *caches, num_tokens_S, out_RNH, workspace, num_splits, shared)
+        prompt_attention(q_RNH, *caches, shared, scale=0.1)
+        decode_attention(
+            q_RNH, *caches, num_tokens_S, out_RNH, workspace, num_splits, shared, scale=0.1
+        )
         return out_RNH
 
     rows = zip(q_RNH, slots, [*lengths, 1], strict=True)
-    wanted = torch.stack([world.attend(q_NH, slot, length) for q_NH, slot, length in rows])
+    wanted = torch.stack([world.attend(*row, scale=0.1) for row in rows])
     assert relative_error(attend(), wanted) < TOLERANCE[dtype]  # nobody shares
     assert space.acc.isnan().all()
     first_page = world.table_SP[:12, 0].cpu().numpy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from areal.engine.native.cuda.block_kernels import Norm
 from areal.engine.native.cuda.device import HOPPER
 from areal.engine.native.cuda.routing import (
     RouterOptions,
@@ -47,8 +48,8 @@ def run(router: Router, x_TD, norm: torch.nn.RMSNorm | None = None):
         route(x_TD, router.weight, router.expert_bias, options, *outputs)
     else:
         normed_TD = torch.full_like(x_TD, float("nan"))
-        weights = (norm.weight, EPS, router.weight, router.expert_bias)
-        norm_route(x_TD, *weights, options, normed_TD, *outputs)
+        weights = (router.weight, router.expert_bias)
+        norm_route(x_TD, Norm(norm.weight, EPS), *weights, options, normed_TD, *outputs)
     assert not arrived.any()
     assert (routed_TLK[:, [0, 2]] == -7).all()
     return weights_TK, routed_TLK[:, 1].long(), normed_TD

@@ -6,16 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from areal.engine.native.cuda.block_kernels import rms_norm
-from areal.engine.native.cuda.device import Device
+from areal.engine.native.cuda.block_kernels import Norm, rms_norm
+from areal.engine.native.cuda.device import HOPPER, Device
 from areal.engine.native.cuda.skinny_linear import (
     Plan,
     SkinnyWorkspace,
     padded_rows,
     plan_for,
-    skinny_gate_up_silu,
+    skinny_gate_up,
     skinny_linear,
 )
+from areal.models.common.moe import ACTIVATIONS
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 ROWS = [9, 16, 48, 64, 96, 128]
@@ -64,14 +65,15 @@ def test_any_shape_with_bias(shape, plan, dtype, device, workspace):
 
 @pytest.mark.parametrize("plan", [SMALL, PARTS], ids=["whole", "parts"])
 @pytest.mark.parametrize("shape", [(9, 35, 96), (40, 32, 100)], ids=str)
-def test_gate_up_silu(shape, plan, dtype, device, workspace):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate_up(shape, plan, activation, dtype, device, workspace):
     num_rows, width, dim = shape
     x = draw(num_rows, dim, dtype=dtype, device=device)
     weight = draw(2 * width, dim, dtype=dtype, device=device, scale=dim**-0.5)
     out = poisoned(num_rows, width, dtype=dtype, device=device)
-    skinny_gate_up_silu(x, weight, out, workspace, plan)
+    skinny_gate_up(x, weight, activation, out, workspace, plan)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
-    assert_near(out, F.silu(gate) * up, 2 * TOLERANCE[dtype])
+    assert_near(out, ACTIVATIONS[activation](gate) * up, 2 * TOLERANCE[dtype])
 
 
 def test_a_second_launch_finds_the_workspace_as_the_first(dtype, device, workspace):
@@ -117,6 +119,26 @@ def test_plans_fit_the_device_and_the_workspace(num_rows, kilobytes, num_process
             assert tiles * plan.parts * plan.rows * padded <= workspace.sums.numel()
 
 
+# Weight rows, D: rows, block, stages, parts for 16 rows of x, and for 64.
+MEASURED = {  # plans that were timed on an H200
+    (2048, 1536): [(64, 128, 4, 4), (64, 128, 4, 4)],
+    (1536, 1536): [(64, 128, 4, 5), (64, 128, 4, 5)],
+    (17920, 1536): [(64, 128, 3, 1), (64, 64, 4, 1)],
+    (1536, 8960): [(64, 128, 6, 5), (64, 128, 4, 5)],
+    (4608, 3584): [(64, 128, 6, 1), (64, 128, 4, 1)],
+    (3584, 3584): [(64, 128, 6, 2), (64, 128, 4, 2)],
+    (37888, 3584): [(128, 64, 3, 1), (128, 64, 3, 1)],
+    (3584, 18944): [(64, 128, 6, 2), (64, 128, 4, 2)],
+}
+
+
+@pytest.mark.parametrize("weight", MEASURED, ids=str)
+def test_the_rule_gives_measured_shapes_their_plans(weight):
+    plans = [plan_for(num_rows, *weight, HOPPER) for num_rows in (16, 64)]
+    found = [(plan.rows, plan.block, plan.stages, plan.parts) for plan in plans]
+    assert found == MEASURED[weight]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("shape", [*REAL_SHAPES, *OTHER_SHAPES[:-1]], ids=str)
@@ -138,7 +160,7 @@ def test_real_gates(shape, num_rows, device, workspace):
     x = draw(num_rows, shape[1], dtype=torch.bfloat16, device=device)
     weight = draw(*shape, dtype=torch.bfloat16, device=device, scale=shape[1] ** -0.5)
     out = poisoned(num_rows, shape[0] // 2, dtype=torch.bfloat16, device=device)
-    skinny_gate_up_silu(x, weight, out, workspace)
+    skinny_gate_up(x, weight, "silu", out, workspace)
     gate, up = (x.float() @ weight.float().T).chunk(2, dim=1)
     assert_near(out, (F.silu(gate) * up).double(), 2 * TOLERANCE[torch.bfloat16])
 
@@ -157,9 +179,9 @@ def test_a_captured_chain_of_overlapping_kernels_has_no_race(num_rows, device, w
     def chain():
         state.copy_(x)
         for layer in range(layers):
-            skinny_gate_up_silu(state, gate_up[layer], middle, workspace)
+            skinny_gate_up(state, gate_up[layer], "silu", middle, workspace)
             skinny_linear(middle, down[layer], None, state, workspace)
-            rms_norm(state, ones, 1e-6, state)  # or the state would grow without bound
+            rms_norm(state, Norm(ones, 1e-6), state)  # or the state would grow without bound
 
     chain()
     torch.cuda.synchronize()
