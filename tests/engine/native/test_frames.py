@@ -126,3 +126,14 @@ def test_a_count_beyond_the_bytes_is_refused():
 @given(st.lists(st.integers(0, 3)))
 def test_runs_are_the_versions(versions):
     assert versions_of(runs_of(versions)).tolist() == versions
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_experts_travel_in_frames(dtype):
+    routed = (37 * np.arange(5 * 4 * 3) % 250).reshape(5, 4, 3).astype(dtype)
+    finished = Finished("a", [5], [-1.0], [0], "stop", routed_experts=routed)
+    sent = encode_frames([Reply(finished, latency=0.5, ttft=0.1)])
+    (found,) = FrameReader().feed(sent)
+    assert isinstance(found, Output) and found.routed_experts is not None
+    assert found.routed_experts.dtype == dtype
+    np.testing.assert_array_equal(found.routed_experts, routed)
