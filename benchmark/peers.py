@@ -70,7 +70,10 @@ def main() -> int:
         folder = Path(name)
         model = Path(args.model or warm_start(name))
         _write_data(folder, model)
-        outcomes = {arm: _run(arm, folder, model, args) for arm in args.only}
+        outcomes: dict[str, Outcome] = {}
+        for arm in args.only:
+            outcomes[arm] = _run(arm, folder, model, args)
+            print(f"{arm}: {outcomes[arm]}", file=sys.stderr, flush=True)
     rows = _rows(outcomes)
     print_table(rows)
     if args.json:
