@@ -247,8 +247,10 @@ def encode(trajectory: dict[str, Any]) -> bytes:
     if any(tensor.dtype not in _STORED for tensor in trajectory.values()):
         tensors = {key: value.detach().cpu().contiguous() for key, value in trajectory.items()}
         return safetensors.torch.save(tensors)  # bfloat16 and others that numpy lacks
-    layout = tuple((key, value.dtype, tuple(value.shape)) for key, value in trajectory.items())
-    arrays = [value.contiguous().numpy(force=True) for value in trajectory.values()]
+    # Sorted: equal trajectories have equal bytes, whether a worker or the controller made them.
+    tensors = sorted(trajectory.items())
+    layout = tuple((key, value.dtype, tuple(value.shape)) for key, value in tensors)
+    arrays = [value.contiguous().numpy(force=True) for _, value in tensors]
     return b"".join((_head_of(layout), *arrays))
 
 
