@@ -82,6 +82,8 @@ class GroupRunner:
             group = number_rows(result.trajectory, self.group_size)
             check_trajectory_format(group)
             return group
+        if result.trajectory is None and not result.failures:
+            return None
         rows = iter(() if result.trajectory is None else split_rows(result.trajectory))
         retried = await self._samples(task_id, data, result.failures, first_attempt=1)
         return self._assemble(

@@ -58,6 +58,9 @@ def chat_input_ids(messages: Any, tokenizer: Any, enable_thinking: bool) -> list
     return chat_prompt_ids(messages, tokenizer, enable_thinking=enable_thinking)
 
 
+_Unread = tuple[str, "asyncio.Future[Prompt]"]
+
+
 class ChatTurn:
     """For the arguments see `RLVRWorkflow`."""
 
@@ -79,7 +82,8 @@ class ChatTurn:
         self._extract_prompt = _function(data_extract_prompt_fn, "data_extract_prompt_fn")
         self._get_input_ids = _function(get_input_ids_fn, "get_input_ids_fn")
         self._prompts: OrderedDict[str, asyncio.Future[Prompt]] = OrderedDict()  # by chat
-        self._unread: list[str] = []  # chats of this tick that are not tokenised yet
+        # Chats of this tick that are not tokenised yet, of each event loop.
+        self._unread: dict[asyncio.AbstractEventLoop, list[_Unread]] = {}
         if isinstance(reward_fn, str):
             reward_fn = get_reward_fn(reward_fn)
         check_reward_fn(reward_fn)
@@ -95,9 +99,10 @@ class ChatTurn:
         prompt = self._prompts.get(chat)
         if prompt is None or (prompt.get_loop() is not loop and not prompt.done()):
             prompt = self._prompts[chat] = loop.create_future()
-            if not self._unread:
-                loop.call_soon(self._tokenize_unread)
-            self._unread.append(chat)
+            if loop not in self._unread:
+                self._unread[loop] = []
+                loop.call_soon(self._tokenize_unread, loop)
+            self._unread[loop].append((chat, prompt))
         # Shared: whoever is cancelled leaves it to the others.
         return prompt.result() if prompt.done() else await asyncio.shield(prompt)
 
@@ -163,15 +168,15 @@ class ChatTurn:
         """End the reward processes."""
         self._reward.close()
 
-    def _tokenize_unread(self) -> None:
-        unread, self._unread = self._unread, []
-        for chat, found in zip(unread, self._tokenize(unread), strict=True):
-            future = self._prompts[chat]
-            if isinstance(found, Exception):
-                del self._prompts[chat]
-                future.set_exception(found)
+    def _tokenize_unread(self, loop: asyncio.AbstractEventLoop) -> None:
+        unread = self._unread.pop(loop)
+        found = self._tokenize([chat for chat, _ in unread])
+        for (chat, future), prompt in zip(unread, found, strict=True):
+            if isinstance(prompt, Exception):
+                self._prompts.pop(chat, None)
+                future.set_exception(prompt)
             else:
-                future.set_result(found)
+                future.set_result(prompt)
         while len(self._prompts) > NUM_CACHED_PROMPTS:
             self._prompts.popitem(last=False)
 

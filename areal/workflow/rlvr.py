@@ -77,9 +77,13 @@ class RLVRWorkflow(RolloutWorkflow):
         replies = dict(enumerate(await self._turn.generate_group(engine, prompt.ids, num_samples)))
         samples = {i: reply for i, reply in replies.items() if isinstance(reply, Sample)}
         rewards = await self._turn.judge_group(prompt, list(samples.values()), data)
-        verdicts = {**replies, **dict(zip(samples, rewards, strict=True))}
-        failures = {i: one for i, one in verdicts.items() if isinstance(one, Exception)}
-        scores = {i: one for i, one in verdicts.items() if isinstance(one, float)}
+        failures = {i: reply for i, reply in replies.items() if isinstance(reply, Exception)}
+        scores: dict[int, float] = {}
+        for i, reward in zip(samples, rewards, strict=True):
+            if isinstance(reward, Exception):
+                failures[i] = reward
+            else:
+                scores[i] = reward
         if not scores:
             return GroupResult(None, failures)
         stats = stats_tracker.get(workflow_context.stat_scope())

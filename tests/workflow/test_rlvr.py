@@ -17,6 +17,7 @@ from areal.dataset.arithmetic import build_char_tokenizer
 from areal.sandbox.pool import RewardError
 from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
+from areal.workflow.chat import ChatTurn, chat_input_ids
 from areal.workflow.resolve import find_workflow
 from areal.workflow.rlvr import RLVRWorkflow
 from areal.workflow.transcript import Transcript, group_trajectory
@@ -275,3 +276,22 @@ def test_the_trajectory_of_a_group_is_its_padded_samples(lengths):
     assert group.keys() == expected.keys()
     for key, value in group.items():
         assert torch.equal(value, expected[key]) and value.dtype == expected[key].dtype
+
+
+def test_prompts_of_a_loop_that_was_closed_are_tokenised_on_the_next(tokenizer):
+    """A loop can end between the asking and the answer; another then asks for the same prompt."""
+    turn = ChatTurn(exact_match, GenerationHyperparameters(), tokenizer)
+    row = {"messages": [{"role": "user", "content": "1+1="}]}
+    first = asyncio.new_event_loop()
+    asking = first.create_task(turn.prompt(row))
+    first.call_soon(first.stop)
+    first.run_forever()
+    assert not asking.done()
+    try:
+        second = asyncio.wait_for(turn.prompt(row), timeout=60)
+        assert asyncio.run(second).ids == chat_input_ids(row["messages"], tokenizer, False)
+    finally:
+        turn.close()
+        asking.cancel()
+        first.run_until_complete(asyncio.gather(asking, return_exceptions=True))
+        first.close()
