@@ -410,15 +410,16 @@ def _combine(
             partial_max + entry_S, mask=there_S, other=float("-inf"), cache_modifier=".cg"
         )
         sum_S = tl.load(partial_sum + entry_S, mask=there_S, other=0.0, cache_modifier=".cg")
-        weight_S = tl.exp2(max_S - tl.max(max_S, 0))
-        total = tl.sum(sum_S * weight_S, 0)
         for start in tl.static_range(0, PADDED, WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
             dim_W = start + tl.arange(0, WIDTH)
+            # Before the reductions, which wait: one latency of memory instead of two.
             acc_SW = tl.load(
                 partial_acc + entry_S[:, None] * HEAD_DIM + dim_W[None, :],
                 mask=there_S[:, None] & (dim_W < HEAD_DIM)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
+            weight_S = tl.exp2(max_S - tl.max(max_S, 0))
+            total = tl.sum(sum_S * weight_S, 0)
             result_W = (tl.sum(acc_SW * weight_S[:, None], 0) / total).to(out.dtype.element_ty)
             tl.store(out + head * HEAD_DIM + dim_W, result_W, mask=dim_W < HEAD_DIM)
