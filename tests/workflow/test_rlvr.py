@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from sample_rewards import exact_match, of_lists
@@ -262,11 +264,15 @@ async def test_prompts_of_one_tick_are_tokenised_together_and_fail_alone(make_wo
     assert texts == {f"{i}+1=" for i in range(9) if i != 4}
 
 
+@pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("lengths", [[1], [3, 1, 2], [5, 5]])
-def test_the_trajectory_of_a_group_is_its_padded_samples(lengths):
+def test_the_trajectory_of_a_group_is_its_padded_samples(lengths, has_experts):
     samples, rows = [], []
     for n in lengths:
         reply = ModelResponse([1, 2], [3] * n, [-0.1] * n, [4] * n, "length" if n == 1 else "stop")
+        if has_experts:
+            routed = np.arange((n + 1) * 4, dtype=np.uint8).reshape(n + 1, 2, 2)
+            reply = replace(reply, routed_experts=routed)
         samples.append(Sample.of(reply))
         transcript = Transcript([1, 2])
         transcript.add_reply(reply)
@@ -274,8 +280,12 @@ def test_the_trajectory_of_a_group_is_its_padded_samples(lengths):
     group = group_trajectory([1, 2], samples, [float(n) for n in lengths])
     expected = concat_padded_tensors(rows)
     assert group.keys() == expected.keys()
+    real = group["attention_mask"]
     for key, value in group.items():
-        assert torch.equal(value, expected[key]) and value.dtype == expected[key].dtype
+        assert value.dtype == expected[key].dtype and value.shape == expected[key].shape
+        # Experts of padding are none in one, and 0 in the other.
+        rows = real if key == "routed_experts" else ...
+        assert torch.equal(value[rows], expected[key][rows])
 
 
 def test_prompts_of_a_loop_that_was_closed_are_tokenised_on_the_next(tokenizer):
