@@ -31,13 +31,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import resource
 import signal
 import struct
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 _PR_SET_SECCOMP = 22
@@ -68,9 +66,9 @@ def confine(limits: dict[str, Any], folder: str) -> list[str]:
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     unkept = _restrict_files(libc, [folder, *limits["writable"]], limits["hidden"])
-    _drop_capabilities(libc)
+    drop_capabilities(libc)
     if not _filter_calls(libc, limits):
-        _insist_on_network(limits, f"a {platform.machine()} with this kernel")
+        _insist_on_network(limits, f"a {os.uname().machine} with this kernel")
         unkept += _BY_FILTER
     return unkept
 
@@ -115,7 +113,7 @@ def _num_tasks_of_user() -> int:
     return count
 
 
-def _drop_capabilities(libc: ctypes.CDLL) -> None:
+def drop_capabilities(libc: ctypes.CDLL) -> None:
     header = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0))
     nothing = ctypes.create_string_buffer(24)
     _check(libc.capset(header, nothing), "capset")
@@ -162,6 +160,8 @@ def _all_but(hidden: list[str]) -> tuple[list[str], bool]:
     Siblings of a hidden path are listed once, so entries created there later cannot be read. False
     when a parent of a hidden path cannot be listed: then all of it stays readable.
     """
+    from pathlib import Path  # imported late: it would delay the start of a session
+
     there = {os.path.realpath(path) for path in hidden if os.path.exists(path)}
     ways = {str(parent) for path in there for parent in Path(path).parents}
     if not ways:
@@ -187,14 +187,17 @@ def _filter_calls(libc: ctypes.CDLL, limits: dict[str, Any]) -> bool:
     """Install seccomp; False if unsupported or if the architecture's calls are not listed."""
     parent = os.getppid()
     program = filter_program(
-        platform.machine(),
+        os.uname().machine,
         limits,
         pid=os.getpid(),
         parent=parent,
         parent_group=os.getpgid(parent),
     )
-    if program is None:
-        return False
+    return program is not None and install_filter(libc, program)
+
+
+def install_filter(libc: ctypes.CDLL, program: bytes) -> bool:
+    """For this process and those it starts; needs no_new_privs."""
     code = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     return libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(head), 0, 0) == 0

@@ -119,9 +119,9 @@ def test_a_folder_too_deep_for_any_path_is_removed(shared_folder, monkeypatch):
 
 def test_cpu_time_is_bounded_whatever_the_function_ignores(user):
     began = time.monotonic()
-    [found] = outcomes(["burn"], user=user, timeout_s=120, cpu_seconds=1)
+    [found] = outcomes(["burn"], user=user, timeout_s=900, cpu_seconds=1)
     assert "took more CPU time than limits.cpu_seconds=1 allows" in str(found)
-    [found] = outcomes(["burn_in_child"], user=user, timeout_s=120, cpu_seconds=1, max_processes=2)
+    [found] = outcomes(["burn_in_child"], user=user, timeout_s=900, cpu_seconds=1, max_processes=2)
     assert "took more CPU time than limits.cpu_seconds=1 allows" in str(found)
     assert time.monotonic() - began < 100
 
@@ -138,7 +138,7 @@ def test_no_process_stays_behind(attack, user):
     before = sleepers()
     [found] = outcomes(attack, user=user, timeout_s=4, max_processes=1500)
     assert any(text in str(found) for text in ("not permitted", "did not return", "unavailable"))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while sleepers() - before:
         assert time.monotonic() < deadline, "a process lives on"
         time.sleep(0.05)
@@ -259,7 +259,7 @@ def test_what_it_prints_does_not_fill_the_log(capfd):
         [sys.executable, str(root / "tests" / "attack_report.py"), order],
         env={**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"},
         capture_output=True,
-        timeout=300,
+        timeout=900,
         check=True,
     )
     assert b"[1.0]" in done.stdout

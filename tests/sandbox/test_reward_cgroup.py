@@ -32,13 +32,13 @@ def test_a_group_ends_all_its_processes_and_goes(group):
         group.add(process.pid)
         process.stdin.write(b"\n")
         process.stdin.flush()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         procs = group.folders[0] / "cgroup.procs"
         while len(procs.read_text().split()) < 8:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         group.kill()
-        assert process.wait(timeout=30) < 0
+        assert process.wait(timeout=300) < 0
     assert not group.was_out_of_memory()
     group.close()
     assert not any(folder.exists() for folder in group.folders)

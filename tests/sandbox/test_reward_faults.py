@@ -33,7 +33,7 @@ def run_script(text, **env):
         env={**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}", **env},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
         errors="backslashreplace",
     )
 

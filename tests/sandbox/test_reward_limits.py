@@ -67,7 +67,7 @@ async def test_what_was_started_ends_with_the_worker_even_in_sessions_of_its_own
     async with attacker(1.0, max_processes=50) as reward:
         with pytest.raises(RewardTimeoutError):
             await reward("fork", 6)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while num_workers() > before:
         assert time.monotonic() < deadline, "an orphan lives on"
         time.sleep(0.05)

@@ -1,0 +1,236 @@
+"""A few real episodes with every request recorded: tokens, sampling parameters, loss mask.
+
+    episodes = run_episodes(trainer, workflow, num_prompts=4)
+    check_tokens(chart, trainer.config, trainer.tokenizer, episodes)
+    check_sampling(chart, trainer.config, episodes)
+    check_loss_mask(chart, episodes.masks())
+
+The recorder stands between the workflow and the engine and passes everything on, so it knows which
+tokens were sent and which came back, whatever the workflow made of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from areal.api.engine_api import InferenceEngine
+from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from areal.doctor.report import Chart
+from areal.rollout.failures import FailureLimits
+from areal.rollout.group import GroupRunner
+from areal.rollout.source import Prompt
+from areal.trainer.probe import MAX_PROMPT
+from areal.utils.tokenizer import chat_prompt_ids
+from areal.workflow import WORKFLOWS
+
+if TYPE_CHECKING:
+    from areal.api.config.experiment import PPOConfig
+    from areal.api.workflow_api import RolloutWorkflow
+    from areal.trainer.rl_trainer import PPOTrainer
+
+Spans = Iterable[tuple[int, int]]  # first token of a reply, and the one after its last
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    prompts: list[Prompt]
+    trajectories: list[dict[str, Any]]  # of each prompt
+    calls: list[tuple[ModelRequest, ModelResponse]]
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and tensors, without padding, of every row."""
+        for prompt, trajectory in zip(self.prompts, self.trajectories, strict=True):
+            yield from rows_of(prompt.task_id, trajectory)
+
+    def short_prompts(self, count: int) -> list[list[int]]:
+        """The tokens of different requests, at most `count`."""
+        sent = {tuple(request.input_ids): None for request, _ in self.calls}
+        return [list(ids) for ids in sent if len(ids) <= MAX_PROMPT][:count]
+
+    def masks(self) -> Iterator[tuple[str, torch.Tensor, Spans]]:
+        """For `check_loss_mask`."""
+        for name, row in self.rows():
+            yield name, row["loss_mask"], _spans(row["input_ids"].tolist(), self.calls)
+
+
+def rows_of(task_id: int, trajectory: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for row, length in enumerate(trajectory["attention_mask"].sum(1).tolist()):
+        tensors = {
+            key: value[row, :length] if value.dim() > 1 else value[row]
+            for key, value in trajectory.items()
+            if isinstance(value, torch.Tensor)
+        }
+        yield f"row {row} of prompt {task_id}", tensors
+
+
+def run_episodes(trainer: PPOTrainer, workflow: RolloutWorkflow, num_prompts: int) -> Episodes:
+    """The groups of the run's first prompts. An exception of an episode is raised; a prompt that
+    the workflow rejects is left out."""
+    config = trainer.config
+    recorder = RecordingEngine(trainer.inference)
+    groups = GroupRunner(
+        engine=recorder,
+        workflow=workflow,
+        group_size=config.gconfig.n_samples,
+        run_seed=config.seed,
+        is_eval=False,
+        limits=FailureLimits(max_retries=0),
+        on_attempt_failed=lambda error, retried: None,
+        reward_normalization=config.gconfig.reward_normalization,
+    )
+    prompts = [trainer.source.prompt(task_id) for task_id in range(num_prompts)]
+
+    async def run() -> list[dict[str, Any] | None]:
+        async with asyncio.timeout(config.rollout.request_timeout):
+            return await asyncio.gather(*(groups.run(p.task_id, p.data) for p in prompts))
+
+    results = trainer.runner.run(run()).result()
+    kept = [(p, t) for p, t in zip(prompts, results, strict=True) if t is not None]
+    return Episodes([p for p, _ in kept], [t for _, t in kept], recorder.calls)
+
+
+class RecordingEngine(InferenceEngine):
+    """Passes every call on, and keeps requests with their replies."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self.calls: list[tuple[ModelRequest, ModelResponse]] = []
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        response = await self._engine.agenerate(req)
+        self.calls.append((req, response))
+        return response
+
+    def initialize(self) -> None:
+        """The engine is running."""
+
+    def destroy(self) -> None:
+        """Its owner does."""
+
+    def pause_generation(self) -> None:
+        self._engine.pause_generation()
+
+    def continue_generation(self) -> None:
+        self._engine.continue_generation()
+
+    def update_weights(self, meta: WeightUpdateMeta, named_tensors: Any = None) -> None:
+        self._engine.update_weights(meta, named_tensors)
+
+    def get_version(self) -> int:
+        return self._engine.get_version()
+
+    def stats(self) -> dict[str, float]:
+        return self._engine.stats()
+
+    def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        return self._engine.busy_intervals(since)
+
+
+def check_tokens(chart: Chart, config: PPOConfig, tokenizer: Any, episodes: Episodes) -> None:
+    """Rows hold the very tokens that were sent and sampled, and prompts are the rows' own."""
+    sent = [list(request.input_ids) for request, _ in episodes.calls]
+    if not prompts_are_sent(chart, config, tokenizer, episodes.prompts, sent):
+        return
+    for name, row in episodes.rows():
+        if not any(_spans(row["input_ids"].tolist(), episodes.calls)):
+            return chart.fault(
+                "tokens",
+                f"{name} has tokens that no request and reply had: "
+                "text was tokenized again, or tokens were cut",
+                change="build trajectories from the tokens of ModelResponse, never from text",
+            )
+    count = sum(1 for _ in episodes.rows())
+    chart.ok("tokens", f"{count} rows hold the very tokens of {len(episodes.calls)} requests")
+
+
+def prompts_are_sent(
+    chart: Chart,
+    config: PPOConfig,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    sent: Sequence[list[int]],
+) -> bool:
+    """Whether something was sent that begins with each prompt as the chat template writes it."""
+    for prompt in prompts if _uses_template(config) else ():
+        thinking = bool(config.workflow_kwargs.get("enable_thinking", False))
+        expected = chat_prompt_ids(prompt.data["messages"], tokenizer, enable_thinking=thinking)
+        if not any(ids[: len(expected)] == expected for ids in sent):
+            chart.fault(
+                "tokens",
+                f"nothing begins with the tokens of row {prompt.row} as the chat template writes "
+                f"them ({expected[:8]} ...)",
+                change="tokenize prompts with areal.utils.tokenizer.chat_prompt_ids; a run whose "
+                "data or tokenizer changed needs a new trial_name",
+            )
+            return False
+    return True
+
+
+def _uses_template(config: PPOConfig) -> bool:
+    own = {"get_input_ids_fn", "data_extract_prompt_fn"} & config.workflow_kwargs.keys()
+    return config.workflow in WORKFLOWS and not own and config.rollout.agent.mode != "online"
+
+
+def check_sampling(chart: Chart, config: PPOConfig, episodes: Episodes) -> None:
+    """Requests ask for the temperature that the trainer divides logits by."""
+    wanted = config.actor.temperature
+    for request, _ in episodes.calls:
+        options = request.gconfig
+        if options.greedy or options.temperature != wanted:
+            asked = "greedy tokens" if options.greedy else f"temperature {options.temperature:g}"
+            return chart.fault(
+                "sampling",
+                f"requests ask for {asked}, and the trainer computes log-probabilities at "
+                f"temperature {wanted:g}",
+                change="pass the config's gconfig to requests (or set actor.temperature and "
+                "gconfig.temperature to what the workflow uses)",
+            )
+    chart.ok("sampling", f"{len(episodes.calls)} requests ask for temperature {wanted:g}")
+
+
+def check_loss_mask(chart: Chart, rows: Iterable[tuple[str, torch.Tensor, Spans]]) -> None:
+    """Loss is on sampled tokens alone, and on whole replies: of each row its name, `loss_mask` [S]
+    and where replies stand in it."""
+    num_tokens = 0
+    for name, mask, spans in rows:
+        if fault := _mask_fault(mask.bool(), list(spans)):
+            return chart.fault(
+                "loss_mask",
+                f"{name}: {fault}",
+                change="set loss_mask to 1 exactly where the model sampled the token "
+                "(areal.workflow.transcript.Transcript does)",
+            )
+        num_tokens += int(mask.sum())
+    chart.ok("loss_mask", f"loss on {num_tokens} tokens, all of them sampled")
+
+
+def _mask_fault(mask: torch.Tensor, spans: Sequence[tuple[int, int]]) -> str:
+    """Empty if there is none. A reply may be left out as a whole."""
+    sampled = torch.zeros_like(mask)
+    for start, end in spans:
+        sampled[start:end] = True
+    partly = any(0 < int(mask[start:end].sum()) < end - start for start, end in spans)
+    if not partly and not bool((mask & ~sampled).any()):
+        return ""
+    for shift, name in ((1, "early"), (-1, "late")):
+        if torch.equal(mask.roll(shift), sampled):
+            return f"the loss mask is one token too {name}"
+    wrong = int((mask & ~sampled).sum())
+    if wrong:
+        return f"the loss mask has {wrong} tokens that the model did not sample"
+    return f"the loss mask leaves out {int((sampled & ~mask).sum())} tokens of a reply"
+
+
+def _spans(
+    ids: list[int], calls: Sequence[tuple[ModelRequest, ModelResponse]]
+) -> Iterator[tuple[int, int]]:
+    """Where replies stand in `ids`, which begin with the prompt of each."""
+    for request, reply in calls:
+        start, end = len(request.input_ids), len(request.input_ids) + len(reply.output_tokens)
+        if ids[:start] == list(request.input_ids) and ids[start:end] == list(reply.output_tokens):
+            yield start, end

@@ -1,0 +1,178 @@
+"""Reward: computed again for the same tokens and row, and for the other rows.
+
+A reward that fits another row's answer better than its own was given for the wrong row; one that
+fits none is not a function of the row (a judge that samples, shaping by the workflow).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from areal.doctor.report import Chart
+from areal.reward import get_reward_fn
+from areal.rollout.source import Prompt
+from areal.sandbox.pool import AsyncRewardWrapper, RewardError
+from areal.workflow import WORKFLOWS
+from areal.workflow.chat import REWARD_ARGUMENTS
+
+if TYPE_CHECKING:
+    from areal.api.config.experiment import PPOConfig
+    from areal.rollout.event_loop import TaskRunner
+
+_MAX_SAMPLES = 16  # that are graded again, each for up to _MAX_ROWS rows
+_MAX_ROWS = 4
+
+Graded = dict[int, list[float]]  # by row, the reward of each sample under that row's columns
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One graded reply: a row of a trajectory with one turn."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    reply_ids: list[int]
+    reward: float
+
+
+def single_turn_samples(
+    prompts: Sequence[Prompt], trajectories: Sequence[dict[str, Any]]
+) -> list[Sample]:
+    """Rows of one reply each, with the reward as the reward function gave it."""
+    samples = []
+    for prompt, trajectory in zip(prompts, trajectories, strict=True):
+        rewards = trajectory.get("original_rewards", trajectory["rewards"])
+        for row, mask in enumerate(trajectory["loss_mask"].bool()):
+            sampled = mask.nonzero().flatten()
+            if not len(sampled) or int(sampled[-1] - sampled[0]) + 1 != len(sampled):
+                continue  # no reply, or several
+            start, end = int(sampled[0]), int(sampled[-1]) + 1
+            ids = trajectory["input_ids"][row].tolist()
+            samples.append(Sample(prompt, ids[:start], ids[start:end], rewards[row].item()))
+    return samples[:_MAX_SAMPLES]
+
+
+def check_rewards(
+    chart: Chart,
+    config: PPOConfig,
+    runner: TaskRunner,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    trajectories: Sequence[dict[str, Any]],
+) -> None:
+    rewards = torch.cat([t.get("original_rewards", t["rewards"]) for t in trajectories]).float()
+    if not bool(rewards.isfinite().all()):
+        return chart.fault(
+            "reward", "a reward is not finite", change="return a finite number, or raise"
+        )
+    samples = single_turn_samples(prompts, trajectories)
+    if config.reward_fn is None or not samples:
+        return chart.unseen("reward", "no reply that a reward function graded alone")
+    try:
+        graded = _grade(config, runner, tokenizer, samples)
+        if wrong := _wrong(samples, graded):
+            again = _grade(config, runner, tokenizer, samples)
+            return _accuse(chart, config, samples, graded, wrong, is_steady=again == graded)
+    except RewardError as error:
+        return chart.fault("reward", str(error), change="correct the reward function")
+    spread = len({one.reward for one in samples}) > 1
+    alike = "" if spread else "; all are the same, which teaches nothing if it stays so"
+    chart.ok("reward", f"{len(samples)} rewards, computed again, are equal{alike}")
+
+
+def _wrong(samples: Sequence[Sample], graded: Graded) -> list[int]:
+    """Samples with another reward than that of their own row."""
+    return [
+        i
+        for i, one in enumerate(samples)
+        if one.prompt.row in graded and not _same(one.reward, graded[one.prompt.row][i])
+    ]
+
+
+def _accuse(
+    chart: Chart,
+    config: PPOConfig,
+    samples: Sequence[Sample],
+    graded: Graded,
+    wrong: Sequence[int],
+    *,
+    is_steady: bool,
+) -> None:
+    """`is_steady`: the reward function gave the same numbers twice."""
+    first = samples[wrong[0]]
+    text = (
+        f"{len(wrong)} of {len(samples)} rewards differ when computed again: {first.reward:g} is "
+        f"stored for row {first.prompt.row}, which gives {graded[first.prompt.row][wrong[0]]:g}"
+    )
+    if not is_steady:
+        return chart.unseen("reward", f"{text}; but the function varies from call to call")
+    groups = {samples[i].prompt.row for i in wrong}
+    explained = [row for row in groups if _fits_another(row, samples, graded)]
+    if 2 * len(explained) >= len(groups):
+        return chart.fault(
+            "reward",
+            f"{text}; they are the reward of another row",
+            change="pass the columns of the sample's own row to the reward function",
+        )
+    if config.workflow in WORKFLOWS:
+        return chart.fault(
+            "reward",
+            text,
+            change="look at what changed: the reward function, the data set, or the stored rewards",
+        )
+    chart.unseen("reward", f"{text}; no other row explains it, so the workflow may shape it")
+
+
+def _fits_another(row: int, samples: Sequence[Sample], graded: Graded) -> bool:
+    """Whether another row gives the rewards of this group. Equal rewards prove nothing: a workflow
+    may set them to 0."""
+    group = [i for i, one in enumerate(samples) if one.prompt.row == row]
+    if len({samples[i].reward for i in group}) < 2:
+        return False
+    others = [rewards for number, rewards in graded.items() if number != row]
+    return any(all(_same(samples[i].reward, given[i]) for i in group) for given in others)
+
+
+def _grade(
+    config: PPOConfig, runner: TaskRunner, tokenizer: Any, samples: Sequence[Sample]
+) -> Graded:
+    reward = AsyncRewardWrapper(
+        get_reward_fn(config.reward_fn), **config.workflow_kwargs.get("reward_kwargs", {})
+    )
+    rows = {one.prompt.row: one.prompt.data for one in samples}
+    stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+    async def grade() -> Graded:
+        calls = {
+            number: [_call(reward, tokenizer, one, data, stops) for one in samples]
+            for number, data in list(rows.items())[:_MAX_ROWS]
+        }
+        return {number: await asyncio.gather(*row) for number, row in calls.items()}
+
+    try:
+        return runner.run(grade()).result()
+    finally:
+        reward.close()
+
+
+def _call(
+    reward: AsyncRewardWrapper, tokenizer: Any, one: Sample, data: dict[str, Any], stops: set[int]
+) -> asyncio.Future[float]:
+    """As the shipped workflows call it."""
+    text_ids = one.reply_ids[:-1] if one.reply_ids[-1] in stops else one.reply_ids
+    return reward.start(
+        tokenizer.decode(one.prompt_ids),
+        tokenizer.decode(text_ids),
+        one.prompt_ids,
+        one.reply_ids,
+        **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
+    )
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * max(1.0, abs(a), abs(b))  # stored in float32

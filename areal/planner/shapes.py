@@ -1,0 +1,218 @@
+"""Numbers in a decoder's weights, cache and activations. In: `DecoderArgs`; out: counts, not bytes.
+
+The count of weights is exact. Of the activations: what a compiled block keeps for its backward
+pass, and what an uncompiled one keeps; both follow the code of models/common.
+
+Legend: D model dim, Q query width (heads x head dim), K key or value width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from areal.models.common.args import DecoderArgs
+
+# What the counts below describe. A family with blocks of its own is not among them.
+FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+
+
+class UnplannableError(ValueError):
+    """The counts do not describe this model."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Counts of one model; UnplannableError for a family they do not describe."""
+
+    args: DecoderArgs
+
+    def __post_init__(self) -> None:
+        if self.args.model_type not in FAMILIES:
+            raise UnplannableError(
+                f"model_type {self.args.model_type!r} cannot be planned: known are "
+                f"{', '.join(FAMILIES)}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.args.n_layers
+
+    @property
+    def query_width(self) -> int:
+        return self.args.n_heads * self.args.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.args.n_kv_heads * self.args.head_dim
+
+    @cached_property
+    def num_weights(self) -> int:
+        return self.root_weights + sum(map(self.block_weights, range(self.num_layers)))
+
+    @cached_property
+    def root_weights(self) -> int:
+        """Embedding, head and last norm: all that is in no block."""
+        args = self.args
+        head = 0 if args.tie_word_embeddings else self.head_weights
+        if args.is_critic:
+            head = args.dim
+        return args.vocab_size * args.dim + head + args.dim
+
+    @property
+    def head_weights(self) -> int:
+        """Of the product that makes the logits; a tied one is the embedding."""
+        return self.args.dim if self.args.is_critic else self.args.vocab_size * self.args.dim
+
+    def block_weights(self, layer: int) -> int:
+        return self.shared_weights(layer) + self.expert_weights(layer)
+
+    def shared_weights(self, layer: int) -> int:
+        """Of a block, without its experts."""
+        args, q, k = self.args, self.query_width, self.kv_width
+        norms = (4 if args.out_norms else 2) * args.dim + 2 * args.head_dim * args.qk_norm
+        biases = (q + 2 * k) * args.qkv_bias + args.dim * args.attention_out_bias
+        if args.is_sparse(layer):
+            moe = args.expert_args
+            return self.attention_weights + norms + biases + moe.num_experts * args.dim
+        biases += (2 * args.hidden_dim + args.dim) * args.mlp_bias
+        return self.attention_weights + norms + biases + 3 * args.dim * args.hidden_dim
+
+    @property
+    def attention_weights(self) -> int:
+        """Of its four matrices."""
+        return self.args.dim * 2 * (self.query_width + self.kv_width)
+
+    def expert_weights(self, layer: int) -> int:
+        """Of all experts of a block."""
+        if not self.args.is_sparse(layer):
+            return 0
+        return self.args.expert_args.num_experts * self.one_expert
+
+    @property
+    def one_expert(self) -> int:
+        return 3 * self.args.dim * self.args.expert_args.hidden_dim
+
+    @cached_property
+    def all_expert_weights(self) -> int:
+        return sum(map(self.expert_weights, range(self.num_layers)))
+
+    @cached_property
+    def used_by_token(self) -> float:
+        """Weights of the blocks' matrices that one token is multiplied with."""
+        moe = self.args.moe
+        return self._shared_matrices + (0 if moe is None else self._experts(moe.top_k))
+
+    def read_by_rows(self, num_rows: float) -> float:
+        """Weights of the blocks' matrices that `num_rows` tokens read together. Tokens choose
+        their experts independently and evenly."""
+        moe = self.args.moe
+        if moe is None:
+            return self._shared_matrices
+        chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_rows)
+        return self._shared_matrices + self._experts(chosen)
+
+    def _experts(self, number: float) -> float:
+        return len(self.args.expert_args.layers) * number * self.one_expert
+
+    @cached_property
+    def _shared_matrices(self) -> float:
+        """Of all blocks, without experts."""
+        args = self.args
+        sparse = 0 if args.moe is None else len(args.moe.layers)
+        total = self.num_layers * self.attention_weights
+        total += (self.num_layers - sparse) * 3 * args.dim * args.hidden_dim
+        if args.moe is not None:
+            total += sparse * args.moe.num_experts * args.dim
+        return float(total)
+
+    @cached_property
+    def kv_per_token(self) -> int:
+        """Numbers of a token's keys and values in all layers."""
+        return 2 * self.num_layers * self.kv_width
+
+    @cached_property
+    def kv_heads_in_layers(self) -> int:
+        return 2 * self.num_layers * self.args.n_kv_heads
+
+    def cached_tokens_read(self, context: float) -> float:
+        """Tokens whose keys and values a decode step reads, averaged over layers: of layers with a
+        window at most as many."""
+        args = self.args
+        if not args.windows:
+            return context
+        windows = [args.window(layer) for layer in range(self.num_layers)]
+        return sum(context if w is None else min(context, w) for w in windows) / self.num_layers
+
+    def attention_pairs(self, length: float) -> float:
+        """(query, key) pairs of one causal sequence, averaged over layers."""
+        args, total = self.args, 0.0
+        if not args.windows:
+            return length**2 / 2
+        for layer in range(self.num_layers):
+            window = args.window(layer)
+            outside = 0.0 if window is None else max(length - window, 0.0)
+            total += (length**2 - outside**2) / 2
+        return total / self.num_layers
+
+    def feed_forward_width(self, layer: int) -> int:
+        """F of a token: the experts it uses together."""
+        moe = self.args.moe
+        if moe is None or not self.args.is_sparse(layer):
+            return self.args.hidden_dim
+        return moe.top_k * moe.hidden_dim
+
+    @cached_property
+    def mean_feed_forward(self) -> float:
+        """F, averaged over layers."""
+        return sum(map(self.feed_forward_width, range(self.num_layers))) / self.num_layers
+
+    def kept(self, mode: str) -> float:
+        """Numbers kept per token for the backward pass, by all layers.
+
+        compiled: inputs and norms of both halves (4 D), queries and attention's output (2 Q), keys
+        and values (2 K), gate, up and their product (3 F). none: also the activation of the gate.
+        selective: the input, and results of products and attention. full: the input. Norms of
+        heads also keep what they normalize, norms after attention and feed-forward too.
+        """
+        return self._kept[mode]
+
+    @cached_property
+    def _kept(self) -> dict[str, float]:
+        return {
+            mode: sum(self.kept_by_block(mode, layer) for layer in range(self.num_layers))
+            for mode in ("none", "compiled", "selective", "full")
+        }
+
+    def kept_by_block(self, mode: str, layer: int) -> float:
+        """The same, by one layer."""
+        args = self.args
+        dim, q, k, width = (
+            args.dim,
+            self.query_width,
+            self.kv_width,
+            self.feed_forward_width(layer),
+        )
+        if mode == "full":
+            return dim
+        if mode == "selective":
+            kept = 3 * dim + 2 * q + 2 * k + 2 * width
+            return kept + args.expert_args.top_k * dim if args.is_sparse(layer) else kept
+        kept = 4 * dim + 2 * q + 2 * k + (q + k) * args.qk_norm + 2 * dim * args.out_norms
+        if args.is_sparse(layer):
+            # Never compiled; rows of experts in and out, float32 for the router.
+            moe = args.expert_args
+            return kept + 4 * width + 2 * moe.top_k * dim + 2 * dim + 2 * moe.num_experts
+        return kept + (3 if mode == "compiled" else 4) * width
+
+    @cached_property
+    def largest_kept_block(self) -> dict[str, float]:
+        """Of any layer, by mode."""
+        return {
+            mode: max(self.kept_by_block(mode, layer) for layer in range(self.num_layers))
+            for mode in ("none", "compiled")
+        }
+
+    @cached_property
+    def widest_feed_forward(self) -> int:
+        return max(map(self.feed_forward_width, range(self.num_layers)))

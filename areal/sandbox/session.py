@@ -1,0 +1,225 @@
+"""A sandbox session: a file tree of its own, and commands that run in it one after another.
+
+    async with await Session.start(SessionLimits(wall_s=5)) as session:
+        await session.write_file("data.txt", b"1 2 3")
+        result = await session.python("print(sum(map(int, open('data.txt').read().split())))")
+        result.output                          # "6\\n"
+        await session.shell("ls -l")
+
+In: code that nobody trusts. Out: a Result, whatever the code did: its exit code, its output (cut at
+`output_bytes`), and the limit that ended it. SandboxError is never the code's doing alone: the
+session could not be started, or its first process is gone, and it cannot be used any more.
+
+The session sees system folders and Python, read-only, and its own files; no network, no process,
+file or variable of ours. Commands run in /workspace. Nothing but files survives a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+import struct
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.scratch import ScratchFolder
+from areal.sandbox.isolation import ADVICE, SandboxError, command, settings_of, ways
+from areal.sandbox.limits import SessionLimits
+from areal.sandbox.output import printable
+from areal.utils.child_process import describe_exit, spawn
+
+_START_S = 60.0  # on a busy machine
+MAX_FILE_BYTES = 1 << 20  # that `read_file` returns
+_GRACE_S = 10.0  # beyond a call's time, until a session counts as lost
+_WRITE = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
+_known_way: list[str] = []  # the first that worked in this process
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    exit_code: int  # negative: the signal that ended it
+    output: str  # of stdout and stderr together
+    is_cut: bool  # the output was longer
+    limit: str | None  # the key of SessionLimits that it exceeded
+
+    @property
+    def text(self) -> str:
+        """For the model: the output, and in words what else happened."""
+        parts = [self.output.rstrip("\n")]
+        if self.is_cut:
+            parts.append("[the output is longer]")
+        if self.limit is not None:
+            parts.append(f"[ended: more than {self.limit} allows]")
+        elif self.exit_code != 0:
+            parts.append(f"[it {describe_exit(self.exit_code)}]")
+        return "\n".join(part for part in parts if part)
+
+
+class Session:
+    """Made by `start`. One call at a time; further ones wait."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: ScratchFolder) -> None:
+        self._process = process
+        self._folder = folder
+        self._lock = asyncio.Lock()
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._limits: SessionLimits
+
+    @classmethod
+    async def start(cls, limits: SessionLimits | None = None) -> Session:
+        """SandboxError, with what to change, where the system allows no sandbox."""
+        limits = limits or SessionLimits()
+        failures: list[str] = []
+        for way in _known_way or ways():
+            try:
+                session = await cls._start(way, limits)
+            except SandboxError as error:
+                failures.append(f"{way}: {error}")
+                continue
+            _known_way[:] = [way]
+            return session
+        raise SandboxError(f"no sandbox can be started ({'; '.join(failures)}); {ADVICE}")
+
+    @classmethod
+    async def _start(cls, way: str, limits: SessionLimits) -> Session:
+        folder = ScratchFolder("sandbox")
+        settings = json.dumps(settings_of(limits, folder.path)).encode()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            argv = command(way, json.loads(settings), theirs.fileno())
+            # Starting a process blocks for milliseconds.
+            try:
+                process = await asyncio.to_thread(_spawn, argv, theirs.fileno())
+            except OSError as error:
+                ours.close()
+                folder.close()
+                raise SandboxError(f"{argv[0]}: {error.strerror}") from error
+        session = cls(process, folder)
+        try:
+            limit = 2 * max(limits.output_bytes, MAX_FILE_BYTES) + 4096
+            ours.setblocking(False)
+            session._reader, session._writer = await asyncio.open_connection(sock=ours, limit=limit)
+            session._limits = limits
+            session._writer.write(struct.pack("<I", len(settings)) + settings)
+            reply = await session._receive(_START_S)
+        except BaseException:
+            session._kill()
+            raise
+        if "fatal" in reply:
+            session._kill()
+            raise SandboxError(printable(str(reply["fatal"]), 500))
+        return session
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", wall_s: float | None = None
+    ) -> Result:
+        """Run a program; `wall_s` shortens its time."""
+        return await self._call({"argv": list(argv)}, stdin, wall_s)
+
+    async def shell(self, script: str, *, wall_s: float | None = None) -> Result:
+        return await self.run(["sh", "-c", script], wall_s=wall_s)
+
+    async def python(self, code: str, *, wall_s: float | None = None) -> Result:
+        if self._limits.python:
+            source = code.encode(errors="surrogatepass")  # Python refuses half a character itself
+            return await self.run([self._limits.python, "-"], stdin=source, wall_s=wall_s)
+        return await self._call({"code": code}, b"", wall_s)
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """OSError if the session has no room for it, or `path` cannot be written."""
+        result = await self.run(["sh", "-c", _WRITE, "sh", path], stdin=data)
+        if result.exit_code != 0:
+            raise OSError(f"{path}: {result.output.strip() or result.text}")
+
+    async def read_file(self, path: str) -> bytes:
+        """OSError if it cannot be read, or has more than MAX_FILE_BYTES."""
+        command = {"argv": ["cat", "--", path], "output_bytes": MAX_FILE_BYTES}
+        reply = await self._exchange(command, b"", None)
+        data = base64.b64decode(reply["output"])
+        if reply["exit"] != 0 or reply["cut"]:
+            too_long = f"has more than {MAX_FILE_BYTES} bytes"
+            why = too_long if reply["cut"] else data.decode(errors="replace")
+            raise OSError(f"{path}: {why.strip()}")
+        return data
+
+    async def close(self) -> None:
+        """End every process of the session, and remove its files."""
+        self._kill()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _call(self, what: dict[str, Any], stdin: bytes, wall_s: float | None) -> Result:
+        reply = await self._exchange(what, stdin, wall_s)
+        data = base64.b64decode(reply["output"])
+        output = printable(data.decode(errors="backslashreplace"))
+        return Result(reply["exit"], output, reply["cut"], reply["limit"])
+
+    async def _exchange(
+        self, what: dict[str, Any], stdin: bytes, wall_s: float | None
+    ) -> dict[str, Any]:
+        wall_s = min(wall_s or self._limits.wall_s, self._limits.wall_s)
+        request = {
+            "output_bytes": self._limits.output_bytes,
+            "stdin": base64.b64encode(stdin).decode(),
+            "wall_s": wall_s,
+            **what,
+        }
+        async with self._lock:
+            try:
+                self._writer.write(json.dumps(request).encode() + b"\n")
+                await self._writer.drain()
+                return await self._receive(wall_s + _GRACE_S)
+            except BaseException:  # also a cancelled call: its reply would be read by the next one
+                self._kill()
+                raise
+
+    async def _receive(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._reader.readline()
+            reply = json.loads(line) if line else None
+        except TimeoutError:
+            raise SandboxError(f"the session did not answer for {timeout_s:g} s") from None
+        except OSError:  # it ended before it had read all
+            reply = None
+        except ValueError as error:
+            raise SandboxError(f"the session sent a reply that is not JSON: {error}") from error
+        if not isinstance(reply, dict) or not ({"ready", "fatal", "exit"} & reply.keys()):
+            raise SandboxError(f"the session ended{self._last_words()}")
+        return reply
+
+    def _last_words(self) -> str:
+        self._kill()
+        assert self._process.stderr is not None  # a pipe
+        said = self._process.stderr.read(4096).decode(errors="replace").strip()
+        return f": {printable(said, 500)}" if said else ""
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()  # the kernel ends the rest: see namespaces.py
+            self._process.wait()
+        if hasattr(self, "_writer"):
+            self._writer.close()
+        self._folder.close()
+
+
+def _spawn(argv: list[str], fd: int) -> subprocess.Popen[bytes]:
+    return spawn(
+        argv,
+        {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[fd],
+    )

@@ -1,0 +1,314 @@
+"""Process 1 of a sandbox session: runs one command after another, each confined and then killed.
+
+`isolation` starts it, inside of new namespaces (`namespaces.py` or bubblewrap). It is the only
+process that lives between calls. Both directions of its socket carry JSON lines, bytes as base64:
+
+    parent -> child   {"argv": [...]} or {"code": "..."}, with "stdin", "wall_s", "output_bytes"
+    child -> parent   {"ready": true} | {"fatal": text}, then per call
+                      {"exit": code, "output": ..., "cut": bool, "limit": name or null}
+
+Code is run in a fork of this process, which saves the start of an interpreter. A command runs as
+another user where there are two (started by root), without capabilities, under resource limits and
+`confine`'s filter of system calls. Its processes are counted every 50 ms, and all are killed when
+the first one ends: nothing survives a call but files.
+
+Standard library only: it is loaded by its path, without site-packages.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+from typing import Any
+
+from areal.sandbox import confine
+
+AGENT_ID = 1000  # user and group of commands, inside
+WORKSPACE = "/workspace"
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 4, 38, 22
+_POLL_MS = 50
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_READ_BYTES = 1 << 16
+_MAX_FILES = 50_000  # each takes memory beside its contents
+
+
+def boot(fd: int) -> None:
+    """Where another program has built the namespaces."""
+    channel = socket.socket(fileno=fd)
+    channel.set_inheritable(False)
+    main(channel, receive_limits(channel))
+
+
+def main(channel: socket.socket, limits: dict[str, Any]) -> None:
+    """Serve calls until the parent closes its end."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_DUMPABLE, 0)  # its memory and descriptors are closed to commands
+    with contextlib.suppress(PermissionError):  # it may lead a session already
+        os.setsid()
+    os.chdir(WORKSPACE)
+    _make_temporary_folder()
+    requests = channel.makefile("rb")
+    send(channel, {"ready": True})
+    for line in requests:
+        send(channel, _Call(json.loads(line), limits, libc).run())
+
+
+def _make_temporary_folder() -> None:
+    """/tmp is a link to it, so that all files share one limit."""
+    os.mkdir(".tmp", 0o700)
+    if os.getuid() == 0:
+        os.chown(".tmp", AGENT_ID, AGENT_ID)
+
+
+def send(channel: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the parent has exited
+
+
+class _Call:
+    """One command: feeds its input, takes its output, counts, and ends all of it."""
+
+    def __init__(self, request: dict[str, Any], limits: dict[str, Any], libc: Any) -> None:
+        self._limits = limits
+        self._stdin = base64.b64decode(request.get("stdin", ""))
+        self._output = bytearray()
+        self._max_output = request["output_bytes"]
+        self._is_cut = False
+        self._reaped_s = 0.0  # CPU time of ended children
+        self._deadline = time.monotonic() + request["wall_s"]
+        from_agent, agent_out = os.pipe()
+        agent_in, to_agent = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _become_agent(request, limits, libc, agent_in, agent_out)
+        os.close(agent_in)
+        os.close(agent_out)
+        self._from, self._to = from_agent, to_agent
+
+    def run(self) -> dict[str, Any]:
+        for pipe in (self._from, self._to):
+            os.set_blocking(pipe, False)
+        poller = select.poll()
+        poller.register(self._from, select.POLLIN)
+        poller.register(self._to, select.POLLOUT)
+        end = os.pidfd_open(self._pid)
+        poller.register(end, select.POLLIN)
+        limit, has_ended = None, False
+        while not has_ended and limit is None:
+            ready = {fd for fd, _ in poller.poll(_POLL_MS)}
+            has_ended = end in ready
+            if self._to in ready and not self._feed():
+                poller.unregister(self._to)
+                os.close(self._to)
+            if self._from in ready and not self._take():
+                poller.unregister(self._from)
+            limit = None if has_ended else self._exceeded()
+        code = self._end()
+        while self._take():  # what it left in the pipe
+            pass
+        for fd in {self._from, end}:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(self._to)
+        output = base64.b64encode(self._output).decode()
+        return {"exit": code, "output": output, "cut": self._is_cut, "limit": limit}
+
+    def _feed(self) -> bool:
+        """False when all was written, or nobody reads it."""
+        try:
+            written = os.write(self._to, self._stdin[:_READ_BYTES])
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            return False
+        self._stdin = self._stdin[written:]
+        return bool(self._stdin)
+
+    def _take(self) -> bool:
+        """False at the end of the pipe, or when nothing is there."""
+        try:
+            data = os.read(self._from, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        room = self._max_output - len(self._output)
+        self._output += data[:room]
+        self._is_cut = self._is_cut or len(data) > room
+        return bool(data)
+
+    def _exceeded(self) -> str | None:
+        if time.monotonic() > self._deadline:
+            return "wall_s"
+        if (files := os.statvfs(WORKSPACE)).f_files - files.f_ffree > _MAX_FILES:
+            return "disk_mb"
+        cpu_s, memory, tasks = self._usage()
+        if cpu_s + self._reaped_s > self._limits["cpu_s"]:
+            return "cpu_s"
+        if memory > self._limits["memory_mb"] << 20:
+            return "memory_mb"
+        return "max_processes" if tasks > self._limits["max_processes"] else None
+
+    def _usage(self) -> tuple[float, int, int]:
+        """(CPU seconds, bytes of private memory, tasks) of all processes but this one."""
+        self._reap()
+        cpu_s, memory, tasks = 0.0, 0, 0
+        for name in os.listdir("/proc"):
+            if name.isdigit() and name != "1":
+                with contextlib.suppress(OSError):  # it has just ended
+                    stat = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+                    resident, shared = map(int, _read(f"/proc/{name}/statm").split()[1:3])
+                    cpu_s += sum(map(int, stat[11:15])) / _TICKS_PER_S
+                    memory += (resident - shared) * _PAGE
+                    tasks += int(stat[17])
+        return cpu_s, memory, tasks
+
+    def _reap(self) -> None:
+        """Orphans end as children of this process; the command itself is left for `_end`."""
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None or found.si_pid == self._pid:
+                return
+            self._count(os.wait4(found.si_pid, 0)[2])
+
+    def _end(self) -> int:
+        """Kill what runs; the exit code of the command (negative: a signal)."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # everything here but this process
+        _, status, _ = os.wait4(self._pid, 0)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+        return os.waitstatus_to_exitcode(status)
+
+    def _count(self, usage: resource.struct_rusage) -> None:
+        self._reaped_s += usage.ru_utime + usage.ru_stime
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _become_agent(
+    request: dict[str, Any], limits: dict[str, Any], libc: Any, stdin: int, output: int
+) -> None:
+    """In the fork: confine this process, then run the command. Does not return."""
+    code = 126
+    try:
+        for fd, place in ((stdin, 0), (output, 1), (output, 2)):
+            os.dup2(fd, place)
+        os.closerange(3, 65536)
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        _limit_resources(limits)
+        _drop_privileges(libc, limits)
+        if "code" in request:
+            os.environ.clear()
+            os.environ.update(limits["env"])
+            code = _run_code(request["code"])
+        else:
+            os.execvpe(request["argv"][0], request["argv"], limits["env"])
+    except OSError as error:
+        os.write(2, f"{request.get('argv', ['?'])[0]}: {error.strerror}\n".encode())
+        code = 127
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _limit_resources(limits: dict[str, Any]) -> None:
+    memory, disk = limits["memory_mb"] << 20, limits["disk_mb"] << 20
+    same_user = int(os.getuid() == AGENT_ID)  # then this process's parent counts as well
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, disk),
+        (resource.RLIMIT_DATA, memory),
+        (resource.RLIMIT_STACK, min(memory, 8 << 20)),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_CPU, int(limits["cpu_s"]) + 1),
+        (resource.RLIMIT_NPROC, limits["max_processes"] + same_user),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _drop_privileges(libc: Any, limits: dict[str, Any]) -> None:
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(AGENT_ID, AGENT_ID, AGENT_ID)
+        os.setresuid(AGENT_ID, AGENT_ID, AGENT_ID)
+    confine.drop_capabilities(libc)
+    libc.prctl(_PR_SET_DUMPABLE, 1)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    rules = {"max_processes": limits["max_processes"], "network": False}
+    program = confine.filter_program(
+        os.uname().machine, rules, pid=os.getpid(), parent=1, parent_group=1
+    )
+    if program is None or not confine.install_filter(libc, program):
+        raise RuntimeError("the filter of system calls cannot be installed")
+
+
+def _run_code(code: str) -> int:
+    """Run `code` as `python -` does; its exit code."""
+    import linecache
+
+    linecache.cache["<code>"] = (len(code), None, code.splitlines(keepends=True), "<code>")
+    main_module = types.ModuleType("__main__")
+    sys.modules["__main__"] = main_module
+    sys.argv, sys.path = ["-"], ["", *sys.path]
+    options: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
+    sys.stdin = open(0, **options)  # noqa: SIM115 (open as long as the process)
+    sys.stdout, sys.stderr = open(1, "w", **options), open(2, "w", buffering=1, **options)  # noqa: SIM115
+    result = 0
+    try:
+        exec(compile(code, "<code>", "exec"), main_module.__dict__)
+    except SystemExit as error:
+        result = _exit_code(error.code)
+    except BaseException as error:
+        import traceback
+
+        sys.stdout.flush()
+        where = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, where)
+        result = 1
+    if "threading" in sys.modules:
+        for thread in sys.modules["threading"].enumerate():
+            if not thread.daemon and thread is not sys.modules["threading"].main_thread():
+                thread.join()
+    sys.stdout.flush()
+    return result
+
+
+def _exit_code(value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return value & 0xFF
+    sys.stderr.write(f"{value}\n")
+    return 1
+
+
+def receive_limits(channel: socket.socket) -> dict[str, Any]:
+    """The first frame: its size, then JSON."""
+    (size,) = struct.unpack("<I", channel.recv(4, socket.MSG_WAITALL))
+    return json.loads(channel.recv(size, socket.MSG_WAITALL))

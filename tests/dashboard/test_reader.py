@@ -1,0 +1,184 @@
+"""Runs are read alive, dead, unfinished, damaged and empty; samples token by token."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+
+import pytest
+from dashboard_world import WrittenRun
+
+from areal.dashboard import views
+from areal.dashboard.reader import RunReader, UnreadableRunError, find_runs
+from areal.dashboard.samples import SampleFilter, find_samples, read_sample
+from areal.rollout.source import Prompt
+from areal.run.database import Start
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run = WrittenRun(tmp_path_factory.mktemp("runs") / "math" / "first")
+    run.finish()
+    return run.root
+
+
+def test_a_living_a_stopped_and_a_finished_run(tmp_path):
+    run = WrittenRun(tmp_path / "math" / "first", steps=4)
+    with RunReader(run.root) as reader:
+        summary = reader.summary()
+        assert (summary.name, summary.num_steps, summary.total_steps) == ("math/first", 4, 40)
+        assert summary.reward == 0.5
+        before = reader.counts()
+        run.ledger.issue([Prompt(11, 0, 0, {})], 4)  # a reader keeps its snapshot
+        assert reader.counts() == before
+        assert before == dict(issued=1, finished=1, trained=8, rejected=0, stale=0, failed=1)
+    run.close()
+    with RunReader(run.root) as reader:
+        assert reader.summary().state == "stopped" and reader.summary().eta_s is None
+    again = WrittenRun(tmp_path / "math" / "second", steps=1)
+    again.finish()
+    with RunReader(again.root) as reader:
+        assert reader.summary().state == "finished"
+    assert find_runs(tmp_path) == [run.root, again.root]
+
+
+def test_the_process_that_runs_it_and_the_time_left(tmp_path):
+    """A lock is seen by other processes only."""
+    import subprocess
+    import sys
+
+    run = WrittenRun(tmp_path, steps=4)
+    script = (
+        "import sys; from areal.dashboard.reader import RunReader\n"
+        "with RunReader(sys.argv[1]) as run: one = run.summary()\n"
+        "print(one.state, one.eta_s, 'torch' in sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script, run.root], capture_output=True, text=True, check=True
+    )
+    run.close()
+    assert shown.stdout.split() == ["running", str((40 - 4) * 2.0), "False"]
+
+
+def test_damaged_empty_and_foreign_files_are_named(tmp_path):
+    for name, data in (("damaged", b"SQLite format 3\0" + b"x" * 5000), ("text", b"hello " * 900)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.db").write_bytes(data)
+        with pytest.raises(UnreadableRunError, match="run.db"), RunReader(tmp_path / name):
+            pass
+        assert views.describe_run(tmp_path / name)["state"] == "unreadable"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.db").touch()
+    with RunReader(tmp_path / "empty") as run:
+        assert run.summary().state == "empty"
+        assert views.now(run)["prompts"]["trained"] == 0 and views.keys(run) == []
+        assert find_samples(run, SampleFilter()) == [] and views.prompt(run, 0) is None
+    with pytest.raises(FileNotFoundError, match="no run database"), RunReader(tmp_path):
+        pass
+    (tmp_path / "newer").mkdir()
+    with sqlite3.connect(tmp_path / "newer" / "run.db") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(UnreadableRunError, match="format 99"), RunReader(tmp_path / "newer"):
+        pass
+
+
+def test_a_run_of_an_areal_without_samples(tmp_path):
+    run = WrittenRun(tmp_path)
+    with run.database.transaction() as connection:
+        connection.execute("DROP TABLE samples")
+        connection.execute("DROP TABLE pieces")
+    with RunReader(tmp_path) as reader:
+        assert views.samples(reader, SampleFilter())["stored"] == 0
+        waiting = find_samples(reader, SampleFilter(state="finished"))
+        assert [one["output"] for one in waiting] == ["⟨7⟩⟨8⟩", "⟨9⟩⟨3⟩⟨4⟩"]
+    run.close()
+
+
+def test_tokens_of_a_trained_sample(finished):
+    with RunReader(finished) as run:
+        sample = read_sample(run, task_id=4, sample=1)
+        assert sample is not None
+        assert sample["ids"] == [5, 6, 9, 3, 4] and len(sample["tokens"]) == 5
+        assert sample["mask"] == [False, False, True, False, True]
+        assert sample["version"] == [-1, -1, 2, -1, 2]
+        assert sample["logprob"] == [0, 0, -2.0, 0, -0.25]
+        # Computed values are stored at the position before the token that they are about.
+        assert sample["advantage"] == [0, 0, 1, 2, 3]
+        assert sample["ratio"][2] == pytest.approx(math.exp(-0.5 + 2.0), abs=1e-5)
+        assert (sample["reward"], sample["step"], sample["length"]) == (0.0, 2, 2)
+        assert read_sample(run, task_id=4, sample=2) is None
+        assert read_sample(run, task_id=99, sample=0) is None
+
+
+def test_samples_are_found_by_every_filter(finished):
+    def found(**wanted):
+        with RunReader(finished) as run:
+            return [(s["task_id"], s["sample"]) for s in find_samples(run, SampleFilter(**wanted))]
+
+    everything = [(4, 0), (4, 1), (2, 0), (2, 1), (0, 0), (0, 1)]  # the first group of each step
+    assert found() == everything
+    assert found(min_reward=0.5) == [(4, 0), (2, 0), (0, 0)]
+    assert found(max_step=0) == [(0, 0), (0, 1)] and found(min_step=2) == [(4, 0), (4, 1)]
+    assert found(limit=2, offset=1) == [(4, 1), (2, 0)]
+    assert found(text="%%") == found(text="$_") == []  # no wildcards
+    with RunReader(finished) as run:
+        texts = find_samples(run, SampleFilter(task_id=4))
+    assert found(text=texts[1]["output"]) == [(4, 1), (2, 1), (0, 1)]
+    assert found(state="finished") == [(6, 0), (6, 1)]
+    assert found(state="finished", min_reward=0.5) == [(6, 0)]
+
+
+def test_samples_of_undone_steps_are_forgotten(tmp_path):
+    run = WrittenRun(tmp_path)
+    run.database.record_start(Start(1, "", 1000, {}))
+    with RunReader(tmp_path) as reader:
+        assert {one["step"] for one in find_samples(reader, SampleFilter())} == {0}
+    run.close()
+
+
+def test_the_story_of_prompts(finished):
+    with RunReader(finished) as run:
+        trained, failed = views.prompt(run, 0), views.prompt(run, 7)
+    assert trained is not None and failed is not None
+    assert [event["text"].split()[0] for event in trained["story"]] == [
+        "issued",
+        "generated",
+        "trained",
+    ]
+    assert [one["sample"] for one in trained["samples"]] == [0, 1]
+    assert failed["story"][-1]["text"] == "failed: TimeoutError: 3 s, at version 3"
+
+
+def test_prompts_page_by_page(finished):
+    with RunReader(finished) as run:
+        first = run.tasks(limit=5)
+        rest = run.tasks(limit=5, before=first[-1]["task_id"])
+        assert [task["task_id"] for task in first + rest] == list(range(8, -1, -1))
+        assert [task["task_id"] for task in run.tasks(step=1)] == [3, 2]
+
+
+def test_long_curves_are_thinned_and_keep_their_end(tmp_path):
+    run = WrittenRun(tmp_path, steps=0)
+    with run.database.transaction() as connection:
+        connection.executemany(
+            "INSERT INTO steps VALUES (?, ?, ?)",
+            [(i, float(i), f'{{"loss": {i}, "tokens": 10}}') for i in range(5000)],
+        )
+    with RunReader(tmp_path) as reader:
+        curves = views.curves(reader, ["loss"])
+    run.close()
+    assert len(curves["values"]["loss"]) <= views.MAX_POINTS + 1
+    assert curves["values"]["loss"][-1] == 4999 and curves["axes"]["tokens"][-1] == 50000
+
+
+def test_the_difference_of_two_configs(tmp_path, finished):
+    from dashboard_world import CONFIG
+
+    other = WrittenRun(tmp_path, config=CONFIG.replace("lr: 0.001", "lr: 0.01") + "seed: 3\n")
+    with RunReader(finished) as first, RunReader(other.root) as second:
+        rows = views.diff(first, second)
+    other.close()
+    assert [(row["key"], row["first"], row["second"]) for row in rows] == [
+        ("actor.optimizer.lr", "0.001", "0.01"),
+        ("seed", "(absent)", "3"),
+    ]

@@ -1,0 +1,212 @@
+"""`areal plan` and `areal check --device` on the command line: no torch, clear errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import tiny_config
+
+from areal.cli.main import main
+from areal.planner.devices import find_device, known_devices, load_device, num_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+experiment_name: plan
+trial_name: a
+total_train_steps: 100
+train_dataset: {path: arithmetic, batch_size: 64}
+gconfig: {n_samples: 8, max_new_tokens: 1024}
+rollout: {backend: "native:d4", max_head_offpolicyness: 2}
+actor:
+  path: Qwen/Qwen2.5-7B-Instruct
+  backend: archon:d4
+  gradient_checkpointing: true
+  mb_spec: {max_tokens_per_mb: 16384}
+  reward_norm: {mean_level: group, std_level: group}
+  optimizer: {lr: 1e-6}
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def plan(*argv: str) -> int:
+    return main(["plan", "run.yaml", *argv])
+
+
+def test_a_plan_loads_no_torch(project):
+    code = (
+        "import json, sys\n"
+        "from areal.cli.main import main\n"
+        "assert main(['plan', 'run.yaml', '--device', 'h200', '--simulate']) == 0\n"
+        "assert main(['plan', '--scale']) == 0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_in_words(capsys):
+    assert plan("--device", "h200", "--simulate") == 0
+    text = capsys.readouterr().out
+    for part in (
+        "memory of a device",
+        "tokens/s trained",
+        "largest loss",
+        "100 steps:",
+        "simulated",
+    ):
+        assert part in text
+    assert "assumed: prompts of 256 tokens; outputs of 512 tokens on average" in text
+
+
+def test_a_plan_as_json_is_the_same_each_time(capsys):
+    argv = ("--device", "h200", "--json", "--simulate", "--prompt-tokens", "100", "--steps", "7")
+    assert plan(*argv) == 0
+    first = capsys.readouterr().out
+    assert plan(*argv) == 0
+    assert capsys.readouterr().out == first
+    found = json.loads(first)
+    assert found["fits"] and found["duration_s"] == pytest.approx(7 * found["step_s"])
+    (memory,) = [place for place in found["memory"] if place["name"] == "actor"]
+    phases = memory["processes"][0]["phases"].values()
+    assert memory["peak"] == max(sum(parts.values()) for parts in phases)
+
+
+def test_what_cannot_fit_has_exit_code_2_and_the_numbers(capsys):
+    assert main(["plan", "run.yaml", "actor.backend=archon:d1", "--device", "a100"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"error: actor needs 1\d\d\.\d GiB of each NVIDIA A100", error), error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["run.yaml", "--device", "b300"],
+            "--device: no profile 'b300'; known are a100, cpu, h100",
+        ),
+        (["run.yaml", "--device", "h200", "--gpus", "0"], "--gpus must be at least 1, got 0"),
+        (["run.yaml", "--device", "h200", "--gpus", "3"], "--gpus: 3 are fewer than the 8"),
+        (["run.yaml", "--device", "h200", "--output-tokens", "2000"], "from 1 to the 1024 of"),
+        (["run.yaml", "--device", "h200", "--length-spread", "9"], "between 0 and 3, got 9"),
+        (["run.yaml", "--device", "h200", "--environment-seconds", "-1"], "must be 0 or more"),
+        (["run.yaml", "--device", "h200", "--failures-per-hour", "nan"], "between 0 and 60"),
+        (["run.yaml"], "--device: no known GPU is in this machine"),
+        (["run.yaml", "actor.path=org/unknown", "--device", "h200"], "org/unknown"),
+        (["run.yaml", "actor.path=./none", "--device", "h200"], "actor.path: folder"),
+        ([], "name a config file"),
+        (["--measure", "here.txt"], "--measure: the file of a profile ends in .json"),
+    ],
+)
+def test_mistakes_are_named(argv, message, capsys):
+    if argv == ["run.yaml"] and find_device() is not None:
+        pytest.skip("this machine has a known GPU")
+    assert main(["plan", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_profiles_say_where_each_number_is_from(name):
+    content = json.loads((ROOT / f"areal/planner/devices/{name}.json").read_text())
+    known = ("measured", "data sheet", "fitted", "taken from", "assumed", "counted", "one CPU")
+    for key, entry in content["values"].items():
+        assert entry["source"].startswith((*known, "none")), key
+    assert load_device(name).memory_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": 3}, "expected an object `values`"),
+        ({"kind": "tpu"}, "kind must be cuda or cpu"),
+        ({"values": {"colour": {"value": 1, "source": "measured"}}}, "unknown key 'colour'"),
+        ({"values": {}}, "no value for 'attention_half_length'"),
+    ],
+)
+def test_a_damaged_profile_is_named(change, message, project, capsys):
+    content = json.loads((ROOT / "areal/planner/devices/h200.json").read_text())
+    (project / "mine.json").write_text(json.dumps(content | change))
+    assert plan("--device", "mine.json") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [True, "1", None, -1, 0, float("inf")])
+def test_a_number_that_is_none_is_named(value, project, capsys):
+    content = json.loads((ROOT / "areal/planner/devices/h200.json").read_text())
+    content["values"]["memory_gib"] = {"value": value, "source": "measured"}
+    (project / "mine.json").write_text(json.dumps(content))
+    assert plan("--device", "mine.json") == 2
+    assert "mine.json: memory_gib must" in capsys.readouterr().err
+
+
+def test_the_driver_tells_the_device(project):
+    folder = project / "driver" / "0000:01:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
+    assert find_device(project / "driver") == "h100"
+    assert num_gpus(project / "driver") == 1
+    (folder / "information").write_text("Model: \t\t NVIDIA GeForce RTX 3090\n")
+    assert find_device(project / "driver") is None
+    assert find_device(project / "nothing") is None
+
+
+def test_a_measured_profile_can_be_planned_with(project, capsys):
+    assert main(["plan", "--measure", "here.json"]) == 0
+    content = json.loads((project / "here.json").read_text())
+    assert content["values"]["matrix_tflops"]["source"] == "measured: areal plan --measure"
+    assert content["values"]["row_us"]["source"].startswith("taken from")
+    assert load_device("here.json").matrix_tflops > 0
+
+
+def write_model(folder: Path, **shape) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen2") | shape))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+
+
+def test_check_refuses_what_cannot_fit_where_the_device_is_known(project, capsys):
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    write_model(project / "tiny", max_position_embeddings=4096)
+    write_model(project / "large", max_position_embeddings=4096, **large)
+    both = ["check", "run.yaml", "--device", "h100"]
+    assert main([*both[:2], "actor.path=./tiny", *both[2:]]) == 0
+    assert main([*both[:2], "actor.path=./large", *both[2:]]) == 2
+    assert re.search(r"actor needs \d+\.\d GiB of each NVIDIA H100", capsys.readouterr().err)
+    if find_device() is None:
+        assert main(["check", "run.yaml", "actor.path=./large"]) == 0
+
+
+def test_the_table_of_the_documentation_is_what_the_planner_says(capsys):
+    assert main(["plan", "--scale"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    page = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+    rows = {tuple(cell.strip() for cell in line.split("|")) for line in page.splitlines()}
+    for line in said:
+        if "---" not in line:
+            assert tuple(cell.strip() for cell in line.split("|")) in rows, line
+
+
+def test_fitted_rows_are_rows(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    import planner
+
+    rows = {row.name: row for row in (*planner.training_rows(), *planner.generation_rows())}
+    held_out = [row for row in rows.values() if not row.is_fitted]
+    assert len(held_out) >= 12
+    assert [row.name for row in held_out if not row.is_met] == []
+    memory = [row for row in planner.memory_rows() if not row.is_met]
+    assert memory == []

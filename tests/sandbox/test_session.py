@@ -1,0 +1,113 @@
+"""Sandbox sessions: commands, files, limits, and what is an error of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+from sandbox_support import needs_sandbox
+
+from areal.sandbox import isolation
+from areal.sandbox.isolation import SandboxError
+from areal.sandbox.limits import SessionLimits
+from areal.sandbox.session import Session
+from areal.sandbox.sessions import SessionPool
+
+pytestmark = needs_sandbox
+
+
+async def test_files_stay_and_variables_do_not():
+    async with await Session.start() as session:
+        await session.write_file("data/in.txt", b"1 2 3\n")
+        summed = await session.python("print(sum(map(int, open('data/in.txt').read().split())))")
+        assert (summed.exit_code, summed.output, summed.limit) == (0, "6\n", None)
+        assert (await session.shell("tr ' ' + < data/in.txt > out; pwd")).output == "/workspace\n"
+        assert await session.read_file("out") == b"1+2+3\n"
+        await session.python("x = 1")
+        lost = await session.python("import os\nos.chdir('/tmp')\nprint(x)")
+        assert lost.exit_code == 1 and "NameError: name 'x' is not defined" in lost.output
+        assert "print(x)" in lost.output and "session_init" not in lost.output
+        assert (await session.run(["cat"], stdin=b"a" * 9000)).output == "a" * 9000
+        await session.write_file("helper.py", b"value = 7")
+        assert (await session.python("import helper\nprint(helper.value)")).output == "7\n"
+        assert (await session.python("import sys\nsys.exit('bye')")).text.startswith(
+            "bye\n[it ended"
+        )
+        assert (await session.run(["no-such-program"])).exit_code == 127
+        with pytest.raises(OSError, match="nothing: .*No such file"):
+            await session.read_file("nothing")
+
+
+async def test_an_interpreter_of_the_user_brings_its_packages():
+    limits = SessionLimits(python=sys.executable, wall_s=60, cpu_s=60)
+    async with await Session.start(limits) as session:
+        found = await session.python("import idna, sys\nprint(sys.prefix)")
+    assert found.output == f"{sys.prefix}\n", found.text
+
+
+async def test_a_call_may_have_less_time_and_what_was_written_is_returned():
+    async with await Session.start() as session:
+        endless = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
+        slow = await session.python(endless, wall_s=5)
+        assert slow.limit == "wall_s" and slow.output == "begun\n"
+        assert slow.text == "begun\n[ended: more than wall_s allows]"
+
+
+async def test_a_session_that_is_gone_is_our_failure_and_no_result():
+    session = await Session.start()
+    os.kill(session._process.pid, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="the session ended"):
+        await session.python("print(1)")
+    await session.close()
+
+
+async def test_a_cancelled_call_ends_the_session():
+    async with await Session.start() as session:
+        call = asyncio.create_task(session.python("import time; time.sleep(9)"))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert session._process.poll() is not None
+
+
+async def test_a_pool_bounds_its_sessions_and_gives_each_out_once():
+    pool = SessionPool(SessionLimits(), num_warm=1, max_sessions=2)
+    active, most, seen = 0, 0, []
+
+    async def use(number):
+        nonlocal active, most
+        async with pool.session() as session:
+            active, most = active + 1, max(most, active + 1)
+            seen.append((await session.shell("ls; touch mark")).output)
+            active -= 1
+
+    await asyncio.gather(*map(use, range(5)))
+    await pool.close()
+    assert most <= 2 and seen == [""] * 5
+
+
+async def test_where_no_way_works_the_error_says_what_to_change(monkeypatch):
+    monkeypatch.setattr("sys.base_exec_prefix", "/nowhere")
+    with pytest.raises(SandboxError, match="no sandbox can be started .*install bubblewrap"):
+        await Session.start()
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(SandboxError, match="need Linux, and this is darwin"):
+        isolation.ways()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"memory": 5}, "sandbox.memory: unknown key; expected one of wall_s"),
+        ({"wall_s": 0}, "sandbox.wall_s must be above 0, got 0"),
+        ({"disk_mb": "many"}, "sandbox.disk_mb must be above 0, got 'many'"),
+        ({"python": "venv/bin/python"}, "does not exist, or is not an absolute path"),
+    ],
+)
+def test_mistakes_name_the_key(options, message):
+    with pytest.raises(ValueError, match=message):
+        SessionLimits.of(options)
