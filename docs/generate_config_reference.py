@@ -23,8 +23,8 @@ from typing import Any, Literal
 import mdformat
 
 from areal.api.config.experiment import BaseExperimentConfig
-from areal.api.config.loader import EXPERIMENTS
 from areal.api.config.section import field_types, item_class, section_class
+from areal.api.config.trainers import EXPERIMENTS
 from areal.cli.main import COMMANDS, add_command
 
 FOLDER = Path(__file__).parent / "reference"
@@ -209,10 +209,11 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, str]
 def _spelling(action: argparse.Action) -> str:
     if not action.option_strings:
         return f"{action.metavar or action.dest}{' ...' if action.nargs == '*' else ''}"
-    takes_value = action.nargs != 0
-    return " ".join(
-        [action.option_strings[-1], *([action.metavar or action.dest.upper()] * takes_value)]
-    )
+    if action.nargs == 0:
+        return action.option_strings[-1]
+    named = action.metavar or action.dest.upper()
+    values = named if isinstance(named, tuple) else (named,)
+    return " ".join([action.option_strings[-1], *values])
 
 
 def _sentence(text: str) -> str:
