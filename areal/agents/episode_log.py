@@ -131,7 +131,7 @@ def read_episodes(logs: Path) -> list[Episode]:
             key = record["task_id"], record["sample"]
             if key not in newest or newest[key]["time"] <= record["time"]:
                 newest[key] = record
-    return [_episode(newest[key]) for key in sorted(newest)]
+    return [episode_of(newest[key]) for key in sorted(newest)]
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
@@ -144,7 +144,8 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
 
 
-def _episode(record: dict[str, Any]) -> Episode:
+def episode_of(record: dict[str, Any]) -> Episode:
+    """An episode from its line in the log; empties `record`."""
     turns: dict[str, Turn] = {}
     for stored in record.pop("turns"):
         num_messages, num_tokens = stored.pop("known_messages"), stored.pop("known_tokens")

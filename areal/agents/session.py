@@ -26,6 +26,7 @@ from areal.agents.retries import Attempts
 from areal.api.interaction import InteractionCache, PrefixMatcher, checked_reward
 from areal.api.workflow_context import workflow_context
 from areal.openai.parsing.formats import format_of_template
+from areal.utils.perf_tracer import episode_span
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -86,6 +87,7 @@ class Session:
         # A call arrives on its own connection, outside the episode's context.
         self._context = contextvars.copy_context()
         self._calls: set[asyncio.Task] = set()
+        self._answered_at: float | None = None  # the agent works from here to its next call
 
     def has_key(self, key: str) -> bool:
         return hmac.compare_digest(key.encode(), self.key.encode())
@@ -126,10 +128,15 @@ class Session:
         if self.ended.is_set():
             work.close()
             raise SessionEndedError
-        task = asyncio.create_task(work, name=f"session-{self.id}")
+        if not self._calls and self._answered_at is not None:
+            self._context.run(episode_span, "tool", self._answered_at, time.perf_counter())
+        # In a copy of the episode's context, which is entered by one task at a time.
+        context = self._context.copy()
+        task = asyncio.create_task(work, name=f"session-{self.id}", context=context)
         self._calls.add(task)
         try:
             result = await task
+            self._answered_at = time.perf_counter()
         except asyncio.CancelledError:
             if self.ended.is_set():
                 raise SessionEndedError from None

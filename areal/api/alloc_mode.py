@@ -6,7 +6,8 @@ dims:         a letter and a positive number each, in any order; 1 by default
 world size:   d * t * p * c; the e expert ranks are taken from d * c * t
 hybrid MoE:   `megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)`, a second layout for the experts, same world
               (archon: t of ffn is 1 or that of attn; without ffn experts are not sharded over t)
-several:      `A+B` on separate devices, `A|B` colocated (binds tighter; equal world sizes)
+several:      `A+B` on separate devices, `A|B` colocated (binds tighter; equal world sizes);
+              `vllm:d4+d4`: dims alone train with fsdp, or with archon if there is p or e
 
 Whitespace is ignored. Text that does not parse is a ValueError, a layout that an engine does not
 support an AllocationValidationError, colocated parts of different world sizes an
@@ -36,6 +37,7 @@ _DIM_NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": 
 _ENGINE = re.compile(r"(?P<backend>[A-Za-z]\w*)(\[(?P<name>[A-Za-z_][\w-]*)\])?:(?P<dims>.+)", re.A)
 _HYBRID = re.compile(r"\(attn:(?P<attn>\w+)\|ffn:(?P<ffn>\w+)\)", re.A)
 _DIM = re.compile(r"([a-z])([1-9][0-9]{0,5})", re.A)
+_BARE = re.compile(r"([a-z][1-9][0-9]{0,5})+", re.A)
 _COMBINE = re.compile(r"[+|](?![^(]*\))")  # not the bar inside a hybrid's parentheses
 
 
@@ -141,7 +143,7 @@ class AllocationMode:
         allocations: list[ModelAllocation] = []
         anchor: ModelAllocation | None = None
         for separator, part in zip(["+", *separators], parts, strict=True):
-            allocation = _parse_engine(part)
+            allocation = _parse_engine(_with_trainer(part) if _BARE.fullmatch(part) else part)
             if separator == "|":
                 assert anchor is not None
                 allocation = _colocate(allocation, anchor)
@@ -150,6 +152,27 @@ class AllocationMode:
             allocations.append(allocation)
         _check_names(allocations)
         return cls(tuple(allocations))
+
+    def sections(self) -> dict[str, dict[str, object]]:
+        """Section of a config file -> its keys. A name is a section; without one inference is
+        `rollout`, and training `actor`."""
+        found: dict[str, dict[str, object]] = {}
+        for allocation in self.allocations:
+            role = _section_of(allocation)
+            if role in found:
+                raise AllocationValidationError(
+                    f"{str(allocation)!r} is the second part for {role}: name the sections, like "
+                    f"{allocation.backend}[critic]:{allocation.parallel}"
+                )
+            found[role] = {"backend": f"{allocation.backend}:{allocation.parallel}"}
+        for allocation in self.allocations:
+            if allocation.colocated_with is not None:
+                anchor = next(a for a in self.allocations if _label(a) == allocation.colocated_with)
+                role, target = _section_of(allocation), _section_of(anchor)
+                if target == "rollout":  # a server shares the devices of a model, not a model its
+                    role, target = target, role
+                found[role]["scheduling_strategy"] = {"type": "colocation", "target": target}
+        return found
 
     @property
     def world_size(self) -> int:
@@ -170,6 +193,13 @@ def _without_spaces(text: str) -> str:
 
 def _dim(letter: str, size: int) -> str:
     return f"{letter}{size}" if size != 1 else ""
+
+
+def _with_trainer(dims: str) -> str:
+    """`d4t2` -> `fsdp:d4t2`; archon where fsdp does not take the letters."""
+    sizes = _parse_dims(dims, BACKENDS["archon"][1], dims)
+    is_plain = sizes.get("p", 1) == sizes.get("e", 1) == 1
+    return f"fsdp:{dims}" if is_plain else f"archon:{dims}"
 
 
 def _parse_engine(text: str) -> ModelAllocation:
@@ -320,7 +350,15 @@ def _colocate(allocation: ModelAllocation, anchor: ModelAllocation) -> ModelAllo
             f"engines that share devices must have equal world sizes, got {str(anchor)!r} with "
             f"{anchor.world_size} and {str(allocation)!r} with {allocation.world_size}"
         )
-    return replace(allocation, colocated_with=anchor.name or anchor.backend)
+    return replace(allocation, colocated_with=_label(anchor))
+
+
+def _label(allocation: ModelAllocation) -> str:
+    return allocation.name or allocation.backend
+
+
+def _section_of(allocation: ModelAllocation) -> str:
+    return allocation.name or ("rollout" if allocation.role == "inference" else "actor")
 
 
 def _check_names(allocations: list[ModelAllocation]) -> None:

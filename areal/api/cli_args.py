@@ -14,8 +14,10 @@ from areal.api.config.inference import (
     AgentConfig,
     GenerationHyperparameters,
     InferenceEngineConfig,
-    NativeServerConfig,
     ProcessLimits,
+)
+from areal.api.config.inference_servers import (
+    NativeServerConfig,
     SGLangConfig,
     vLLMConfig,
 )

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
 
     Trajectory = dict[str, torch.Tensor]
+    Checksums = dict[str, tuple[str, int]]  # of tensors, by name: dtype, checksum of the bytes
     WorkflowLike = Any  # that of workflow_api, which imports this module
     AcceptFn = Callable[[Trajectory], bool] | str  # a function of a whole group, or its import path
 
@@ -208,6 +209,14 @@ class InferenceEngine(ABC):
         of the token at t + 1; zero at a row's last token and on padding.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot score given tokens")
+
+    def weight_checksums(self) -> dict[str, Checksums]:
+        """By server, of its live weights: name -> (dtype, checksum)."""
+        raise NotImplementedError(f"{type(self).__name__} does not show its weights")
+
+    def layer_trace(self, tokens: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """By server, what each layer computes for `tokens` (models/common/layer_trace.py)."""
+        raise NotImplementedError(f"{type(self).__name__} does not show its layers")
 
     def offload(self, tags: Sequence[str] | None = None) -> None:
         """Free the device memory of `tags`: weights, kv_cache; None is both. Requests keep their
@@ -506,12 +515,33 @@ class TrainEngine(ABC):
         a `WeightUpdateMeta`; they travel as `connect_engine` said."""
 
     @broadcast
+    def weight_checksums(self, dtypes: Mapping[str, str]) -> Checksums:
+        """Of the tensors that `update_weights` sends, each rounded to the dtype that its receiver
+        has (`dtypes`, by name; of others as it is)."""
+        raise NotImplementedError(f"{type(self).__name__} does not show its weights")
+
+    @broadcast
+    def layer_trace(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """What each layer computes for `tokens` (models/common/layer_trace.py)."""
+        raise NotImplementedError(f"{type(self).__name__} does not show its layers")
+
+    @broadcast
     @abstractmethod
     def set_version(self, version: int) -> None: ...
 
     @head
     @abstractmethod
     def get_version(self) -> int: ...
+
+    @broadcast
+    def start_profile(self) -> None:
+        """Record what torch does in the process of each rank, until `save_profile`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no profiles")
+
+    @broadcast
+    def save_profile(self, name: str) -> None:
+        """End the recording and write it: a Chrome trace, `{name}-rank0.json` and so on."""
+        raise NotImplementedError(f"{type(self).__name__} takes no profiles")
 
     @broadcast
     def offload(self) -> None:

@@ -58,8 +58,6 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.json_text import dumps, well_formed
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from areal.api.alloc_mode import ModelAllocation
     from areal.api.json_text import Json
 
@@ -294,7 +292,11 @@ class WeightUpdateMeta:
     nccl_master_address: str = "127.0.0.1"
     nccl_master_port: int | None = None  # None: chosen when the group is opened
     nccl_group_name: str = "update_weight_group"
-    use_lora: bool = False  # true is refused: adapters are merged into the weights that travel
+    # Adapters alone travel, to a receiver that has the weights they were made for, as
+    # `{lora_name}-v{version}`; the factor on their product is lora_alpha / rank.
+    use_lora: bool = False
+    lora_name: str = "policy"
+    lora_alpha: float = 16.0
     key: str = field(default="", repr=False)  # authenticates a publication
 
     def __post_init__(self) -> None:
@@ -305,10 +307,10 @@ class WeightUpdateMeta:
             )
         if self.type == "xccl" and self.gen_allocation is None:
             raise ValueError("gen_allocation: xccl needs to know the layout of the receiver")
-        if self.use_lora:
+        if self.use_lora and (not self.lora_name or not self.lora_alpha > 0):
             raise ValueError(
-                "use_lora: no transport moves adapters alone; leave it out, the engine sends the "
-                "whole model with its adapters merged"
+                "use_lora: adapters travel with a lora_name and a lora_alpha above 0, got "
+                f"{self.lora_name!r} and {self.lora_alpha!r}"
             )
 
     @classmethod
@@ -357,7 +359,7 @@ class FinetuneSpec:
     total_train_epochs: int
     dataset_size: int
     train_batch_size: int
-    max_train_steps: int | None = None  # `total_train_steps` of the config, if shorter
+    max_train_steps: int | None = None  # of the config, if shorter
 
     @property
     def steps_per_epoch(self) -> int:

@@ -53,7 +53,7 @@ class RolloutWorkflow(ABC):
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    trajectory: dict[str, torch.Tensor] | None  # a row per sample without failure, in order
+    trajectory: dict[str, torch.Tensor] | None  # a row per sample that did not fail, or reject all
     failures: dict[int, Exception] = field(default_factory=dict[int, Exception])  # by sample
 
 

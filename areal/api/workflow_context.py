@@ -31,6 +31,7 @@ class Episode:
     is_eval: bool
     run_seed: int
     requests: int = 0  # seeds handed out so far
+    is_group: bool = False  # one call for all samples
 
     def seed(self, sample: int) -> int:
         """Of the next request of a sample."""
@@ -89,9 +90,11 @@ workflow_context = WorkflowContext()
 
 
 @contextmanager
-def episode(*, task_id: int, sample: int, is_eval: bool, run_seed: int) -> Generator[Episode]:
+def episode(
+    *, task_id: int, sample: int, is_eval: bool, run_seed: int, is_group: bool = False
+) -> Generator[Episode]:
     """Make the calling coroutine, and tasks it starts from here, part of this episode."""
-    current = Episode(task_id=task_id, sample=sample, is_eval=is_eval, run_seed=run_seed)
+    current = Episode(task_id, sample, is_eval, run_seed, is_group=is_group)
     token = _current.set(current)
     try:
         yield current

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from areal.utils.import_path import Call
 
 _HUB_DEADLINE_S = 5.0
+_MEMORY_TOLERANCE = 1.05  # predictions are this exact; what may fit is not refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="such as actor.optimizer.lr=1e-5"
     )
     parser.add_argument("--config", metavar="FILE", help="the file, as an option")
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="refuse what cannot fit on it: h200, h100, a100, or the file of a profile; default: "
+        "this machine's GPU, if it is a known one",
+    )
     parser.add_argument(
         "--trial",
         action="store_true",
@@ -53,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     argv = [arg for arg in argv if arg is not None]
     config, path = load_experiment(argv)
     found = check_environment(config, deadline_s=_HUB_DEADLINE_S)
+    check_memory(config, found, args.device)
     if args.trial:
         from areal.trainer.experiment import try_experiment
 
@@ -68,7 +76,7 @@ def check_environment(
 
     Returns the lookup of each role's model; hubs are queried only with a deadline.
     """
-    from areal.api.config.inference import NativeServerConfig
+    from areal.api.config.inference_servers import NativeServerConfig
     from areal.cli.model_folders import check_chat_template, check_models
     from areal.utils.server_envs import find_interpreter
     from areal.workflow import WORKFLOWS
@@ -77,13 +85,49 @@ def check_environment(
     check_names(config)
     if _is_ppo(config):
         tokenizer, server = found["tokenizer"].folder, config.server
-        if not isinstance(server, NativeServerConfig):
+        if not isinstance(server, NativeServerConfig) and not config.rollout.api_url:
             find_interpreter(config.rollout.engine, server.python)
         if config.workflow in WORKFLOWS and tokenizer is not None:
             check_chat_template(config.tokenizer_path, tokenizer)
         _check_address(config.rollout.agent.host, config.rollout.agent.port)
     check_fileroot("cluster.fileroot", config.cluster.fileroot)
     return found
+
+
+def check_memory(
+    config: BaseExperimentConfig, found: Mapping[str, Found], device: str | None
+) -> None:
+    """ValueError if the run is predicted to need clearly more memory than its devices have.
+
+    Only where the device and all models are known, and only for trainer ppo.
+    """
+    from areal.planner.devices import find_device, load_device, num_gpus
+    from areal.planner.plan import plan_setup, refusal, setup_of
+    from areal.planner.shapes import UnplannableError
+    from areal.planner.workload import workload_of
+    from areal.utils.model_files import read_hf_config
+
+    name = device or find_device()
+    if name is None or not _is_ppo(config):
+        return
+    hf_configs = {
+        role: read_hf_config(place.folder) if place.folder is not None else place.config
+        for role, place in found.items()
+        if role in config.models()
+    }
+    known = {role: config_json for role, config_json in hf_configs.items() if config_json}
+    if set(known) != set(config.models()):
+        return
+    try:
+        setup = setup_of(config, known, load_device(name))
+    except UnplannableError:
+        return
+    # On a machine with one GPU, all share it.
+    shared = device is None and num_gpus() == 1 and not config.scheduler.by_ray
+    load, _ = workload_of(config, {})
+    why = refusal(plan_setup(setup, load, gpus=1 if shared else None), _MEMORY_TOLERANCE)
+    if why is not None:
+        raise ValueError(why)
 
 
 def check_names(config: BaseExperimentConfig) -> None:
@@ -96,7 +140,7 @@ def check_names(config: BaseExperimentConfig) -> None:
         _check_import_paths(config)
         _check_images(config)
     _check_trackers(config)
-    if config.scheduler.type == "ray" and importlib.util.find_spec("ray") is None:
+    if config.scheduler.by_ray and importlib.util.find_spec("ray") is None:
         raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
 
 
@@ -177,10 +221,12 @@ def _check_import_paths(config: PPOConfig) -> None:
                 "asyncio.to_thread"
             )
     call = None  # a user's workflow may call it in any way
-    if config.workflow in WORKFLOWS:
+    if config.workflow in WORKFLOWS and config.workflow != "env":
         finds_messages = "data_extract_prompt_fn" not in config.workflow_kwargs
         call = replace(REWARD_CALL, certain=["messages"] if finds_messages else [])
     _check_name("reward_fn", config.reward_fn, REWARD_FNS, call)
+    if config.env is not None:
+        _check_name("env", config.env, ())
     if config.dynamic_filter_fn is not None:
         _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS, filter_call())
     if isinstance(actor.gae_lambda, str):
@@ -320,7 +366,9 @@ def _processes(config: BaseExperimentConfig) -> str:
 
     workers = {role: count for role, count in num_processes(config).items() if count}
     if _is_ppo(config) and config.actor.weight_update_mode != "direct":
-        workers["inference"] = config.rollout.num_servers * config.rollout.tensor_parallel
+        rollout = config.rollout
+        if not rollout.api_url:
+            workers["inference"] = rollout.num_servers * rollout.ranks_per_server
     each = "".join(f" + {count} {role}" for role, count in workers.items())
     total = 1 + sum(workers.values())
     return (

@@ -195,6 +195,7 @@ def _show(result: DemoResult, seconds: float, console: Any) -> None:
         soft_wrap=True,
     )
     console.print(f"curve: {png}")
+    console.print(f"look at it: areal dash {result.run_dir.parent}", soft_wrap=True)
     if sys.stdout.isatty():
         console.print(
             "next: edit examples/math/arithmetic_grpo.yaml and run `areal train` on it, "

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-pages", type=int, help="cache pages; default: as the model needs")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests without one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "fp8"])
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument(
         "--batch-invariant",
@@ -62,10 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     token = _token(args)
     _check(args)
-    from areal.engine.native.loop import EngineLoop
-    from areal.engine.native.server import create_app, serve
-    from areal.utils import stacks
-    from areal.utils.addresses import bind
+    from areal.utils.startup import importing
+
+    with importing():
+        from areal.engine.native.loop import EngineLoop
+        from areal.engine.native.server import create_app
+        from areal.utils import perf_tracer, stacks
+        from areal.utils.addresses import bind
+        from areal.utils.http_server import serve
 
     stacks.listen()
     # Bind before loading the model, so that a port in use fails at once.
@@ -73,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     with listener, _orderly_end(), _engine(args, folder := _folder(args.model)) as engine:
         loop = EngineLoop(engine)
         host, port = listener.getsockname()[:2]
+        perf_tracer.start_below(f"server {host}:{port}, process")
         ready = json.dumps({"host": host, "port": port, "pid": os.getpid()})
         app = create_app(loop, token, model=args.model, folder=folder)
         try:
@@ -144,6 +149,7 @@ def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine]:
 
     from areal.engine.native.engine import NativeEngine
     from areal.engine.native.tensor_parallel import leading_engine
+    from areal.models.hf_io import dtype_named
 
     _check_device(args.device)
     options = {
@@ -160,8 +166,7 @@ def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine]:
             yield cast("NativeEngine", engine)  # same methods, run on all ranks
         return
     torch.set_num_threads(args.threads)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    yield NativeEngine.from_pretrained(folder, dtype=dtype, **options)
+    yield NativeEngine.from_pretrained(folder, dtype=dtype_named(args.dtype), **options)
 
 
 def _end_with(fault: str) -> NoReturn:

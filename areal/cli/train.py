@@ -84,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
         print(WHAT_IS_NEEDED, file=sys.stderr)
         raise ValueError("the config is missing: areal train FILE.yaml key=value...")
     config = checked_config([args.config, *args.overrides])
+    if config.scheduler.type == "slurm":
+        from areal.cli.main import main
+
+        return main(["launch", "slurm", args.config, *args.overrides])
     return train(config, supervised=args.as_program)
 
 
@@ -117,9 +121,9 @@ def train(
 
 
 def _run_experiment(config: Any) -> None:
-    from areal.utils.startup import stage
+    from areal.utils.startup import importing, stage
 
-    with stage("libraries"):
+    with stage("libraries"), importing():
         from areal.trainer.experiment import run_experiment
     run_experiment(config)
 

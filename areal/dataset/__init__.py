@@ -43,6 +43,11 @@ LOADERS = {
     ("gsm8k", "sft"): "areal.dataset.gsm8k.get_gsm8k_sft_dataset",
     ("hh-rlhf", "dpo"): "areal.dataset.hhrlhf.get_hhrlhf_dpo_dataset",
     ("hh-rlhf", "rw"): "areal.dataset.hhrlhf.get_hhrlhf_rw_dataset",
+    ("humaneval", "rl"): "areal.dataset.humaneval.get_humaneval_rl_dataset",
+    ("openai_humaneval", "rl"): "areal.dataset.humaneval.get_humaneval_rl_dataset",
+    ("math500", "rl"): "areal.dataset.math500.get_math500_rl_dataset",
+    ("MATH-500", "rl"): "areal.dataset.math500.get_math500_rl_dataset",
+    ("seeds", "rl"): "areal.dataset.seeds.get_seeds_rl_dataset",
     ("torl_data", "rl"): "areal.dataset.torl_data.get_torl_data_rl_dataset",
 }
 VALID_DATASETS = sorted({name for name, _ in LOADERS})

@@ -64,7 +64,8 @@ def get_countdown_rl_dataset(
     num_rows: int | None = None,
     **options: Any,
 ) -> Rows:
-    """{"messages", "answer", "nums"}: the countdown reward reads the last two.
+    """{"messages", "answer", "nums"}: the countdown reward reads the last two. Generated problems
+    also have a `solution`, which no reward reads.
 
     `options` are those of `make_problems`, for generated problems.
     """
@@ -77,10 +78,7 @@ def get_countdown_rl_dataset(
     else:
         _refuse(options, path)
         problems = _read_problems(path, split)[:num_rows]
-    rows = [
-        {"messages": user_says(p.text(style)), "answer": str(p.target), "nums": list(p.nums)}
-        for p in problems
-    ]
+    rows = [_rl_row(problem, style) for problem in problems]
     return drop_long_prompts(rows, tokenizer, max_length)
 
 
@@ -104,9 +102,21 @@ def get_countdown_sft_dataset(
             "are made with one, or set dataset.type to rl"
         )
     problems = make_problems(split=split, num_rows=num_rows, **options)
-    wrap = "{}" if style == "short" else "<answer>{}</answer>"
-    chats = [(user_says(p.text(style)), wrap.format(p.solution)) for p in problems]
+    chats = [(user_says(p.text(style)), _reply(p, style)) for p in problems]
     return sft_rows(chats, tokenizer, max_length)
+
+
+def _rl_row(problem: Countdown, style: str) -> dict[str, Any]:
+    row = {
+        "messages": user_says(problem.text(style)),
+        "answer": str(problem.target),
+        "nums": list(problem.nums),
+    }
+    return {**row, "solution": _reply(problem, style)} if problem.solution else row
+
+
+def _reply(problem: Countdown, style: str) -> str:
+    return problem.solution if style == "short" else f"<answer>{problem.solution}</answer>"
 
 
 def make_problems(

@@ -11,7 +11,8 @@ from areal.api.scheduler_api import Job, SchedulingSpec
 def all_jobs(config: BaseExperimentConfig) -> list[Job]:
     jobs = [model_job(config, role) for role, count in num_processes(config).items() if count]
     if isinstance(config, PPOConfig):
-        jobs.append(server_job(config))
+        if not config.rollout.api_url:
+            jobs.append(server_job(config))
         if config.rollout.workers:
             jobs.append(rollout_worker_job(config))
     return jobs
@@ -41,13 +42,13 @@ def model_job(config: BaseExperimentConfig, role: str) -> Job:
 def server_job(config: PPOConfig) -> Job:
     """The inference servers, one worker each."""
     rollout = config.rollout
-    num_threads = config.server.threads * rollout.tensor_parallel
+    num_threads = config.server.threads * rollout.ranks_per_server
     specs = rollout.scheduling_spec or [SchedulingSpec()]
     return Job(
         role="rollout",
         replicas=rollout.num_servers,
         tasks=[replace(spec, cpu=spec.cpu or num_threads) for spec in specs],
-        default_gpus=rollout.tensor_parallel,
+        default_gpus=rollout.ranks_per_server,
     )
 
 

@@ -50,8 +50,10 @@ from areal.utils import logging, stats_tracker
 from areal.utils.data import select_rows
 from areal.utils.import_path import load
 from areal.utils.in_thread import in_thread
+from areal.utils.perf_tracer import trace_scope
 from areal.utils.prefix_tree import pack_trees
 from areal.utils.seqpack import pack_sequences
+from areal.utils.startup import importing
 from areal.utils.waits import progress, waiting
 
 logger = logging.getLogger("TrainController")
@@ -340,7 +342,9 @@ class Rank:
 
     def __init__(self, engine: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """`engine` is an import path."""
-        self._engine = load(engine, key="engine")(*args, **kwargs)
+        with importing():
+            engine_class = load(engine, key="engine")
+        self._engine = engine_class(*args, **kwargs)
         self._numbers = itertools.count()
         self._held: dict[int, Callable[..., Any]] = {}
         self._running: dict[int, Future] = {}
@@ -353,7 +357,8 @@ class Rank:
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], scope: str
     ) -> Outcome:
         """Run the method in the caller's statistics scope."""
-        with stats_tracker.scope(scope) if scope else nullcontext():
+        in_scope = stats_tracker.scope(scope) if scope else nullcontext()
+        with in_scope, trace_scope(method, "compute"):
             result = getattr(self._engine, method)(*args, **kwargs)
         if callable(result):
             held = Held(next(self._numbers))

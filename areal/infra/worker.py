@@ -31,14 +31,15 @@ import torch
 import torch.distributed as dist
 
 from areal.api.scheduler_api import EngineCallError, EngineCreationError
-from areal.utils import stacks
+from areal.utils import perf_tracer, stacks
 from areal.utils.channel import AsyncChannel, Channel, Part
 from areal.utils.import_path import load
 
 
 def main(fd: str, worker_id: str) -> None:
-    """`worker_id` is for those who list processes."""
+    """`worker_id` is for those who list processes, and names its trace."""
     stacks.listen()
+    perf_tracer.start_below(worker_id)
     os.dup2(2, 1)  # printed text is for the log
     end = socket.socket(fileno=int(fd))
     end.set_inheritable(False)
@@ -117,7 +118,9 @@ class EngineHost:
     def call(
         self, method: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Answer:
-        return _answer(lambda: getattr(self._engines[name], method)(*args, **kwargs))
+        answer = _answer(lambda: getattr(self._engines[name], method)(*args, **kwargs))
+        perf_tracer.save()  # workers are ended by a signal
+        return answer
 
     async def call_async(self, method: str, name: str, args: Sequence[Any]) -> Answer:
         try:

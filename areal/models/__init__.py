@@ -14,8 +14,10 @@ from typing import Any
 
 from areal.models.common.args import DecoderArgs
 from areal.models.family_args import (
+    DeepseekV2ModelArgs,
     Gemma3ModelArgs,
     LlamaModelArgs,
+    MistralModelArgs,
     Qwen2ModelArgs,
     Qwen3ModelArgs,
 )
@@ -24,8 +26,10 @@ from areal.utils.model_files import language_config
 
 # model_type -> (args, the module that has its SPEC)
 _FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
+    "deepseek_v2": (DeepseekV2ModelArgs, "areal.models.deepseek_v2"),
     "gemma3_text": (Gemma3ModelArgs, "areal.models.gemma3"),
     "llama": (LlamaModelArgs, "areal.models.llama"),
+    "mistral": (MistralModelArgs, "areal.models.mistral"),
     "qwen2": (Qwen2ModelArgs, "areal.models.qwen2"),
     "qwen3": (Qwen3ModelArgs, "areal.models.qwen3"),
     "qwen3_moe": (Qwen3ModelArgs, "areal.models.qwen3"),

@@ -1,6 +1,8 @@
 """Expert parallelism: rows of tokens are sent to the rank that holds their expert, and back.
 
-    block.feed_forward.experts = SpreadExperts(args, mesh["ep", "etp"])     # on the meta device
+    spread = SpreadExperts(args, mesh["ep", "etp"])     # on the meta device
+    spread.take_adapters(block.feed_forward.experts)
+    block.feed_forward.experts = spread
 
 Each rank of the axis ep holds E / ep consecutive experts, in full or, with etp = tp, a shard of the
 columns of each. Its weights are DTensors of the full stacks, so names, shapes, checkpoints and the
@@ -16,7 +18,7 @@ Shape legend: S rows sent, Q received, D model dim, E experts, R = ep ranks, L =
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from areal.models.common.lora_layers import ExpertLora
 from areal.models.common.moe import Experts
 
 if TYPE_CHECKING:
@@ -46,10 +49,17 @@ class SpreadExperts(Experts):
     def __init__(self, args: DecoderArgs, mesh: DeviceMesh) -> None:
         """`mesh` has the axes ep and etp."""
         super().__init__(args)
-        self._group = mesh.get_group("ep")
+        self._mesh, self._group = mesh, mesh.get_group("ep")
         for name, weight in list(self.named_parameters()):
             places = [Shard(0), Shard(_COLUMNS_DIM[name])]
             setattr(self, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, places)))
+
+    def take_adapters(self, experts: Experts) -> None:
+        """Train what `experts` train: all weights, or adapters alone, which move here."""
+        self.requires_grad_(experts.w1.requires_grad)
+        for name, adapter in experts.adapters.items():
+            cast("ExpertLora", adapter).spread(self._mesh, _COLUMNS_DIM[name])
+        self.adapters = experts.adapters
 
     def weights(self) -> tuple[torch.Tensor, ...]:
         return self.w1.to_local(), self.w2.to_local(), self.w3.to_local()
@@ -74,7 +84,22 @@ class SpreadExperts(Experts):
         if weight.to_local().shape[0] % num_shards == 0:
             return Shard(0)
         name = next(name for name, own in self.named_parameters() if own is weight)
-        return Shard(_MODEL_DIM[name])
+        if name in _MODEL_DIM:
+            return Shard(_MODEL_DIM[name])
+        return self._adapter_placement(name, weight, num_shards)
+
+    def _adapter_placement(self, name: str, weight: DTensor, num_shards: int) -> Shard:
+        """Of `adapters.w1.lora_A`: the model dim if it has one, else its rank."""
+        _, of, matrix = name.split(".")
+        rank_dim = 1 if matrix == "lora_A" else 2
+        has_model_dim = (of == "w2") == (matrix == "lora_B")
+        dim = 3 - rank_dim if has_model_dim else rank_dim
+        if weight.shape[dim] % num_shards:
+            raise ValueError(
+                f"lora_rank: {weight.shape[rank_dim]} cannot be cut over {num_shards} ranks, as "
+                f"adapters of {len(weight)} experts need here: use a multiple of {num_shards}"
+            )
+        return Shard(dim)
 
 
 class WholeTokens(ParallelStyle):

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal.models.common.args import DecoderArgs, MoEArgs, RopeArgs, common_decoder_fields
+from areal.models.common.args import (
+    DecoderArgs,
+    LatentArgs,
+    MoEArgs,
+    RopeArgs,
+    common_decoder_fields,
+)
 
 # config.json omits default values.
 _GEMMA3_DEFAULTS: dict[str, Any] = {
@@ -27,6 +33,19 @@ _GEMMA3_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
+_DEEPSEEK_V2_DEFAULTS: dict[str, Any] = {
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1407,
+}
 _WINDOW, _ALL = "sliding_attention", "full_attention"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
@@ -42,6 +61,16 @@ class LlamaModelArgs(DecoderArgs):
             attention_out_bias=bias,
             mlp_bias=hf.get("mlp_bias", False),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> MistralModelArgs:
+        window = hf.get("sliding_window", 4096)  # transformers' default, which a file may omit
+        plain = {key: value for key, value in hf.items() if key != "layer_types"}
+        fields = common_decoder_fields({"num_key_value_heads": 8} | plain)
+        return cls(**fields, windows=(window,) * fields["n_layers"] if window else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +95,13 @@ class Qwen3ModelArgs(DecoderArgs):
 
 def _moe_args(hf: Mapping[str, Any]) -> MoEArgs:
     num_experts = hf.get("num_experts", hf.get("num_local_experts"))
-    needed = {
-        "num_experts": num_experts,
-        "num_experts_per_tok": hf.get("num_experts_per_tok"),
-        "moe_intermediate_size": hf.get("moe_intermediate_size"),
-    }
-    missing = [key for key, value in needed.items() if value is None]
-    if missing:
-        raise ValueError(f"the model's config.json has no {', '.join(missing)}: experts need it")
+    _require_expert_keys(
+        {
+            "num_experts": num_experts,
+            "num_experts_per_tok": hf.get("num_experts_per_tok"),
+            "moe_intermediate_size": hf.get("moe_intermediate_size"),
+        }
+    )
     step, dense = hf.get("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
     layers = range(hf["num_hidden_layers"])
     return MoEArgs(
@@ -84,6 +112,76 @@ def _moe_args(hf: Mapping[str, Any]) -> MoEArgs:
         layers=frozenset(i for i in layers if i not in dense and (i + 1) % step == 0),
         expert_bias=hf.get("use_expert_bias", False),
     )
+
+
+def _require_expert_keys(values: Mapping[str, Any]) -> None:
+    missing = [key for key, value in values.items() if value is None]
+    if missing:
+        raise ValueError(f"the model's config.json has no {', '.join(missing)}: experts need it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV2ModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> DeepseekV2ModelArgs:
+        hf = _DEEPSEEK_V2_DEFAULTS | dict(hf)
+        _refuse_unsupported_deepseek(hf)
+        latent = LatentArgs(
+            q_rank=hf["q_lora_rank"],
+            kv_rank=hf["kv_lora_rank"],
+            plain_dim=hf["qk_nope_head_dim"],
+            rope_dim=hf["qk_rope_head_dim"],
+            value_dim=hf["v_head_dim"],
+        )
+        head_dim = latent.plain_dim + latent.rope_dim
+        fields = common_decoder_fields(hf | {"head_dim": head_dim})
+        rope: RopeArgs = fields["rope"]
+        sharpened = rope.yarn_scale(rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
+        return cls(
+            **fields,
+            score_scale=head_dim**-0.5 * sharpened**2,
+            moe=_deepseek_moe_args(hf),
+            latent=latent,
+        )
+
+
+def _deepseek_moe_args(hf: Mapping[str, Any]) -> MoEArgs:
+    _require_expert_keys({"num_experts_per_tok": hf.get("num_experts_per_tok")})
+    in_groups = hf["topk_method"] == "group_limited_greedy"
+    if in_groups:
+        _require_expert_keys({key: hf.get(key) for key in ("n_group", "topk_group")})
+    first, num_layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
+    if first >= num_layers:
+        raise ValueError(
+            f"first_k_dense_replace must be below num_hidden_layers ({num_layers}), got {first}"
+        )
+    return MoEArgs(
+        num_experts=hf["n_routed_experts"],
+        top_k=hf["num_experts_per_tok"],
+        hidden_dim=hf["moe_intermediate_size"],
+        norm_topk_prob=False,
+        layers=frozenset(range(first, num_layers)),
+        shared_dim=hf["n_shared_experts"] * hf["moe_intermediate_size"],
+        num_groups=hf["n_group"] if in_groups else 1,
+        top_groups=hf["topk_group"] if in_groups else 1,
+        weight_scale=hf["routed_scaling_factor"],
+    )
+
+
+def _refuse_unsupported_deepseek(hf: Mapping[str, Any]) -> None:
+    method = hf["topk_method"]
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method must be 'greedy' or 'group_limited_greedy', got {method!r}")
+    heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise ValueError(
+            f"num_key_value_heads must be num_attention_heads ({heads}): latent attention has a "
+            f"key for each head, got {kv_heads}"
+        )
+    # Of the last one transformers computes nothing, and other implementations differ.
+    for key in ("attention_bias", "mlp_bias", "norm_topk_prob"):
+        if hf.get(key):
+            raise ValueError(f"{key} of a deepseek_v2 must be false, as in DeepSeek's checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)

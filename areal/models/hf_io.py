@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from areal.models import get_model_spec
 from areal.models.common.decoder import Decoder, build_share
+from areal.models.common.fp8 import FP8
 from areal.models.common.tensor_parallel import Ranks
 from areal.utils.model_files import (
     CONFIG_FILE,
@@ -43,7 +44,8 @@ def build_model(
 ) -> Decoder:
     """The module with undefined weights: follow with `load_hf` or `model.init_weights(seed)`.
 
-    A critic has a score head in place of the LM head. With `ranks` it is this rank's shard.
+    A critic has a score head in place of the LM head. With `ranks` it is this rank's shard. With
+    dtype `FP8` the linear layers of its blocks are FP8 and the rest has `default_dtype`.
     """
     is_config = isinstance(path_or_config, Mapping)
     config = language_config(path_or_config if is_config else read_hf_config(path_or_config))
@@ -55,7 +57,22 @@ def build_model(
             model = spec.model_class(args)
         else:
             model = build_share(spec.model_class, args, ranks)
-    return model.to(dtype).to_empty(device=device)
+        model.to(default_dtype(device) if dtype == FP8 else dtype)
+        if dtype == FP8:
+            model.store_in_fp8()
+    # Like `to_empty`, whose `empty_like` of a meta tensor imports sympy: a second of every start.
+    return model._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """Of a config's `dtype`, with fp8 for `FP8`."""
+    if name is None:
+        return None
+    return FP8 if name == "fp8" else getattr(torch, name)
+
+
+def default_dtype(device: str | torch.device) -> torch.dtype:
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
 def has_score_head(path: str | Path) -> bool:

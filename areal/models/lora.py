@@ -16,18 +16,23 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from areal.models.common.lora_layers import ExpertLora, LoraLinear
+from areal.models.common.moe import Experts
 from areal.models.parallelize import whole, write_own_part
 from areal.utils.hub import hub_name
+from areal.utils.model_files import read_json
 
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
@@ -35,8 +40,47 @@ if TYPE_CHECKING:
 _FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
 FILE_PREFIX = "base_model.model."
+# Keys of a config that change what an adapter computes, with the values that do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+}
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
+PassOn = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained weight: its parameter, its name in the model, and those in the adapter's file: one
+    per expert where it is a stack, else one."""
+
+    parameter: torch.Tensor
+    name: str
+    files: list[str]
+    is_stack: bool = False
+
+    def of_file(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from zip(self.files, tensor if self.is_stack else (tensor,), strict=True)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of each tensor in the file."""
+        return self.parameter.shape[1:] if self.is_stack else self.parameter.shape
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        own = self.parameter.detach()
+        for index, name in enumerate(self.files):
+            if self.is_stack:
+                write_own_part(own, tensors[name][None], index)
+            else:
+                write_own_part(own, tensors[name])
 
 
 class LoraAdapters(ABC):
@@ -49,8 +93,7 @@ class LoraAdapters(ABC):
         """A [R, D] and B [N, R] of a layer, and the factor on their product."""
 
     @abstractmethod
-    def _trained(self) -> dict[str, nn.Parameter]:
-        """By name in the adapter's file."""
+    def _trained(self) -> list[Trained]: ...
 
     @abstractmethod
     def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
@@ -66,7 +109,7 @@ class LoraAdapters(ABC):
         generator = torch.Generator().manual_seed(seed)
         for layer in self._layers.values():
             a_RD, b_NR, _ = self._matrices(layer)
-            bound = 1 / math.sqrt(a_RD.shape[1])
+            bound = 1 / math.sqrt(a_RD.shape[-1])
             drawn = torch.empty(a_RD.shape, device="cpu")
             drawn.uniform_(-bound, bound, generator=generator)
             write_own_part(a_RD.detach(), drawn)
@@ -82,12 +125,18 @@ class LoraAdapters(ABC):
         return (whole(weight, torch.float32) + scaling * (b_NR @ a_RD)).to(dtype)
 
     @torch.no_grad()
-    def tensors(self, *, is_receiver: bool) -> Tensors:
-        """(name in the adapter's file, unsharded tensor) of trained weights, for the receiver."""
-        for name, parameter in self._trained().items():
-            tensor = whole(parameter, parameter.dtype)
+    def tensors(self, *, is_receiver: bool, pass_on: PassOn | None = None) -> Tensors:
+        """(name in the adapter's file, unsharded tensor) of trained weights, for the receiver.
+
+        pass_on: (name in the model, tensor) -> on the receiver, the tensor of its owner; every rank
+        calls it for every weight, in order.
+        """
+        for trained in self._trained():
+            tensor = whole(trained.parameter, trained.parameter.dtype)
+            if pass_on is not None:
+                tensor = pass_on(trained.name, tensor)
             if is_receiver:
-                yield name, tensor
+                yield from trained.of_file(tensor)
 
     def save(self, tensors: Tensors, folder: str | Path, base_model: str) -> None:
         """adapter_config.json and adapter_model.safetensors, so that peft loads the folder."""
@@ -104,39 +153,65 @@ class LoraAdapters(ABC):
             raise FileNotFoundError(
                 f"{file} not found: with use_lora a saved model is the adapter alone"
             )
-        own, tensors = self._trained(), load_file(file)
-        odd = sorted(tensors.keys() ^ own.keys())
-        odd += [name for name in own.keys() & tensors if own[name].shape != tensors[name].shape]
+        trained, tensors = self._trained(), load_file(file)
+        shapes = {name: one.shape for one in trained for name in one.files}
+        odd = sorted(tensors.keys() ^ shapes.keys())
+        odd += [name for name in shapes.keys() & tensors if shapes[name] != tensors[name].shape]
         if odd:
             differ = f"{', '.join(odd[:4])} differ{'s' if len(odd) == 1 else ''}"
             raise ValueError(f"{file} does not fit {self}: {differ}")
-        for name, parameter in own.items():
-            write_own_part(parameter.detach(), tensors[name])
+        for one in trained:
+            one.write(tensors)
 
 
-class LoraLinear(nn.Linear):
-    """Its state dict is that of the plain layer, so the model's checkpoints fit unchanged."""
+def read_peft(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
+    """Tensors by their names in the file, and alpha, of a folder that peft or areal wrote.
 
-    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate and fill another weight
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self.scaling = alpha / rank
-        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, **like))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, **like))
+    ValueError for what is more than A, B and a factor.
+    """
+    file, config_file = Path(folder) / _FILE, Path(folder) / _CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} not found: expected the folder of a PEFT adapter")
+    config = read_json(config_file)
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain[0]) not in plain:
+            raise ValueError(f"{config_file}: {key} is {config[key]!r}, expected {plain[0]!r}")
+    alpha = config.get("lora_alpha")
+    if (
+        not isinstance(alpha, int | float)
+        or isinstance(alpha, bool)
+        or not 0 < alpha <= sys.float_info.max
+    ):
+        raise ValueError(f"{config_file}: lora_alpha is {alpha!r}, expected a number above 0")
+    try:
+        return load_file(file), float(alpha)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        out_TN = super().forward(x_TD)
-        return out_TN + F.linear(F.linear(x_TD, self.lora_A), self.lora_B) * self.scaling
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        for name in ("weight", "bias"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                destination[prefix + name] = tensor if keep_vars else tensor.detach()
+def write_peft(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, alpha: float, base_model: str
+) -> None:
+    """A folder as `LoraAdapters.save` makes it, of a policy's A and B under their names in the
+    file; what its config says of them is read from them."""
+    save_file(dict(tensors), folder / _FILE, metadata={"format": "pt"})
+    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A" in name)
+    shape = {"r": rank, "lora_alpha": alpha, "target_modules": sorted(layers)}
+    _write_peft_config(folder, {**_base_model_keys(base_model), **shape}, is_critic=False)
+
+
+def _write_peft_config(folder: Path, own: Mapping[str, Any], *, is_critic: bool) -> None:
+    config = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
+        **own,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "modules_to_save": ["score"] if is_critic else None,
+        "inference_mode": True,
+    }
+    (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 class Adapters(LoraAdapters):
@@ -144,54 +219,50 @@ class Adapters(LoraAdapters):
         self, model: Decoder, *, rank: int, alpha: float, target_modules: list[str]
     ) -> None:
         """`target_modules` are endings of Hugging Face module names (`q_proj`); empty: every linear
-        layer but the head."""
+        layer but the head, and no expert."""
         self._model = model
         self._rank, self._alpha = rank, alpha
         model.requires_grad_(False)
         if model.score is not None:
             model.score.requires_grad_(True)
-        chosen = _choose(_linear_layers(model), target_modules)
-        self._targets = sorted({hf_name.rpartition(".")[2] for hf_name in chosen.values()})
-        self._layers: dict[str, LoraLinear] = {}  # by our name
+        chosen = _choose(_linear_layers(model), _expert_stacks(model), target_modules)
+        self._targets = sorted({names[0].rpartition(".")[2] for names in chosen.values()})
         self._hf_names = chosen
+        self._layers: dict[str, LoraLinear | ExpertLora] = {}  # by our name
         for name in chosen:
             parent, _, leaf = name.rpartition(".")
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear), f"{name} was chosen among the linear layers"
-            layer = LoraLinear(linear, rank=rank, alpha=alpha)
-            setattr(model.get_submodule(parent), leaf, layer)
+            owner = model.get_submodule(parent)
+            if isinstance(owner, Experts):
+                layer = ExpertLora(getattr(owner, leaf), rank=rank, alpha=alpha)
+                owner.adapters[leaf] = layer
+            else:
+                linear = owner.get_submodule(leaf)
+                assert isinstance(linear, nn.Linear), f"{name} was chosen among the linear layers"
+                layer = LoraLinear(linear, rank=rank, alpha=alpha)
+                setattr(owner, leaf, layer)
             self._layers[name] = layer
 
     def __str__(self) -> str:
         return f"rank {self._rank} on {', '.join(self._targets)}"
 
-    def _matrices(self, layer: LoraLinear) -> tuple[nn.Parameter, nn.Parameter, float]:
+    def _matrices(self, layer: LoraLinear | ExpertLora) -> tuple[nn.Parameter, nn.Parameter, float]:
         return layer.lora_A, layer.lora_B, layer.scaling
 
     def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
+        shape = {"r": self._rank, "lora_alpha": self._alpha, "target_modules": self._targets}
         is_critic = self._model.score is not None
-        config = {
-            "peft_type": "LORA",
-            "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
-            **base_model,
-            "r": self._rank,
-            "lora_alpha": self._alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "target_modules": self._targets,
-            "modules_to_save": ["score"] if is_critic else None,
-            "inference_mode": True,
-        }
-        (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        _write_peft_config(folder, {**base_model, **shape}, is_critic=is_critic)
 
-    def _trained(self) -> dict[str, nn.Parameter]:
-        trained = {}
+    def _trained(self) -> list[Trained]:
+        trained = []
         for name, layer in self._layers.items():
+            is_stack = isinstance(layer, ExpertLora)
             for matrix in ("lora_A", "lora_B"):
-                file_name = f"{FILE_PREFIX}{self._hf_names[name]}.{matrix}.weight"
-                trained[file_name] = getattr(layer, matrix)
+                files = [f"{FILE_PREFIX}{hf}.{matrix}.weight" for hf in self._hf_names[name]]
+                trained.append(Trained(getattr(layer, matrix), name, files, is_stack))
         if self._model.score is not None:
-            trained[f"{FILE_PREFIX}score.weight"] = self._model.score.weight
+            files = [f"{FILE_PREFIX}score.weight"]
+            trained.append(Trained(self._model.score.weight, "score.weight", files))
         return trained
 
 
@@ -204,27 +275,43 @@ def _base_model_keys(base_model: str) -> dict[str, str]:
     return {"base_model_name_or_path": name.repo, **revision}
 
 
-def _linear_layers(model: Decoder) -> dict[str, str]:
-    """Our name -> Hugging Face name of every linear layer but the heads."""
+def _linear_layers(model: Decoder) -> dict[str, list[str]]:
+    """Our name -> [Hugging Face name] of every linear layer but the heads."""
     heads = (model.output, model.score)
     return {
-        name: model.adapter.to_hf_name(f"{name}.weight").removesuffix(".weight")
+        name: [model.adapter.to_hf_name(f"{name}.weight").removesuffix(".weight")]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not any(module is head for head in heads)
     }
 
 
-def _choose(layers: dict[str, str], targets: list[str]) -> dict[str, str]:
+def _expert_stacks(model: Decoder) -> dict[str, list[str]]:
+    """Our name of a stack of expert weights -> the Hugging Face names of its layers."""
+    return {
+        f"{name}.{leaf}": [
+            model.adapter.to_hf_name(f"{name}.{leaf}", index).removesuffix(".weight")
+            for index in range(len(weight))
+        ]
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for leaf, weight in module.named_parameters()
+    }
+
+
+def _choose(
+    layers: dict[str, list[str]], experts: dict[str, list[str]], targets: list[str]
+) -> dict[str, list[str]]:
     if not targets:
         return layers
+    named = {**layers, **experts}
     for target in targets:
-        if not any(_ends_in(hf_name, target) for hf_name in layers.values()):
-            known = ", ".join(sorted({hf_name.rpartition(".")[2] for hf_name in layers.values()}))
+        if not any(_ends_in(names[0], target) for names in named.values()):
+            known = ", ".join(sorted({names[0].rpartition(".")[2] for names in named.values()}))
             raise ValueError(f"target_modules: no layer is called {target!r}; there are {known}")
     return {
-        name: hf_name
-        for name, hf_name in layers.items()
-        if any(_ends_in(hf_name, target) for target in targets)
+        name: names
+        for name, names in named.items()
+        if any(_ends_in(names[0], target) for target in targets)
     }
 
 

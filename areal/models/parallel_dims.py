@@ -130,6 +130,11 @@ class ParallelDims:
 
 def check_layout(args: DecoderArgs, dims: ParallelDims) -> None:
     """ValueError, before anything is built, if the model does not fit these dims."""
+    if args.latent is not None and dims.tp > 1:
+        raise ValueError(
+            f"t{dims.tp}: archon does not cut multi-head latent attention ({args.model_type}) over "
+            "tensor parallel ranks; lay the model out with d, c, p and e"
+        )
     check_heads(args.n_heads, args.n_kv_heads, dims)
     _check_cut({"intermediate_size": args.hidden_dim, "vocab_size": args.vocab_size}, dims)
     if dims.ep * dims.etp > 1:

@@ -61,6 +61,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from areal.models.common.attention import Attention
+from areal.models.common.lora_layers import LoraLinear
 from areal.models.common.moe import MoE
 from areal.models.expert_parallel import SpreadExperts, WholeTokens
 from areal.models.parallel_dims import ParallelMesh
@@ -152,18 +154,25 @@ def _any_number_of_tokens(tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def parallelize(
-    model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, *, keep_gathered: bool = False
+    model: Decoder,
+    mesh: ParallelMesh,
+    dtype: torch.dtype,
+    *,
+    reduce_dtype: torch.dtype = torch.float32,
+    keep_gathered: bool = False,
 ) -> None:
     """Shard a float32 model (or pipeline stage) on the meta device, in place.
 
-    dtype: compute dtype. keep_gathered: blocks stay unsharded from their first forward pass to
-    `reshard`, for callers that run many micro-batches in between.
+    dtype: compute dtype. reduce_dtype: that of sums of gradients over ranks. keep_gathered: blocks
+    stay unsharded from their first forward pass to `reshard`, for callers that run many
+    micro-batches in between.
     """
     if mesh.spreads_experts:
         _spread_experts(model, mesh)
     if mesh["tp"].size() > 1:
         _cut_over_tp(model, mesh["tp"], cuts_experts=_cuts_experts(mesh))
-    _shard(model, mesh, dtype, keep_gathered)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    _shard(model, mesh, policy, keep_gathered)
     model.write = write_own_part
 
 
@@ -171,7 +180,9 @@ def _spread_experts(model: Decoder, mesh: ParallelMesh) -> None:
     for block in model.blocks:
         if isinstance(block.feed_forward, MoE):
             with torch.device("meta"):
-                block.feed_forward.experts = SpreadExperts(model.args, mesh["ep", "etp"])
+                spread = SpreadExperts(model.args, mesh["ep", "etp"])
+                spread.take_adapters(block.feed_forward.experts)
+                block.feed_forward.experts = spread
 
 
 def _cuts_experts(mesh: ParallelMesh) -> bool:
@@ -179,6 +190,7 @@ def _cuts_experts(mesh: ParallelMesh) -> bool:
 
 
 def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
     sequence = SequenceParallel(sequence_dim=0, use_local_output=True)
     plan: dict[str, ParallelStyle] = {}
     if model.tok_embeddings is not None:
@@ -198,6 +210,11 @@ def _cut_over_tp(model: Decoder, tp: DeviceMesh, *, cuts_experts: bool) -> None:
             output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False
         )
         parallelize_module(block.attention_norm, tp, gather)
+        for layer in block.modules():
+            if isinstance(layer, LoraLinear):
+                layer.cut_like_weight(tp)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name not in frozen)  # some styles make parameters that are trained
 
 
 def _block_plan(
@@ -211,7 +228,7 @@ def _block_plan(
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(0)),
     }
-    if block.attention.q_norm is not None:
+    if isinstance(block.attention, Attention) and block.attention.q_norm is not None:
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
     if not isinstance(block.feed_forward, MoE):
         plan |= {
@@ -226,8 +243,9 @@ def _block_plan(
     return plan | dict.fromkeys(norms, sequence)
 
 
-def _shard(model: Decoder, mesh: ParallelMesh, dtype: torch.dtype, keep_gathered: bool) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+def _shard(
+    model: Decoder, mesh: ParallelMesh, policy: MixedPrecisionPolicy, keep_gathered: bool
+) -> None:
     weights_mesh = mesh.in_replicas("fsdp")
     options = {"mp_policy": policy, "reshard_after_forward": not keep_gathered}
     for block in model.blocks:

@@ -32,6 +32,7 @@ def cut_stage(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -
         stage = type(model)(model.args)
         if is_last and model.output is None and model.score is None:
             stage.output = nn.Linear(model.args.dim, model.args.vocab_size, bias=False)
+            stage.output.requires_grad_(model.embedding_weight.requires_grad)
         else:
             stage.output = model.output if is_last else None
     stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in layers})

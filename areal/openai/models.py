@@ -1,6 +1,7 @@
 """The list of models for OpenAI's and Anthropic's clients: one card has the keys of both.
 
-A server has one model and answers to any name: agents come with names of their own.
+A server has one model, and perhaps adapters of it, and answers to any name: agents come with names
+of their own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,6 @@ def model_card(name: str) -> dict[str, Any]:
     }
 
 
-def model_list(name: str) -> dict[str, Any]:
-    page = {"has_more": False, "first_id": name, "last_id": name}
-    return {"object": "list", "data": [model_card(name)], **page}
+def model_list(*names: str) -> dict[str, Any]:
+    page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": [model_card(name) for name in names], **page}

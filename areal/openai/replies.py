@@ -45,6 +45,17 @@ class Output:
     stop_reason: StopReason
     text: str
     stop_string: str | None = None  # that ended it
+    echo: Echo | None = None  # if the prompt is to be told too
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is repeated before its output. Nothing predicts the first token: None."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top: list[dict[str, float] | None] | None  # of prompt and output: likely tokens at each place
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,9 @@ class ChatOutput:
     def finish_reason(self) -> str:
         has_calls = any(isinstance(part, ToolCall) for part in self.parts)
         return finish_reason(self.stop_reason, has_calls=has_calls)
+
+
+_NO_ECHO = Echo("", [], [], None)
 
 
 class TextReader:
@@ -233,13 +247,15 @@ def completion_reply(
     """
     choices = []
     for index, output in enumerate(outputs):
-        logprobs = None
+        logprobs, echo = None, output.echo or _NO_ECHO
         if call.logprobs:
-            logprobs = completion_logprobs(tokenizer, output.token_ids, output.logprobs)
+            tokens = [*echo.token_ids, *output.token_ids]
+            logprobs = completion_logprobs(tokenizer, tokens, [*echo.logprobs, *output.logprobs])
+            logprobs["top_logprobs"] = echo.top
         choices.append(
             {
                 "index": index,
-                "text": output.text,
+                "text": echo.text + output.text,
                 "logprobs": logprobs,
                 "finish_reason": finish_reason(output.stop_reason),
                 "stop_reason": output.stop_string,
@@ -447,7 +463,11 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float], *, text_offset: int = 0
+    tokenizer: Any,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    *,
+    text_offset: int = 0,
 ) -> dict[str, Any]:
     """`text_offset`: number of characters before these tokens."""
     tokens = [token_text(tokenizer, token) for token in token_ids]

@@ -308,7 +308,9 @@ class CompletionBody(Completions):
         Text | TokenIds | Annotated[Items[Text | TokenIds], Field(min_length=1)],
         Expect("a text, a list of token ids, or a list of either, none empty"),
     ]
+    max_tokens: Annotated[int, Integer(0)] | None = None
     logprobs: Annotated[int, Integer(0, 5)] | None = None
+    echo: bool | None = None
     best_of: Annotated[int, Integer(1, _MAX_N)] | None = None
 
     @model_validator(mode="after")
@@ -316,6 +318,10 @@ class CompletionBody(Completions):
         n = self.n or 1
         if self.best_of not in (None, n):
             raise wrong("best_of", f"it left out or equal to n ({n})")
+        if self.echo and self.stream:
+            raise refused("echo", "not supported in a stream, leave one of them out")
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong("max_tokens", "at least 1, or echo=true beside it")
         if (num_choices := len(self.prompts) * n) > _MAX_CHOICES:
             raise refused(
                 "prompt",
@@ -381,6 +387,8 @@ class CompletionCall:
     include_usage: bool
     logprobs: bool
     top_logprobs: int
+    echo: bool = False  # the reply begins with the prompt
+    generates: bool = True  # False: the prompt is all of the reply (max_tokens=0)
     return_token_ids: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -410,11 +418,20 @@ def parse_completion(content: Any) -> CompletionCall:
     body = parse_body(CompletionBody, content)
     return CompletionCall(
         prompt=body.prompts,
-        gconfig=_gconfig(body, body.max_tokens or _DEFAULT_COMPLETION_TOKENS),
+        gconfig=_gconfig(body, _new_tokens(body)),
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
+        echo=bool(body.echo),
+        generates=body.max_tokens != 0,
         **_shared(body, content),
     )
+
+
+def _new_tokens(body: CompletionBody) -> int:
+    """With max_tokens=0 one, which is not shown: so the prompt is checked as any other."""
+    if body.max_tokens is None:
+        return _DEFAULT_COMPLETION_TOKENS
+    return max(body.max_tokens, 1)
 
 
 def parse_generate(content: Any) -> CompletionCall:
@@ -423,6 +440,9 @@ def parse_generate(content: Any) -> CompletionCall:
     if body.stream:
         raise WireError(400, "stream: not supported here, leave it out", "stream")
     options = content.get("sampling_params") or {}
+    if options.get("echo"):
+        name = "sampling_params.echo"
+        raise WireError(400, f"{name}: not supported here, leave it out", name)
     given = {name: options[name] for name in options if name not in _OF_GENERATE}
     try:
         call = parse_completion({**given, "prompt": body.token_ids, "model": body.model})
@@ -434,7 +454,7 @@ def parse_generate(content: Any) -> CompletionCall:
 
 def check_servable(call: ChatCall | CompletionCall) -> None:
     """WireError for what no engine here can do; ignoring it would answer another question."""
-    if call.top_logprobs:
+    if call.top_logprobs and not (isinstance(call, CompletionCall) and call.echo):
         chosen = "top_logprobs=0" if isinstance(call, ChatCall) else "logprobs=0"
         param = chosen.partition("=")[0]
         message = f"{param}: only the sampled token's log-probability is known; send {chosen}"

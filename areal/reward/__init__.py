@@ -26,6 +26,7 @@ REWARD_FNS = {
     "llm_judge": "areal.reward.llm_judge.llm_judge_reward_fn",
     "math_verify": "areal.reward.math_verify.math_verify_reward_fn",
     "reward_model": "areal.reward.reward_model.reward_model_reward_fn",
+    "unit_tests": "areal.reward.unit_tests.unit_tests_reward_fn",
 }
 VALID_REWARD_FN = list(REWARD_FNS)
 _HOMES = {path.rpartition(".")[2]: path.rpartition(".")[0] for path in REWARD_FNS.values()}

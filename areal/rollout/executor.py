@@ -47,6 +47,7 @@ from areal.rollout.tasks import SubmittedTasks, run_rows
 from areal.rollout.trajectory import version_span
 from areal.rollout.worker import WorkflowRecipe
 from areal.utils import import_path, logging
+from areal.utils.perf_tracer import enter_stage, prompt_lane
 from areal.utils.waits import waiting
 from areal.workflow.resolve import build_workflow, find_workflow
 
@@ -191,6 +192,7 @@ class WorkflowExecutor:
         """Record that the weights include `batch`. Call it before the recover point of `step` is
         saved: a point without the mark would train the batch again."""
         self._ledger.trained(batch.task_ids, step, batch.version, dropped=batch.dropped)
+        enter_stage(map(prompt_lane, batch.task_ids), None)
 
     def set_version(self, version: int) -> None:
         """The engine serves `version` now: admit the groups it allows."""
@@ -338,6 +340,7 @@ class WorkflowExecutor:
             kept = {r.task_id: r.trajectory for r in results if r.trajectory is not None}
             if kept:
                 dropped, self._dropped = self._dropped, []
+                enter_stage(map(prompt_lane, kept), "trained")
                 return Batch(self._version, list(kept), list(kept.values()), dropped)
             # A dynamic batch of rejected groups only: nothing to train on, so sample more.
             self._buffer.give_back(results)
@@ -350,6 +353,7 @@ class WorkflowExecutor:
         if stale:
             logger.warning("dropped %d groups too old for version %d", len(stale), self._version)
             self._ledger.stale(stale, self._version)
+            enter_stage(map(prompt_lane, stale), None)
             self._buffer.remove_stale(stale)
             self._runner.call(self._admit)
 
@@ -390,6 +394,7 @@ class WorkflowExecutor:
         self._ledger.issue(prompts, version)
         now = time.monotonic()
         groups = [Running(prompt, version, now) for prompt in prompts]
+        enter_stage([prompt_lane(prompt.task_id) for prompt in prompts], "queued")
         with self._changed:
             self._buffer.start(groups)
         for group in groups:
@@ -403,6 +408,7 @@ class WorkflowExecutor:
 
     async def _run(self, group: Running) -> None:
         """Run one group to its outcome. Boundary: a workflow's exception becomes a failed group."""
+        enter_stage([prompt_lane(group.prompt.task_id)], "rollout")
         try:
             trajectory = await self._groups.run(group.prompt.task_id, group.prompt.data)
             span = None if trajectory is None else version_span(trajectory)
@@ -433,6 +439,8 @@ class WorkflowExecutor:
             for outcome in outcomes:
                 self._buffer.end(outcome)
                 self._count(outcome)
+                waits = "waiting" if outcome.state == "finished" else None
+                enter_stage([prompt_lane(outcome.task_id)], waits)
             # Waking the trainer for less than a batch would only contend for the GIL.
             if self._buffer.holds_a_batch or self._failures.error is not None:
                 self._changed.notify_all()

@@ -82,18 +82,28 @@ class GroupRunner:
             group = number_rows(result.trajectory, self.group_size)
             check_trajectory_format(group)
             return group
-        if result.trajectory is None and not result.failures:
-            return None
-        rows = iter(() if result.trajectory is None else split_rows(result.trajectory))
+        num_rows = self.group_size - len(result.failures)
+        made = result.trajectory
+        rows = iter([None] * num_rows if made is None else split_rows(made, num_rows))
         retried = await self._samples(task_id, data, result.failures, first_attempt=1)
         return self._assemble(
             [retried[i] if i in retried else next(rows) for i in range(self.group_size)]
         )
 
+    async def run_sample(
+        self, task_id: int, sample: int, data: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """One episode of a group by itself, with its retries: an evaluation keeps each sample as it
+        ends, and one that fails costs only itself. Raises the error of the last attempt."""
+        return await self._sample(task_id, sample, data, first_attempt=0)
+
     async def _at_once(self, task_id: int, data: dict[str, Any]) -> GroupResult:
         """The first attempt of all episodes, in one call of the workflow."""
         try:
-            with self._episode(task_id, 0), waiting(f"workflow {type(self.workflow).__name__}"):
+            with (
+                self._episode(task_id, 0, is_group=True),
+                waiting(f"workflow {type(self.workflow).__name__}"),
+            ):
                 result = await self.workflow.arun_group(
                     self.engine, copy_row(data), self.group_size
                 )
@@ -167,8 +177,16 @@ class GroupRunner:
         if final:
             raise error
 
-    def _episode(self, task_id: int, sample: int) -> AbstractContextManager[Episode]:
-        return episode(task_id=task_id, sample=sample, is_eval=self.is_eval, run_seed=self.run_seed)
+    def _episode(
+        self, task_id: int, sample: int, *, is_group: bool = False
+    ) -> AbstractContextManager[Episode]:
+        return episode(
+            task_id=task_id,
+            sample=sample,
+            is_eval=self.is_eval,
+            run_seed=self.run_seed,
+            is_group=is_group,
+        )
 
 
 def copy_row(value: Any) -> Any:

@@ -23,6 +23,7 @@ from areal.api.config.inference import InferenceEngineConfig
 from areal.api.io_struct import LocalInfServerInfo
 from areal.api.redact import remember_secret
 from areal.api.scratch import ScratchFolder
+from areal.engine.remote import sglang, vllm
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_control import ControlClient
@@ -147,7 +148,7 @@ class RemoteSGLangEngine(RemoteServersEngine):
         return SGLangProtocol(model)
 
     def _model_of(self, control: ControlClient) -> str:
-        return control.get("/get_model_info")["model_path"]
+        return sglang.model_of(control)
 
     def _launch(self, model_path: str, **options: Any) -> tuple[Any, str]:
         return launch_sglang_server(model_path, **options)
@@ -162,7 +163,7 @@ class RemotevLLMEngine(RemoteServersEngine):
         return VLLMProtocol(model)
 
     def _model_of(self, control: ControlClient) -> str:
-        return control.get("/v1/models")["data"][0]["root"]
+        return vllm.model_of(control)
 
     def _launch(self, model_path: str, **options: Any) -> tuple[Any, str]:
         scratch = self._ending.enter_context(ScratchFolder("vllm"))

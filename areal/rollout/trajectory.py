@@ -158,20 +158,15 @@ def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, 
 
 def number_rows(group: dict[str, Any], num_samples: int) -> dict[str, Any]:
     """As `number_episodes`, for a group that a workflow made at once: row i is sample i."""
-    _check_keys(group, ())
-    if len(group["input_ids"]) != num_samples:
-        raise ValueError(
-            f"a group of {num_samples} samples needs a row for each that did not fail, got "
-            f"{len(group['input_ids'])} rows"
-        )
+    _check_rows(group, num_samples)
     # Not torch.arange, which releases the GIL and waits for the trainer to give it back.
     ids = torch.from_numpy(np.arange(num_samples, dtype=np.int32))  # pyright: ignore[reportUnknownMemberType]
     return {**group, EPISODE_KEY: ids}
 
 
-def split_rows(group: dict[str, Any]) -> list[dict[str, Any]]:
+def split_rows(group: dict[str, Any], num_samples: int) -> list[dict[str, Any]]:
     """Each row of a group as an episode of its own, without its padding."""
-    _check_keys(group, ())
+    _check_rows(group, num_samples)
     lengths = group["attention_mask"].sum(1).tolist()
     width = group["input_ids"].shape[1]
     return [
@@ -181,6 +176,15 @@ def split_rows(group: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for i, length in enumerate(lengths)
     ]
+
+
+def _check_rows(group: dict[str, Any], num_samples: int) -> None:
+    _check_keys(group, ())
+    if len(group["input_ids"]) != num_samples:
+        raise ValueError(
+            f"arun_group: expected a row for each of {num_samples} samples that did not fail, got "
+            f"{len(group['input_ids'])} rows"
+        )
 
 
 def _is_wide(value: Any, width: int) -> bool:
@@ -246,7 +250,7 @@ def encode(trajectory: dict[str, Any]) -> bytes:
         trajectory = _flatten_images(trajectory)
     if any(tensor.dtype not in _STORED for tensor in trajectory.values()):
         tensors = {key: value.detach().cpu().contiguous() for key, value in trajectory.items()}
-        return safetensors.torch.save(tensors)  # bfloat16 and others that numpy lacks
+        return safetensors.torch.save(tensors)  # such as bfloat16, which numpy lacks
     # Sorted: equal trajectories have equal bytes, whether a worker or the controller made them.
     tensors = sorted(trajectory.items())
     layout = tuple((key, value.dtype, tuple(value.shape)) for key, value in tensors)
@@ -261,6 +265,8 @@ _STORED = {
     torch.bool: "BOOL",
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.uint8: "U8",
+    torch.int16: "I16",
 }
 
 

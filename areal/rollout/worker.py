@@ -23,7 +23,7 @@ from areal.rollout.failures import kind_of
 from areal.rollout.group import GroupRunner
 from areal.rollout.trajectory import encode
 from areal.sandbox.worker import adopt_main
-from areal.utils import import_path, stats_tracker
+from areal.utils import import_path, perf_tracer, stats_tracker
 
 if TYPE_CHECKING:
     from areal.api.engine_api import InferenceEngine
@@ -124,6 +124,7 @@ class RolloutWorker:
             if isinstance(groups, GroupRunner):
                 groups.workflow.close()
         self._engine.destroy()
+        perf_tracer.save()
         self._closed.set()
 
 

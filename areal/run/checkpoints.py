@@ -58,9 +58,18 @@ class Saver:
     def _prune(self) -> None:
         if self._keep is None:
             return
-        steps = {p: int(m[1]) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))}
-        for path in sorted(steps, key=steps.__getitem__)[: -self._keep]:
+        for path in list(_saved(self._folder).values())[: -self._keep]:
             remove_folder(path)
+
+
+def saved_checkpoints(checkpoints: Path, role: str) -> dict[int, Path]:
+    """Global step (counted from 0) -> folder, oldest first."""
+    return _saved(checkpoints / role) if (checkpoints / role).is_dir() else {}
+
+
+def _saved(folder: Path) -> dict[int, Path]:
+    found = {int(m[1]): p for p in folder.iterdir() if (m := _NAME.fullmatch(p.name))}
+    return dict(sorted(found.items()))
 
 
 def checkpoint_name(step: StepInfo) -> str:

@@ -25,11 +25,11 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from areal.api.redact import hide_secrets
 from areal.utils.fs import open_private, private_folder, set_private
@@ -61,9 +61,28 @@ CREATE TABLE IF NOT EXISTS tasks (
     closed_at      REAL
 );
 CREATE INDEX IF NOT EXISTS tasks_by_state ON tasks (state);
+CREATE INDEX IF NOT EXISTS tasks_by_step ON tasks (step);
 CREATE TABLE IF NOT EXISTS trajectories (
     task_id INTEGER PRIMARY KEY,
     data    BLOB NOT NULL                -- safetensors
+);
+CREATE TABLE IF NOT EXISTS samples (   -- some of each step's samples, kept to be looked at
+    task_id INTEGER NOT NULL,
+    sample  INTEGER NOT NULL,            -- row of its group
+    episode INTEGER NOT NULL,            -- an agent's episode may have several rows
+    step    INTEGER NOT NULL,            -- that trained on it
+    reward  REAL,
+    length  INTEGER NOT NULL,            -- tokens trained on
+    is_cut  INTEGER NOT NULL,            -- ended by a limit
+    prompt  TEXT NOT NULL,
+    output  TEXT NOT NULL,
+    data    BLOB NOT NULL,               -- safetensors: a value per token
+    PRIMARY KEY (task_id, sample)
+);
+CREATE INDEX IF NOT EXISTS samples_by_step ON samples (step);
+CREATE TABLE IF NOT EXISTS pieces (      -- text of every token in `samples`
+    token_id INTEGER PRIMARY KEY,
+    text     TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS steps (
     step  INTEGER PRIMARY KEY,
@@ -106,6 +125,21 @@ class Start:
     world: dict[str, Any]
 
 
+class StoredSample(NamedTuple):
+    """One sample of a step, kept to be looked at. Fields as the columns of `samples`."""
+
+    task_id: int
+    sample: int
+    episode: int
+    step: int
+    reward: float | None
+    length: int
+    is_cut: bool
+    prompt: str
+    output: str
+    data: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerView:
     """The records of a run's database about its recover points."""
@@ -131,7 +165,7 @@ class RunDatabase:
         self.path = Path(path)
         private_folder(self.path.parent)
         self._lock = threading.RLock()
-        self._lock_file = _lock_run(self.path)
+        self._lock_file = lock_run(self.path)
         try:
             with self._clear_errors("open"):
                 self._connection = _open_writer(self.path)
@@ -185,10 +219,20 @@ class RunDatabase:
                 (step, time.time(), json.dumps(dict(stats))),
             )
 
+    def record_samples(self, samples: Sequence[StoredSample], pieces: Mapping[int, str]) -> None:
+        """Samples of a step, and the texts of tokens that no sample before had."""
+        with self.transaction() as connection:
+            connection.executemany(
+                f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * 10)})",
+                samples,
+            )
+            connection.executemany("INSERT OR REPLACE INTO pieces VALUES (?, ?)", pieces.items())
+
     def record_start(self, start: Start) -> None:
         """A process begins at `start.step`: deletes earlier records from that step on."""
         with self.transaction() as connection:
             connection.execute("DELETE FROM steps WHERE step >= ?", (start.step,))
+            connection.execute("DELETE FROM samples WHERE step >= ?", (start.step,))
             connection.execute("DELETE FROM recover_points WHERE step >= ?", (start.step,))
             connection.execute(
                 "INSERT INTO starts (time, step, config, dataset_size, world)"
@@ -336,7 +380,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _lock_run(path: Path) -> IO[str]:
+def lock_run(path: Path) -> IO[str]:
     """Lock the run for this process; the lock file holds its pid for the error message."""
     lock_path = path.with_name(path.name + ".lock")
     lock_file = open_private(lock_path, "a+")

@@ -11,7 +11,8 @@
     tmp/             temporary folders of the run's processes (api/scratch.py)
     agents/          servers for agents that run now, and their keys
     logs/            main.log, server logs, dumped trajectories and episodes
-    traces/          the Chrome trace of the controller (JSONL)
+    traces/          Chrome traces of the processes (JSONL); `areal trace` joins them
+    profiles/        what torch did in some steps (perf_tracer.profile_steps)
 
 The folder is private to its user (0700), and so is every file in it (0600), whatever the umask.
 `checkpoints/` and `model/` are protected by the folder only: moved out of it they have ordinary
@@ -118,6 +119,11 @@ class RunPaths:
     @property
     def traces(self) -> Path:
         return self.root / "traces"
+
+    @property
+    def profiles(self) -> Path:
+        """Of torch, by step and rank."""
+        return self.root / "profiles"
 
     def trace(self, process: str) -> Path:
         """The trace file of one process, e.g. `controller` or `server0`."""

@@ -56,7 +56,7 @@ from areal.run.trackers import open_trackers
 from areal.run.watchdog import watched
 from areal.sandbox.process import hidden_from_rewards
 from areal.utils import logging, perf_tracer, stats_tracker
-from areal.utils.fs import atomic_write_text, raise_file_limit
+from areal.utils.fs import atomic_write_text, private_folder, raise_file_limit
 from areal.utils.perf_tracer import phase
 from areal.utils.startup import stage
 
@@ -121,10 +121,13 @@ class Run:
             self.stats_logger = StatsLogger(self.database, trackers, total_steps=self.total_steps)
             stack.callback(self.stats_logger.close)
             if config.perf_tracer.enabled:
+                folder = str(self.paths.traces.absolute())
+                stack.enter_context(scratch.variable_set(perf_tracer.FOLDER_VARIABLE, folder))
                 perf_tracer.start(self.paths.trace("controller"), process="controller")
                 stack.callback(perf_tracer.stop)
             self._closing = stack.pop_all()
         self._trace_interval = config.perf_tracer.save_interval
+        self._profiled_steps = set(config.perf_tracer.profile_steps or ())
         self.roles = Roles(
             self.paths.checkpoints, lambda: _timer(config.saver), keep=config.saver.keep
         )
@@ -183,12 +186,25 @@ class Run:
         per_epoch = self.ft_spec.steps_per_epoch
         self._committed_at = time.perf_counter()
         for number in range(first, self.total_steps):
-            yield StepInfo(
-                epoch=number // per_epoch,
-                epoch_step=number % per_epoch,
-                global_step=number,
-                steps_per_epoch=per_epoch,
-            )
+            with self._profile(number):
+                yield StepInfo(
+                    epoch=number // per_epoch,
+                    epoch_step=number % per_epoch,
+                    global_step=number,
+                    steps_per_epoch=per_epoch,
+                )
+
+    @contextmanager
+    def _profile(self, step: int) -> Iterator[None]:
+        """Around a step of `perf_tracer.profile_steps`: a profile of each rank of the actor."""
+        if step not in self._profiled_steps:
+            yield
+            return
+        private_folder(self.paths.profiles)
+        actor = self.roles.engine("actor")
+        actor.start_profile()
+        yield
+        actor.save_profile(str(self.paths.profiles.absolute() / f"step{step}"))
 
     def evaluation_due(self, step: StepInfo) -> bool:
         """Whether to evaluate now; call it once per step. The last step always evaluates."""
@@ -286,7 +302,7 @@ def _finetune_spec(config: BaseExperimentConfig, dataset_size: int) -> FinetuneS
         total_train_epochs=config.total_train_epochs,
         dataset_size=dataset_size,
         train_batch_size=batch_size,
-        max_train_steps=config.total_train_steps,
+        max_train_steps=config.max_train_steps,
     )
 
 

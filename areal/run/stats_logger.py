@@ -48,6 +48,7 @@ HEADLINE = (
     Figure("loss", before="loss "),
     Figure("actor/loss", before="loss "),
     Figure("tokens_per_second", after=" tok/s"),
+    Figure("tokens_per_second_predicted", before="predicted ", after=" tok/s"),
     Figure("rollout/staleness", before="staleness "),
 )
 

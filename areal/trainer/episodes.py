@@ -26,6 +26,7 @@ from areal.utils import logging
 from areal.utils.import_path import load_named
 from areal.workflow import resolve
 from areal.workflow.chat import has_images
+from areal.workflow.env import EnvWorkflow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +66,9 @@ def build_workflow(
         **config.workflow_kwargs,
         **(kwargs or {}),
     }
-    if "reward_fn" not in arguments:
+    if isinstance(found, type) and issubclass(found, EnvWorkflow):
+        arguments = {"env": config.env, "env_kwargs": config.env_kwargs, **arguments}
+    elif "reward_fn" not in arguments:
         arguments["reward_fn"] = get_reward_fn(config.reward_fn)
     if is_eval and kwargs and "gconfig" in kwargs:
         # A script may pass one gconfig for both; evaluation keeps its own.

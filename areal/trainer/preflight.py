@@ -72,6 +72,7 @@ def _row_keys(config: BaseExperimentConfig) -> tuple[str, ...]:
         return _ROW_KEYS[trainer_name(config)]
     takes_messages = (
         config.workflow in WORKFLOWS
+        and config.workflow != "env"
         and config.rollout.agent.mode != "online"
         and "data_extract_prompt_fn" not in config.workflow_kwargs
     )

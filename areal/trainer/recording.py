@@ -31,8 +31,24 @@ class Recording:
     config: PPOConfig
     statistics: dict[str, float]
     trajectories: list[bytes]  # as stored, in the order of the batch
+    task_ids: list[int]  # of the trajectories
     point_before: RecoverPoint
     point_after: RecoverPoint | None
+    points: Mapping[int, RecoverPoint]  # all of the run, by the last step in their weights
+
+
+def newest_recording(folder: str | Path) -> Recording:
+    """Of the newest step that can be trained again."""
+    paths = RunPaths(Path(folder).absolute())
+    with closing(open_read_only(paths.database)) as connection:
+        stored = sorted(steps_with_trajectories(connection), reverse=True)
+    why = "no trajectory is stored (recover.mode=on keeps those of the newest steps)"
+    for step in stored:
+        try:
+            return read_recording(folder, step)
+        except ValueError as error:
+            why = str(error)
+    raise ValueError(f"{paths.root}: no step of it can be computed again: {why}")
 
 
 def read_recording(folder: str | Path, step: int) -> Recording:
@@ -47,14 +63,24 @@ def read_recording(folder: str | Path, step: int) -> Recording:
         identity = run_identity(config, start.dataset_size)
         store = RecoverStore(paths.recover, lambda: ledger, identity=identity)
         points = {point.global_step: point for point in store.points()}
-        batch = [data for _, data in read_trained(connection, step)]
-        kept = [data for data in batch if data is not None]
+        batch = read_trained(connection, step)
+        kept = [data for _, data in batch if data is not None]
         if step - 1 not in points or len(kept) < len(batch):
             stored = steps_with_trajectories(connection)
             whole = sorted(n for n in stored if n - 1 in points and n in statistics)
             raise ValueError(_why_not(step, whole, points, paths))
     before, after = points[step - 1], points.get(step)
-    return Recording(step, start, config, statistics[step], kept, before, after)
+    return Recording(
+        step=step,
+        start=start,
+        config=config,
+        statistics=statistics[step],
+        trajectories=kept,
+        task_ids=[task_id for task_id, _ in batch],
+        point_before=before,
+        point_after=after,
+        points=points,
+    )
 
 
 def _check_trained(step: int, recorded: list[int], paths: RunPaths) -> None:

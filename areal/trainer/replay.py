@@ -77,9 +77,9 @@ class Replay:
 def replay(recording: Recording) -> Replay:
     start = recording.start
     with ScratchFolder("replay") as scratch, _threads(start.world["threads"]):
-        config = _apart(recording.config, scratch)
+        config = apart(recording.config, scratch)
         rows = [{}] * start.dataset_size  # counted, never read
-        with _Rehearsal(config, rows) as rehearsal:
+        with Rehearsal(config, rows) as rehearsal:
             replayed = rehearsal.train(recording)
             state = None
             if recording.point_after is not None:
@@ -93,7 +93,7 @@ def replay(recording: Recording) -> Replay:
     )
 
 
-class _Rehearsal(Trainer):
+class Rehearsal(Trainer):
     """The models of a run without its rollout, in a separate run folder."""
 
     def _open(self, stack: ExitStack) -> None:
@@ -120,7 +120,7 @@ class _Rehearsal(Trainer):
         return compared
 
 
-def _apart(config: PPOConfig, scratch: Path) -> PPOConfig:
+def apart(config: PPOConfig, scratch: Path) -> PPOConfig:
     """The same config with another folder and without trackers."""
     return replace(
         config,

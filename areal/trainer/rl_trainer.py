@@ -24,6 +24,7 @@ from areal.agents.preconditions import admin_key
 from areal.agents.router import AgentRouter
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal.infra.jobs import rollout_worker_job
+from areal.planner.prediction import predictor_of
 from areal.rollout.event_loop import TaskRunner, tune_gc
 from areal.rollout.executor import WorkflowExecutor
 from areal.rollout.failures import FailureLimits
@@ -44,6 +45,8 @@ from areal.trainer.episodes import (
     refuse_images,
 )
 from areal.trainer.ppo.actor import PPOLearner
+from areal.trainer.probe import UpdateProbe
+from areal.trainer.samples import SampleRecorder
 from areal.trainer.servers import ServerTrace, open_inference
 from areal.utils.device import num_cores
 from areal.utils.perf_tracer import phase
@@ -72,7 +75,7 @@ class PPOTrainer(Trainer):
         self.device = TimeSharedDevice(
             [self.models[role] for role in self.config.time_shared_models()]
         )
-        runner = self._start_runner(stack)
+        self.runner = self._start_runner(stack)
         rollout = self.config.rollout
         with stage(f"inference, {rollout.backend}", limit_s=rollout.setup_timeout):
             self.inference, self.weights = open_inference(
@@ -83,12 +86,19 @@ class PPOTrainer(Trainer):
         self.run.watchdog.observe("inference", self.inference.stats)
         self.server_trace = ServerTrace(self.inference)
         self.reward_spread = RewardSpread()
+        self.predict_speed = predictor_of(self.config, has_gpu=torch.cuda.is_available())
+        self.samples = SampleRecorder(
+            self.run.database, self.tokenizer, total_steps=self.run.total_steps
+        )
         self.ledger = Ledger(self.run.database)
         self.run.on_settled = self.ledger.prune
         # Of servers that a kill has ended.
         shutil.rmtree(self.run.paths.agents, ignore_errors=True)
-        self.workers = self._start_workers(runner, stack)
-        self.rollout = self._open_executor(runner, stack)
+        self.workers = self._start_workers(self.runner, stack)
+        self.rollout = self._open_executor(self.runner, stack)
+        self.probe = UpdateProbe(
+            self.config, self.runner, self.engine, self.inference, self.run.database
+        )
 
     def train(
         self,
@@ -120,8 +130,9 @@ class PPOTrainer(Trainer):
             batch = self._next_batch()
             data = self.learner.train(batch.trajectories)
             with phase("update_weights", "comm"):
-                self._publish(step.global_step + 1)
+                self.publish_weights(step.global_step + 1)
             stats = self._close_batch(batch, data, step)
+            self.probe.look(batch.trajectories, version=step.global_step + 1)
             if self.run.evaluation_due(step):
                 with phase("evaluate", "sync"):
                     stats["eval/reward"] = self.evaluate(evaluation)
@@ -148,7 +159,8 @@ class PPOTrainer(Trainer):
         config = self.config
         time_shared = config.rollout.scheduling_strategy.target is not None
         together = config.rollout.max_head_offpolicyness > 0 and not time_shared
-        if together and config.actor.weight_update_mode != "direct":
+        is_ours = not config.rollout.api_url
+        if together and is_ours and config.actor.weight_update_mode != "direct":
             taken = config.rollout.num_servers * config.server.threads
             torch.set_num_threads(max(1, num_cores() - taken))
 
@@ -251,9 +263,9 @@ class PPOTrainer(Trainer):
         self.device.to_training()
         first = self.run.resume()
         resume = self.ledger.rewind(step=first - 1, version=first)
-        if first > 0:
+        if first > 0 or self.config.rollout.api_url:  # whose servers may have any weights
             with stage(f"weights of version {first} to the servers"):
-                self._publish(first)
+                self.publish_weights(first)
         else:
             self.engine.set_version(first)
         tune_gc()
@@ -269,7 +281,7 @@ class PPOTrainer(Trainer):
         )
         return first
 
-    def _publish(self, version: int) -> None:
+    def publish_weights(self, version: int) -> None:
         """Send the weights of `version` to the servers, which generate with them from then on."""
         if self.inference.servers != self._receivers:
             self._connect()
@@ -280,11 +292,14 @@ class PPOTrainer(Trainer):
 
     def _close_batch(self, batch: Batch, data: dict[str, Any], step: StepInfo) -> dict[str, float]:
         """Mark the batch as trained, admit new prompts, and return the step's statistics."""
-        self.rollout.mark_trained(batch, step.global_step)
-        self.rollout.set_version(step.global_step + 1)
-        stats = describe_batch(data, version=step.global_step)
-        stats["rollout/groups_with_spread"] = self.reward_spread.share(batch.trajectories)
-        stats |= {f"rollout/{name}": value for name, value in self.rollout.stats().items()}
-        stats |= {f"server/{name}": value for name, value in self.inference.stats().items()}
-        self.server_trace.update()
+        with phase("bookkeeping", "io"):
+            self.rollout.mark_trained(batch, step.global_step)
+            self.rollout.set_version(step.global_step + 1)
+            self.samples.record(batch, data, step.global_step)
+            stats = describe_batch(data, version=step.global_step)
+            stats["rollout/groups_with_spread"] = self.reward_spread.share(batch.trajectories)
+            stats |= {f"rollout/{name}": value for name, value in self.rollout.stats().items()}
+            stats |= {f"server/{name}": value for name, value in self.inference.stats().items()}
+            stats |= self.predict_speed(stats)
+            self.server_trace.update()
         return stats

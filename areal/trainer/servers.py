@@ -12,6 +12,7 @@ it is a child of this process, on its share of `gpus`; with `ray` a child of one
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal.api.alloc_mode import ModelAllocation
+from areal.api.config.inference_servers import NativeServerConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.api.redact import remember_secret
@@ -29,6 +31,7 @@ from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.native import NativeProtocol, launch_native_server
 from areal.engine.remote.protocol import ServerProtocol
+from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.remote.server_process import HostedServer, Launch, ServerProcess, StartServer
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
     from areal.api.scheduler_api import Scheduler, Worker
     from areal.run.paths import RunPaths
 
+TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"  # of servers that somebody else runs
+
 
 def open_inference(
     config: PPOConfig,
@@ -54,13 +59,15 @@ def open_inference(
     stack: ExitStack,
     scheduler: Scheduler | None,
 ) -> tuple[InferenceEngine, WeightUpdateMeta]:
-    gpus = server_gpus(config, scheduler)
     mode = config.actor.weight_update_mode
     name = f"{config.experiment_name}-{config.trial_name}"
     root = stack.enter_context(PublicationRoot(mode, run_name=name, disk_root=paths.weights))
     if mode == "direct":
         engine: InferenceEngine = _local_engine(config)
+    elif config.rollout.api_url:
+        engine = _attached_engine(config, paths)
     else:
+        gpus = server_gpus(config, scheduler)
         engine = _remote_engine(config, paths, stack, scheduler, gpus)
     stack.callback(engine.destroy)
     engine.initialize()
@@ -69,8 +76,32 @@ def open_inference(
         recompute_kv=config.rollout.recompute_kv,
         gen_allocation=receiver,
         nccl_master_address=sender_address(config, scheduler),
+        use_lora=config.actor.use_lora and takes_adapters(config),
+        lora_name=config.rollout.lora_name,
+        lora_alpha=config.actor.lora_alpha,
     )
     return engine, meta
+
+
+def takes_adapters(config: PPOConfig) -> bool:
+    """Whether the servers get adapters alone: native ones on the CPU of this machine, others by
+    `rollout.use_lora`.
+
+    A native server on a GPU would have to read its model folder again to merge them, which takes
+    longer than to load merged weights.
+    """
+    rollout = config.rollout
+    if rollout.engine != "native":
+        return rollout.use_lora
+    is_here = not config.scheduler.by_ray and not rollout.api_url
+    return rollout.tensor_parallel == 1 and is_here and best_device() == "cpu"
+
+
+def _stock_adapters(config: PPOConfig) -> tuple[str, int | None]:
+    """Name and rank of the adapters that a stock server gets; "" and None if it gets none."""
+    if not config.rollout.use_lora:
+        return "", None
+    return config.rollout.lora_name, config.actor.lora_rank
 
 
 def _local_engine(config: PPOConfig) -> NativeLocalEngine:
@@ -94,12 +125,15 @@ def _remote_engine(
     rollout, token = config.rollout, secrets.token_urlsafe(32)
     remember_secret(token)  # redacted from the run's output
     kind = _KINDS[rollout.engine](config)
+    if not isinstance(config.server, NativeServerConfig):
+        kind.options["python"] = find_interpreter(rollout.engine, config.server.python)
+    seed = config.seed if kind.seed is None else kind.seed
     servers = [
         {
             "token": token,
             "tensor_parallel": rollout.tensor_parallel,
             "threads": config.server.threads,
-            "seed": config.seed + index,  # else servers would sample alike
+            "seed": seed + index,  # else servers would sample alike
             "log_path": paths.logs / f"server{index}.log",
             "setup_timeout_s": rollout.setup_timeout,
             **kind.options,
@@ -118,17 +152,68 @@ def _remote_engine(
     launches = place_servers(config, kind.launch, servers, scheduler, gpus)
     with ThreadPoolExecutor(rollout.num_servers, thread_name_prefix="launch") as pool:
         processes = list(pool.map(start, launches))
+    addresses = [process.address for process in processes]
+    return _client(config, paths, kind, addresses, token, processes=processes)
+
+
+def _attached_engine(config: PPOConfig, paths: RunPaths) -> RemoteEngine:
+    """A client of servers that somebody else runs."""
+    rollout, token = config.rollout, os.environ.get(TOKEN_VARIABLE, "")
+    remember_secret(token)
+    kind = _KINDS[rollout.engine](config)
+    for address in rollout.addresses:
+        _check_attached(config, kind.protocol, address, token)
+    return _client(config, paths, kind, rollout.addresses, token, awaits_weights=True)
+
+
+def _check_attached(config: PPOConfig, protocol: ServerProtocol, address: str, token: str) -> None:
+    timeout_s = config.rollout.setup_timeout
+    control = ControlClient(address, token, timeout_s=timeout_s, kind=protocol.kind)
+    try:
+        control.wait_until_healthy(timeout_s)
+        model = protocol.identify(control)
+    except (ServerError, ValueError, LookupError, TypeError) as error:
+        cause = error if isinstance(error, ServerError) else f"unexpected reply ({error!r})"
+        raise ValueError(
+            f"rollout.api_url: {address} cannot be used as a {protocol.kind}: {cause}; its token "
+            f"is read from {TOKEN_VARIABLE}"
+        ) from error
+    if not _is_same_model(model, config.actor.path):
+        raise ValueError(
+            f"rollout.api_url: {address} was started with the model {model!r:.200}, expected "
+            f"actor.path {config.actor.path!r}: start it with that"
+        )
+
+
+def _is_same_model(found: object, path: str) -> bool:
+    """By the repository of a hub name, else by the folder."""
+    if not isinstance(found, str):
+        return False
+    ours, theirs = hub_name(path), hub_name(found)
+    if ours is None or theirs is None:
+        return ours is theirs and os.path.realpath(found) == os.path.realpath(path)
+    return ours.repo == theirs.repo
+
+
+def _client(
+    config: PPOConfig,
+    paths: RunPaths,
+    kind: _Kind,
+    addresses: list[str],
+    token: str,
+    **options: Any,
+) -> RemoteEngine:
     return RemoteEngine(
         kind.protocol,
-        [process.address for process in processes],
+        addresses,
         token,
-        request_timeout_s=rollout.request_timeout,
-        request_retries=rollout.request_retries,
-        setup_timeout_s=rollout.setup_timeout,
+        request_timeout_s=config.rollout.request_timeout,
+        request_retries=config.rollout.request_retries,
+        setup_timeout_s=config.rollout.setup_timeout,
         max_context=kind.max_context,
         vocab_size=_hf_config(config).get("vocab_size"),
-        processes=processes,
         address_file=paths.servers,
+        **options,
     )
 
 
@@ -139,6 +224,7 @@ class _Kind(NamedTuple):
     launch: StartServer
     options: dict[str, Any]  # of `launch`
     max_context: int | None = None  # where the client has to know it
+    seed: int | None = None  # of the first server; None: the run's
     needs_scratch: bool = False
 
 
@@ -161,45 +247,52 @@ def _native_options(config: PPOConfig) -> dict[str, Any]:
 
 
 def _vllm_kind(config: PPOConfig) -> _Kind:
-    vllm, model = config.vllm, model_folder(config.actor.path)
+    vllm, model = config.vllm, config.actor.path
+    lora_name, lora_rank = _stock_adapters(config)
     max_context = vllm.max_context or _model_context(config)
     options = {
         "model_path": model,
-        "python": find_interpreter("vllm", vllm.python),
-        "dtype": _server_dtype(config),
+        "dtype": vllm.dtype or config.actor.dtype,
         "max_model_len": max_context,
         "max_num_seqs": vllm.max_num_seqs,
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         "cpu_cache_gb": vllm.cpu_cache_gb,
         "enforce_eager": vllm.enforce_eager,
-        "extra_args": vllm.extra_args,
+        "lora_rank": lora_rank,
+        "extra_args": vllm.arguments,
+        "pipeline_parallel": config.rollout.pipeline_parallel,
     }
-    return _Kind(VLLMProtocol(model), launch_vllm_server, options, max_context, needs_scratch=True)
+    return _Kind(
+        VLLMProtocol(model, lora_name=lora_name),
+        launch_vllm_server,
+        options,
+        max_context,
+        seed=vllm.seed,
+        needs_scratch=True,
+    )
 
 
 def _sglang_kind(config: PPOConfig) -> _Kind:
-    sglang, model = config.sglang, model_folder(config.actor.path)
+    sglang, model = config.sglang, config.actor.path
+    lora_name, lora_rank = _stock_adapters(config)
     max_context = sglang.max_context or _model_context(config)
     options = {
         "model_path": model,
-        "python": find_interpreter("sglang", sglang.python),
-        "dtype": _server_dtype(config),
+        "dtype": sglang.dtype or config.actor.dtype,
         "context_length": max_context,
         "max_running_requests": sglang.max_running_requests,
         "mem_fraction_static": sglang.mem_fraction_static,
         "attention_backend": sglang.attention_backend,
-        "device": best_device(),
-        "extra_args": sglang.extra_args,
+        "lora_rank": lora_rank,
+        "lora_target_modules": config.actor.target_modules,
+        "extra_args": sglang.arguments,
+        "pipeline_parallel": config.rollout.pipeline_parallel,
     }
-    return _Kind(SGLangProtocol(model), launch_sglang_server, options, max_context)
+    protocol = SGLangProtocol(model, lora_name=lora_name)
+    return _Kind(protocol, launch_sglang_server, options, max_context, sglang.seed)
 
 
 _KINDS = {"native": _native_kind, "vllm": _vllm_kind, "sglang": _sglang_kind}
-
-
-def _server_dtype(config: PPOConfig) -> str:
-    default = "bfloat16" if best_device() == "cuda" else "float32"
-    return config.server.dtype or config.actor.dtype or default
 
 
 def _model_context(config: PPOConfig) -> int | None:
@@ -235,9 +328,9 @@ def place_servers(
     gpus: Sequence[str] | None,
 ) -> list[Launch]:
     """`servers` holds the arguments of `launch` for each server."""
-    if config.scheduler.type == "ray":
+    if config.scheduler.by_ray:
         return _in_workers(config, launch, servers, _opened(scheduler))
-    size = config.rollout.tensor_parallel
+    size = config.rollout.ranks_per_server
     shares = [None if gpus is None else gpus[i * size :][:size] for i in range(len(servers))]
     return [
         partial(launch, gpus=share, **options)
@@ -249,9 +342,9 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
     """The GPUs of the colocated ranks, or those not used by training on this machine. None: the
     servers see all GPUs, or Ray assigns them."""
     rollout, gpus = config.rollout, visible_gpus()
-    if config.scheduler.type == "ray":
+    if config.scheduler.by_ray:
         return None
-    wanted = rollout.num_servers * rollout.tensor_parallel
+    wanted = rollout.num_servers * rollout.ranks_per_server
     target = rollout.scheduling_strategy.target
     if target is not None:
         if config.hosts()[target] == "controller":
@@ -275,7 +368,7 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
 
 def sender_address(config: PPOConfig, scheduler: Scheduler | None) -> str:
     """Address of the actor's rank 0, for weights sent through a process group."""
-    if config.scheduler.type == "local":
+    if not config.scheduler.by_ray:
         return "127.0.0.1"
     return _opened(scheduler).get_workers("actor", config.actor.setup_timeout)[0].ip
 

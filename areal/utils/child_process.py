@@ -41,10 +41,15 @@ from areal.utils.fs import open_private, private_folder
 _KEPT_LINES = 50
 _SHOWN_LINES = 5  # if the child has a log; the very last line often says the least
 _MAX_POLL_S = 0.05  # between two checks whether it has ended
+# Imported without the garbage collector: see `startup.importing`.
 _RUN_MODULE = """
-import importlib, json, sys
+import gc, importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
-importlib.import_module(sys.argv[2]).main(*sys.argv[3:])
+gc.disable()
+module = importlib.import_module(sys.argv[2])
+gc.freeze()
+gc.enable()
+module.main(*sys.argv[3:])
 """
 
 

@@ -133,11 +133,16 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
     """
     removed = []
     for entry in sorted(Path(folder).iterdir()):
-        match = _LEFTOVER.match(entry.name)
-        if match and not _is_alive(int(match[1])):
+        if is_leftover(entry):
             _remove(entry)
             removed.append(entry)
     return removed
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a writer began it that is not alive on this machine any more."""
+    match = _LEFTOVER.match(path.name)
+    return match is not None and not _is_alive(int(match[1]))
 
 
 def remove_folder(path: Path) -> None:

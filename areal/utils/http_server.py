@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import MutableMapping
+import socket
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -49,6 +50,7 @@ _MAX_BODY = 256 << 20  # bytes: hundreds of prompts of the longest context
 # while it sends may take the answer with it.
 _MAX_UNREAD = 32 << 20
 _MAX_FILES = 1 << 20  # if the limit of file descriptors is "none"
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close them
 _SHUTDOWN_S = 1  # for streams open at shutdown
 _SWEEP_S = 1.0
 _WARN_S = 60.0  # between two log lines about closed connections
@@ -142,6 +144,21 @@ def server_config(
         timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
+
+
+def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], object]) -> None:
+    """Answers until SIGINT or SIGTERM; calls `on_ready` once requests are accepted."""
+    server = uvicorn.Server(server_config(app, keep_alive_s=_KEEP_ALIVE_S))
+
+    async def run() -> None:
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="uvicorn")
+        while not (server.started or task.done()):
+            await asyncio.sleep(0.005)
+        if server.started:
+            on_ready()
+        await task
+
+    asyncio.run(run())
 
 
 class _Guard:

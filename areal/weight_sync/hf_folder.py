@@ -1,9 +1,9 @@
-"""Weights as a folder that every Hugging Face loader reads: links, not copies.
+"""Weights as a folder that every Hugging Face loader reads: links to them, not copies.
 
     weight_update_v7/hf/
       model-00001-of-00002.safetensors -> ../bucket_00000.safetensors ...
       model.safetensors.index.json     which weight is in which file
-      config.json, tokenizer.json ...  -> the folder the model came from
+      config.json, tokenizer.json ...  copies: a server's machine may lack the model's own folder
       lm_head.safetensors              with_lm_head, where the weights have none
 
 For inference servers that load a Hugging Face path. A separate head, a copy of the embedding, is
@@ -13,6 +13,7 @@ for servers that cannot update a head tied to the embedding.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,11 +38,19 @@ def hf_folder_of(
 
     Files other than weights are those of `model_folder`.
     """
+    made = find_hf_folder(publication.folder)
+    if made is not None:
+        return made
     source = publication.folder.absolute()
-    if not (source / _FOLDER).is_dir():
-        files = [source / bucket.file for bucket in publication.manifest.buckets]
-        _write(source / _FOLDER, files, Path(model_folder), with_lm_head)
+    files = [source / bucket.file for bucket in publication.manifest.buckets]
+    _write(source / _FOLDER, files, Path(model_folder), with_lm_head)
     return source / _FOLDER
+
+
+def find_hf_folder(publication: str | Path) -> Path | None:
+    """What `hf_folder_of` has made in the folder of a publication, which was then verified."""
+    made = Path(publication).absolute() / _FOLDER
+    return made if made.is_dir() else None
 
 
 def folder_with_lm_head(model_folder: str | Path, target: Path) -> Path:
@@ -68,7 +77,7 @@ def _write(target: Path, files: Sequence[Path], model_folder: Path, with_lm_head
         (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         for file in sorted(model_folder.absolute().iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHTS):
-                (folder / file.name).symlink_to(file)
+                shutil.copyfile(file, folder / file.name)
 
 
 def _copy_embedding(folder: Path, weight_map: dict[str, str]) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 # Names for `workflow` in the YAML. Anything else is given by its import path.
 WORKFLOWS = {
+    "env": "areal.workflow.env.EnvWorkflow",
     "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
     "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
+    "tir": "areal.workflow.tir.TIRWorkflow",
 }
 _HOMES = {path.rpartition(".")[2]: path.rpartition(".")[0] for path in WORKFLOWS.values()}
 _NOT_HERE = {

@@ -1,7 +1,6 @@
 """One chat turn, shared by the shipped workflows: prompt tokens, the engine's reply, its reward.
 
-Seeds come from `workflow_context`, so a retried episode samples the same tokens from the same
-weights; an aborted reply is a failure, never data.
+`Sampler` asks the engine; this adds the prompt of a row and the reward process.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal.api.io_struct import ModelRequest, ModelResponse, Sample
-from areal.api.workflow_context import workflow_context
+from areal.api.io_struct import Sample
 from areal.reward import check_reward_fn, get_reward_fn
 from areal.sandbox.pool import AsyncRewardWrapper
 from areal.utils import import_path
-from areal.utils.tokenizer import chat_prompt_ids, chat_prompts_ids, load_hf_tokenizer
+from areal.utils.perf_tracer import episode_scope
+from areal.utils.tokenizer import chat_prompt_ids, chat_prompts_ids
 from areal.utils.waits import waiting
+from areal.workflow.sampler import Sampler
 
 if TYPE_CHECKING:
     from areal.api.config.inference import GenerationHyperparameters
-    from areal.api.engine_api import InferenceEngine
 
 NUM_CACHED_PROMPTS = 1024  # more than the groups in flight at any time
 REWARD_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
@@ -61,7 +60,7 @@ def chat_input_ids(messages: Any, tokenizer: Any, enable_thinking: bool) -> list
 _Unread = tuple[str, "asyncio.Future[Prompt]"]
 
 
-class ChatTurn:
+class ChatTurn(Sampler):
     """For the arguments see `RLVRWorkflow`."""
 
     def __init__(
@@ -75,9 +74,7 @@ class ChatTurn:
         data_extract_prompt_fn: Callable[[dict[str, Any]], Any] | str = messages_of,
         reward_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self.tokenizer = load_hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(self.tokenizer).new(n_samples=1)
-        self.stop_ids = frozenset(self.gconfig.stop_token_ids)
+        super().__init__(gconfig, tokenizer)
         self._enable_thinking = enable_thinking
         self._extract_prompt = _function(data_extract_prompt_fn, "data_extract_prompt_fn")
         self._get_input_ids = _function(get_input_ids_fn, "get_input_ids_fn")
@@ -106,34 +103,10 @@ class ChatTurn:
         # Shared: whoever is cancelled leaves it to the others.
         return prompt.result() if prompt.done() else await asyncio.shield(prompt)
 
-    async def generate(self, engine: InferenceEngine, input_ids: list[int]) -> ModelResponse:
-        seed = self.gconfig.seed if self.gconfig.seed is not None else workflow_context.next_seed()
-        request = ModelRequest(
-            input_ids=list(input_ids),
-            gconfig=self.gconfig.new(seed=seed),
-            tokenizer=self.tokenizer,
-        )
-        response = await engine.agenerate(request)
-        if response.stop_reason == "abort":
-            raise RuntimeError(f"generation was aborted after {response.output_len} tokens")
-        return response
-
-    async def generate_group(
-        self, engine: InferenceEngine, input_ids: list[int], num_samples: int
-    ) -> list[Sample | Exception]:
-        seeds: Sequence[int | None] = [self.gconfig.seed] * num_samples
-        if self.gconfig.seed is None:
-            seeds = workflow_context.next_seeds(num_samples)
-        request = ModelRequest(
-            input_ids=list(input_ids), gconfig=self.gconfig, tokenizer=self.tokenizer
-        )
-        samples = await engine.agenerate_group(request, seeds)
-        return [_unless_aborted(sample) for sample in samples]
-
-    async def judge(self, prompt: Prompt, response: ModelResponse, data: dict[str, Any]) -> float:
-        """The reward of the reply, computed in a reward process."""
-        with waiting(f"reward {self._reward.name}"):
-            return await self._start_reward(prompt, response.output_tokens, data)
+    async def judge(self, prompt: Prompt, tokens: list[int], data: dict[str, Any]) -> float:
+        """The reward of the tokens after the prompt, computed in a reward process."""
+        with waiting(f"reward {self._reward.name}"), episode_scope("reward"):
+            return await self._start_reward(prompt, tokens, data)
 
     async def judge_group(
         self, prompt: Prompt, samples: Sequence[Sample], data: dict[str, Any]
@@ -143,7 +116,7 @@ class ChatTurn:
             return []
         rewards = [self._start_reward(prompt, one.tokens.tolist(), data) for one in samples]
         try:
-            with waiting(f"reward {self._reward.name}"):
+            with waiting(f"reward {self._reward.name}"), episode_scope("reward"):
                 await asyncio.wait(rewards)
         finally:
             for reward in rewards:
@@ -153,12 +126,9 @@ class ChatTurn:
     def _start_reward(
         self, prompt: Prompt, output_tokens: list[int], data: dict[str, Any]
     ) -> asyncio.Future[float]:
-        text_ids = output_tokens
-        if text_ids and text_ids[-1] in self.stop_ids:
-            text_ids = text_ids[:-1]
         return self._reward.start(
             prompt.text,
-            self.tokenizer.decode(text_ids),
+            self.reply_text(output_tokens),
             prompt.ids,
             output_tokens,
             **{key: value for key, value in data.items() if key not in REWARD_ARGUMENTS},
@@ -196,12 +166,6 @@ class ChatTurn:
             return Prompt(ids=ids, text=self.tokenizer.decode(ids))
         except Exception as error:  # boundary: it belongs to the episodes of this prompt
             return error
-
-
-def _unless_aborted(sample: Sample | Exception) -> Sample | Exception:
-    if isinstance(sample, Sample) and sample.stop_reason == "abort":
-        return RuntimeError(f"generation was aborted after {len(sample.tokens)} tokens")
-    return sample
 
 
 def _value_of(reward: asyncio.Future[float]) -> float | Exception:

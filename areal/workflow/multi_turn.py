@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from areal.api.workflow_api import RolloutWorkflow
 from areal.api.workflow_context import workflow_context
 from areal.utils import stats_tracker
-from areal.utils.chat_template import render_chat
 from areal.workflow.chat import ChatTurn, Prompt, chat_input_ids, messages_of
+from areal.workflow.next_turn import join_turns, text_after_reply
 from areal.workflow.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ FEEDBACK = (
     "Your answer is wrong, or it could not be read. Read the question again, look for the mistake "
     "in what you wrote, and answer once more."
 )
-_REPLY_PLACE = "@reply@"
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
@@ -83,8 +82,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         while True:
             response = await self._turn.generate(engine, transcript.ids)
             transcript.add_reply(response)
-            reward = await self._turn.judge(prompt, response, data)
-            feedback = self._text_after(transcript.ids)
+            reward = await self._turn.judge(prompt, response.output_tokens, data)
+            feedback = join_turns(transcript.ids, self._feedback_ids, self._turn.stop_ids)
             if reward != 0 or not self._may_retry(transcript, feedback):
                 break
             transcript.add_text(feedback)
@@ -104,28 +103,14 @@ class MultiTurnWorkflow(RolloutWorkflow):
         fits = len(transcript.ids) + len(feedback) < self._turn.gconfig.max_tokens
         return transcript.num_turns < self.max_turns and fits
 
-    def _text_after(self, ids: list[int]) -> list[int]:
-        """The feedback, without the end-of-turn token if the model has generated it."""
-        ended = ids[-1] in self._turn.stop_ids and self._feedback_ids[:1] == ids[-1:]
-        return self._feedback_ids[1:] if ended else self._feedback_ids
-
 
 def feedback_ids(feedback: str, tokenizer: Any, enable_thinking: bool) -> list[int]:
-    """Tokens from the end of an assistant's turn through `feedback` to the next turn's header.
-
-    Taken from the rendered chat template, after a placeholder for the reply. Text before it is not
-    used, because a template may rewrite earlier turns (drop their thoughts).
-    """
-    chat = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": _REPLY_PLACE},
-        {"role": "user", "content": feedback},
-    ]
-    text = render_chat(tokenizer, chat, variables={"enable_thinking": enable_thinking})
-    _, found, after = text.rpartition(_REPLY_PLACE)
-    if not found or feedback not in after:
+    """Tokens from the end of an assistant's turn through `feedback` to the next turn's header."""
+    chat = [{"role": "user", "content": feedback}]
+    text = text_after_reply(chat, tokenizer, enable_thinking=enable_thinking)
+    if feedback not in text:
         raise ValueError(
-            "the tokenizer's chat template leaves out earlier turns, so a chat cannot be "
-            f"continued; for a reply {_REPLY_PLACE!r} and the feedback it rendered {text!r:.300}"
+            "the tokenizer's chat template leaves out the feedback, so a chat cannot be "
+            f"continued; it rendered {text!r:.300}"
         )
-    return tokenizer(after, add_special_tokens=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -66,7 +66,7 @@ class RLVRWorkflow(RolloutWorkflow):
         transcript = Transcript(prompt.ids)
         response = await self._turn.generate(engine, transcript.ids)
         transcript.add_reply(response)
-        reward = await self._turn.judge(prompt, response, data)
+        reward = await self._turn.judge(prompt, response.output_tokens, data)
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
         return transcript.trajectory(reward)
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from areal.api.config.inference import (
     GenerationHyperparameters,
     InferenceEngineConfig,
+)
+from areal.api.config.inference_servers import (
     NativeServerConfig,
     SGLangConfig,
     vLLMConfig,
@@ -58,13 +60,18 @@ class BaseExperimentConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """How worker processes are started."""
     allocation_mode: str = ""
-    """Older way to write the `backend` of all engines in one string, like `native:d1+archon:d1`."""
+    """The `backend` of all engines in one string, like `native:d1+archon:d1`: sets those that are
+    not written in their sections, and must agree with those that are. A part without an engine, the
+    `d4` of `vllm:d4+d4`, is fsdp, or archon with p or e. `|` shares devices:
+    `native[rollout]:d1+archon[actor]:d1|archon[critic]:d1`."""
     seed: int = 1
     """Fixes data order, sampling and initial weights."""
     total_train_epochs: int = 1
     """Passes over the data set."""
     total_train_steps: int | None = None
     """Stop after this many steps, if that is sooner."""
+    total_train_n_seqs: int | None = None
+    """Stop after the steps that take this many rows of train_dataset, if that is sooner."""
     tokenizer_path: str = ""
     """Folder or hub name of the tokenizer. Default: actor.path."""
     train_dataset: DatasetConfig
@@ -97,7 +104,22 @@ class BaseExperimentConfig:
         require_at_least(
             1, total_train_epochs=self.total_train_epochs, total_train_steps=self.total_train_steps
         )
+        require(
+            self.total_train_n_seqs is None
+            or self.total_train_n_seqs >= self.train_dataset.batch_size,
+            "total_train_n_seqs must be at least the rows of a step, train_dataset.batch_size "
+            f"({self.train_dataset.batch_size})",
+            self.total_train_n_seqs,
+        )
         self.tokenizer_path = expand_path("tokenizer_path", self.tokenizer_path)
+
+    @property
+    def max_train_steps(self) -> int | None:
+        """The smaller bound on steps, of those that are set."""
+        bounds = [self.total_train_steps]
+        if self.total_train_n_seqs is not None:
+            bounds.append(self.total_train_n_seqs // self.train_dataset.batch_size)
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def models(self) -> dict[str, TrainEngineConfig | FrozenModelConfig]:
         """Role -> its section, for every model of the run; the actor comes first."""
@@ -165,7 +187,7 @@ class PPOConfig(BaseExperimentConfig):
     actor: PPOActorConfig
     """The trained policy."""
     ref: RefConfig | None = None
-    """The reference model; needed by actor.kl_ctl and actor.kl_loss_coef, and only by them.
+    """The reference model of actor.kl_ctl and actor.kl_loss_coef; not loaded when both are 0.
     `ref: {}` is the model that training starts from."""
     critic: PPOCriticConfig | None = None
     """The value model. Without one the value of every token is 0."""
@@ -177,6 +199,10 @@ class PPOConfig(BaseExperimentConfig):
     """Arguments of the workflow besides reward_fn, gconfig and tokenizer."""
     eval_workflow: str | None = None
     """The same for evaluation. Default: workflow."""
+    env: str | None = None
+    """The environment of workflow env: the import path of its class."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's class."""
     reward_fn: str = "gsm8k"
     """A name, or the import path of a reward function."""
     dynamic_bs: bool = False
@@ -191,6 +217,11 @@ class PPOConfig(BaseExperimentConfig):
         self._inherit_from_trainer(self.actor, "rl")
         self._inherit_sampling()
         self._check_batch()
+        require(
+            self.env is not None or "env" not in (self.workflow, self.eval_workflow),
+            "env must be set for workflow env: the import path of a class with reset and step",
+            None,
+        )
         self._check_ref()
         self._check_critic()
         self._check_teacher()
@@ -282,13 +313,10 @@ class PPOConfig(BaseExperimentConfig):
                 f"from); {found}",
                 None,
             )
-            return
-        require(
-            actor.needs_ref,
-            "ref has no effect: set actor.kl_ctl or actor.kl_loss_coef above 0, or remove it",
-            None,
-        )
-        self.ref.inherit(actor)
+        elif actor.needs_ref:
+            self.ref.inherit(actor)
+        else:
+            self.ref = None  # the loader warns
 
     def _check_critic(self) -> None:
         if self.critic is None:

@@ -1,4 +1,4 @@
-"""Sections about generation: process limits, agents, sampling, inference servers, rollout.
+"""Sections about generation: process limits, agents, sampling, rollout.
 
 `ProcessLimits` bounds processes that run user code: reward functions, and agents in `subproc` mode.
 
@@ -9,9 +9,6 @@ under its name here, if it is set; only the bound on prompt plus output is renam
 `max_tokens` is OpenAI's old name for the output bound. What a request cannot express is rejected: a
 group where one call returns one reply, and `lora_name`, which the `model` argument selects.
 `reward_normalization` and `drop_incomplete_group` apply to a group and are not sent.
-
-`vLLMConfig` and `SGLangConfig` are stock servers, each in its own environment. The named keys are
-those a run often sets; any other option of a server goes into `extra_args`, as on its command line.
 """
 
 from __future__ import annotations
@@ -352,94 +349,17 @@ _SENT_WHEN_SET = {
 
 
 @config_section
-class vLLMConfig:
-    """The vLLM server of a run with `rollout.backend: vllm:d1`."""
-
-    python: str = ""
-    """Interpreter of the environment that has vLLM. Default: that of `areal env create vllm`."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Precision. Default: that of the actor."""
-    max_model_len: int | None = None
-    """Most tokens of prompt and output. Default: the model's max_position_embeddings."""
-    max_num_seqs: int = 256
-    """Most sequences decoded together."""
-    gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory the server takes; lower it where it shares the GPU."""
-    cpu_cache_gb: int = 4
-    """Size of the key-value cache on a machine without GPU."""
-    enforce_eager: bool = False
-    """No compilation and no CUDA graphs: a quicker start, slower tokens."""
-    threads: int = 1
-    """CPU threads of the server."""
-    extra_args: list[str] = field(default_factory=list)
-    """Further arguments of the server, like `[--block-size, "32"]`."""
-
-    def __post_init__(self) -> None:
-        self.python = expand_path("python", self.python)
-        require_at_least(
-            1,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            cpu_cache_gb=self.cpu_cache_gb,
-            threads=self.threads,
-        )
-        _require_share(gpu_memory_utilization=self.gpu_memory_utilization)
-
-    @property
-    def max_context(self) -> int | None:
-        return self.max_model_len
-
-
-@config_section
-class SGLangConfig:
-    """The SGLang server of a run with `rollout.backend: sglang:d1`."""
-
-    python: str = ""
-    """Interpreter of the environment that has SGLang. Default: that of `areal env create
-    sglang`."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Precision. Default: that of the actor."""
-    context_length: int | None = None
-    """Most tokens of prompt and output. Default: the model's max_position_embeddings."""
-    max_running_requests: int | None = None
-    """Most sequences decoded together. Default: the server's choice."""
-    mem_fraction_static: float = 0.9
-    """Share of the GPU's memory for weights and cache; lower it where the server shares the GPU."""
-    attention_backend: str | None = None
-    """The server's attention kernels, like `fa3`. Default: its choice."""
-    threads: int = 1
-    """CPU threads of the server."""
-    extra_args: list[str] = field(default_factory=list)
-    """Further arguments of the server, like `[--chunked-prefill-size, "4096"]`."""
-
-    def __post_init__(self) -> None:
-        self.python = expand_path("python", self.python)
-        require_at_least(
-            1,
-            context_length=self.context_length,
-            max_running_requests=self.max_running_requests,
-            threads=self.threads,
-        )
-        _require_share(mem_fraction_static=self.mem_fraction_static)
-
-    @property
-    def max_context(self) -> int | None:
-        return self.context_length
-
-
-def _require_share(**fields: float) -> None:
-    for name, value in fields.items():
-        require(0 < value <= 1, f"{name} must lie in (0, 1]", value)
-
-
-@config_section
 class InferenceEngineConfig:
     """How many episodes run at once, how old their weights may be, what a failure costs."""
 
     backend: str = "native:d1"
     """Engine and parallel layout, like `native:d1`; `native:d2` starts two servers, `native:d1t2`
-    shards the model over two processes, one device each. `vllm:d1` and `sglang:d1` start a stock
-    server."""
+    shards the model over two processes, one device each. `vllm` and `sglang` are stock servers,
+    which also take pipeline stages: `vllm:d2t2p2` starts two servers of four devices."""
+    api_url: list[str] = field(default_factory=list)
+    """Addresses of running servers, like `http://host:8000`, one for each of the d servers of
+    `backend`: they are used instead of new ones, and neither started nor ended by the run. Their
+    token is read from the variable AREAL_SERVER_TOKEN."""
     max_concurrent_rollouts: int | None = None
     """Most prompts in flight. Default: as many as staleness allows, (max_head_offpolicyness + 1)
     times consumer_batch_size."""
@@ -466,6 +386,11 @@ class InferenceEngineConfig:
     which handles more than a thousand samples a second."""
     recompute_kv: bool = True
     """After a weight update, recompute the cache of running requests with the new weights."""
+    use_lora: bool = False
+    """With actor.use_lora, send vLLM and SGLang servers the adapters alone, each version under a
+    name of its own, instead of merged weights. Native servers get them wherever they can."""
+    lora_name: str = "policy"
+    """The run's adapter on its servers; version 7 of it is called `policy-v7`."""
     return_routed_experts: bool = False
     """Router replay: the native engine returns the experts of each token, and the actor trains with
     them instead of those its own routers choose. For a mixture of experts with actor.backend
@@ -493,7 +418,25 @@ class InferenceEngineConfig:
         )
         require_fraction(max_failure_ratio=self.max_failure_ratio)
         require_above(0, request_timeout=self.request_timeout, setup_timeout=self.setup_timeout)
+        require(bool(self.lora_name), "lora_name must not be empty", self.lora_name)
         check_inference_backend(self.backend)
+        layout, count = (self.num_servers, self.ranks_per_server), len(set(self.addresses))
+        require(
+            count == 0 or layout == (count, 1),
+            f"backend must be '{self.engine}:d{count}' for the servers of api_url",
+            self.backend,
+        )
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the servers get adapters alone, of an actor that trains some; native ones where
+        they can."""
+        return self.use_lora or self.engine == "native"
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the servers of `api_url`, as host:port."""
+        return [_host_and_port(url) for url in self.api_url]
 
     @property
     def engine(self) -> str:
@@ -506,33 +449,32 @@ class InferenceEngineConfig:
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks of one server's model."""
+        """Ranks that one server shards each layer over."""
         return ModelAllocation.from_str(self.backend).parallel.tensor_parallel_size
 
+    @property
+    def pipeline_parallel(self) -> int:
+        """Stages of one server's model; 1 unless it is a stock server."""
+        return ModelAllocation.from_str(self.backend).parallel.pipeline_parallel_size
 
-@config_section
-class NativeServerConfig:
-    """The native inference server: cache, batch and threads."""
+    @property
+    def ranks_per_server(self) -> int:
+        """Processes that share one server's model, one device each."""
+        return self.tensor_parallel * self.pipeline_parallel
 
-    page_size: int = 16
-    """Tokens per page of the key-value cache."""
-    num_pages: int | None = None
-    """Pages of the cache. Default: as many as max_running sequences need, within memory."""
-    max_running: int = 512
-    """Most sequences decoded together."""
-    threads: int = 1
-    """CPU threads of each server."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Precision. Default: that of the actor."""
-    batch_invariant: bool = False
-    """On CUDA, tokens and log-probabilities of a request do not depend on the others, bit for bit;
-    with actor.batch_invariant they equal the trainer's. Slower. On the CPU it is always so."""
 
-    def __post_init__(self) -> None:
-        require_at_least(
-            1,
-            page_size=self.page_size,
-            num_pages=self.num_pages,
-            max_running=self.max_running,
-            threads=self.threads,
-        )
+def _host_and_port(url: str) -> str:
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        port = parts.port  # ValueError for no number
+    except ValueError:
+        parts, port = urlsplit(""), None
+    require(
+        parts.scheme == "http"
+        and bool(parts.hostname and port)
+        and parts.path.strip("/") in ("", "v1")
+        and not (parts.query or parts.fragment or parts.username),
+        "api_url must hold addresses like http://host:8000",
+        url,
+    )
+    return f"{parts.hostname}:{port}"

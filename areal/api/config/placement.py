@@ -13,6 +13,9 @@ from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.inference import (
     GenerationHyperparameters,
     InferenceEngineConfig,
+)
+from areal.api.config.inference_servers import (
+    MAX_VLLM_LORA_RANK,
     NativeServerConfig,
 )
 from areal.api.config.ppo import FrozenModelConfig
@@ -47,13 +50,14 @@ def check_models(config: Experiment) -> None:
     """Each rank has the devices it needs; colocated roles have equal numbers of ranks."""
     models, mode = config.models(), config.actor.weight_update_mode
     require(
-        config.scheduler.type == "local" or mode in ("shm", "disk", "delta", "xccl"),
-        "actor.weight_update_mode must be shm, disk, delta or xccl when scheduler.type is ray",
+        not config.scheduler.by_ray or mode in ("shm", "disk", "delta", "xccl"),
+        "actor.weight_update_mode must be shm, disk, delta or xccl when scheduler.type is "
+        f"{config.scheduler.type}",
         mode,
     )
     require(
-        config.cluster.n_nodes == 1 or config.scheduler.type == "ray",
-        f"scheduler.type must be ray when cluster.n_nodes is {config.cluster.n_nodes}",
+        config.cluster.n_nodes == 1 or config.scheduler.by_ray,
+        f"scheduler.type must be ray or slurm when cluster.n_nodes is {config.cluster.n_nodes}",
         config.scheduler.type,
     )
     owners = [role for role, model in models.items() if model.scheduling_strategy.target is None]
@@ -101,17 +105,27 @@ def check_servers(config: RLExperiment) -> None:
     mode = config.actor.weight_update_mode
     for modes, why in _weight_update_modes(config):
         *others, last = modes
-        require(
-            mode in modes,
-            f"actor.weight_update_mode must be {', '.join(others)} or {last} {why}",
-            mode,
-        )
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        require(mode in modes, f"actor.weight_update_mode must be {allowed} {why}", mode)
+    require(
+        config.native.dtype != "fp8" or rollout.tensor_parallel == 1,
+        f"native.dtype must be bfloat16 or null when rollout.backend is {rollout.backend!r}: one "
+        "process computes a model in FP8",
+        config.native.dtype,
+    )
     require(
         not config.native.batch_invariant or rollout.tensor_parallel == 1,
         f"native.batch_invariant must be false when rollout.backend is {rollout.backend!r}, "
         "several processes",
         True,
     )
+    require(
+        not rollout.api_url or rollout.scheduling_strategy.target is None,
+        "rollout.scheduling_strategy must be left out when rollout.api_url is set: the run does "
+        "not place its servers",
+        rollout.scheduling_strategy.target,
+    )
+    _check_adapters(config)
     _check_workers(config)
     _check_stock_server(config)
     _check_time_shared(config)
@@ -122,12 +136,19 @@ def _weight_update_modes(config: RLExperiment) -> Iterator[tuple[tuple[str, ...]
     """The transports that each part of the placement supports, and which part it is."""
     rollout, num_nodes = config.rollout, config.cluster.n_nodes
     chosen = f"when rollout.backend is {rollout.backend!r}"
-    if rollout.num_servers * rollout.tensor_parallel > 1:
+    if rollout.num_servers * rollout.ranks_per_server > 1:
         yield ("shm", "disk", "delta", "xccl"), f"{chosen}, several processes"
     if rollout.engine == "vllm":
         yield ("shm", "disk", "xccl"), chosen
     if rollout.engine == "sglang":
         yield ("shm", "disk"), f"{chosen}: it loads weights only from a folder"
+    if rollout.use_lora and rollout.engine != "native":
+        yield ("shm", "disk"), "when rollout.use_lora is true: adapters are loaded from a folder"
+    if rollout.api_url:
+        yield (
+            ("disk",),
+            "when rollout.api_url is set: its servers read weights from the run's folder",
+        )
     if num_nodes > 1:
         shared = f"when cluster.n_nodes is {num_nodes}: memory is not shared between machines"
         yield ("disk", "delta", "xccl"), shared
@@ -136,17 +157,34 @@ def _weight_update_modes(config: RLExperiment) -> Iterator[tuple[tuple[str, ...]
         yield ("shm", "ipc", "disk", "delta"), f"{_when_time_shared(config)}: {reason}"
 
 
+def _check_adapters(config: RLExperiment) -> None:
+    rollout, actor = config.rollout, config.actor
+    if not rollout.use_lora:
+        return
+    require(
+        actor.use_lora,
+        "rollout.use_lora must be false when actor.use_lora is: there is no adapter to send",
+        True,
+    )
+    require(
+        rollout.engine == "native" or not rollout.api_url,
+        "rollout.use_lora must be false when rollout.api_url is set: servers that somebody else "
+        "runs get whole weights",
+        True,
+    )
+    require(
+        rollout.engine != "vllm" or actor.lora_rank <= MAX_VLLM_LORA_RANK,
+        f"actor.lora_rank must be at most {MAX_VLLM_LORA_RANK} when vLLM serves the adapters "
+        "(rollout.use_lora)",
+        actor.lora_rank,
+    )
+
+
 def _check_workers(config: RLExperiment) -> None:
     if config.rollout.workers == 0:
         return
     agent, mode = config.rollout.agent, config.actor.weight_update_mode
     in_workers = "when rollout.workers is above 0"
-    require(
-        config.rollout.engine == "native",
-        f"rollout.backend must be native {in_workers}: only the controller resends what an update "
-        "interrupts in a stock server",
-        config.rollout.backend,
-    )
     require(
         mode != "direct",
         f"actor.weight_update_mode must not be direct {in_workers}: they need a server",
@@ -188,13 +226,6 @@ def _check_stock_server(config: RLExperiment) -> None:
         not config.native.batch_invariant,
         f"native.batch_invariant must be false {chosen}: the native server does not run",
         True,
-    )
-    # Only the controller knows which requests an update interrupts; ranks would bypass it.
-    require(
-        config.hosts()["actor"] == "controller",
-        f"actor.backend must be one rank in the controller {chosen}: use archon:d1 or fsdp:d1 "
-        "with scheduler.type=local, or rollout.backend=native:d1",
-        config.actor.backend,
     )
     if rollout.engine == "sglang":
         default = GenerationHyperparameters()

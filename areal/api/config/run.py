@@ -44,11 +44,20 @@ class ClusterSpecConfig:
 class SchedulerConfig:
     """How worker processes are started."""
 
-    type: Literal["local", "ray"] = "local"
-    """`local`: the controller itself, on this machine; a layout of one rank then runs in the
-    controller. `ray`: Ray, on one machine or a cluster; needs the extra `ray`."""
+    type: Literal["local", "ray", "slurm"] | None = "local"
+    """`local` (or null): the controller itself, on this machine; a layout of one rank then runs in
+    the controller. `ray`: Ray, on one machine or a cluster; needs the extra `ray`. `slurm`: Ray
+    inside a Slurm job, which `areal train` submits as `areal launch slurm` does."""
     placement: Literal["PACK", "SPREAD"] = "PACK"
     """With Ray: pack the workers of a role on few machines, or spread them."""
+
+    def __post_init__(self) -> None:
+        self.type = self.type or "local"
+
+    @property
+    def by_ray(self) -> bool:
+        """Whether workers are Ray's; inside a Slurm job they are too."""
+        return self.type != "local"
 
 
 RowType = Literal["sft", "rl", "rw", "dpo"]
@@ -190,15 +199,20 @@ class StatsLoggerConfig:
 
 @config_section
 class PerfTracerConfig:
-    """A Chrome trace of the controller's phases, and of when each server computed."""
+    """Chrome traces of every process of the run, which `areal trace` joins; profiles of torch."""
 
     enabled: bool = False
     """Record traces."""
     save_interval: int = 1
-    """Steps between two writes of the trace file."""
+    """Steps between two writes of the controller's trace file; other processes write theirs every
+    five seconds."""
+    profile_steps: list[int] | None = None
+    """Steps, counted from 0, in which torch's profiler records every rank of the actor."""
 
     def __post_init__(self) -> None:
         require_at_least(1, save_interval=self.save_interval)
+        for step in self.profile_steps or ():
+            require_at_least(0, profile_steps=step)
 
 
 @config_section

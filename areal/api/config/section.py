@@ -32,22 +32,18 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from areal.api.config.areal_keys import AT_ROOT, why_absent
+
 
 class ConfigError(ValueError):
     """One line: position, what was found, what was expected, what to change."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, key: tuple[str, ...] = ()) -> None:
         # User text may contain line breaks; the message quotes it and stays one line.
         super().__init__(" ".join(message.splitlines()))
+        self.key = key  # at fault, if it is known
 
 
-# Keys that AReaL's files repeat in sections -> their only position here.
-_AT_ROOT = {
-    "experiment_name": "experiment_name",
-    "trial_name": "trial_name",
-    "fileroot": "cluster.fileroot",
-    "tokenizer_path": "tokenizer_path",
-}
 # Names in other frameworks -> the key here.
 _OTHER_NAMES = {
     "learning_rate": "actor.optimizer.lr",
@@ -56,26 +52,6 @@ _OTHER_NAMES = {
     "kl_coef": "actor.kl_ctl",
     "staleness": "rollout.max_head_offpolicyness",
     "max_staleness": "rollout.max_head_offpolicyness",
-}
-# Keys of AReaL's files that do not exist here, and why.
-_ABSENT = {
-    "group_size": "groups are normalised by their real sizes; remove it",
-    "behave_imp_weight_cap": "use rejection_sampling with action: clamp and upper: CAP",
-    "behave_imp_weight_mode": "use rejection_sampling (level, action, metric)",
-    "sglang": "only trainer ppo generates, so only its files have servers; remove it",
-    "vllm": "only trainer ppo generates, so only its files have servers; remove it",
-    "port_count": "workers open no ports for calls; remove it",
-    "task_type": "every entry describes a worker; remove it",
-    "cmd": "workers are started by the scheduler; remove it",
-    "fork": "colocated models share a process, a server has its own; remove it",
-    "attn_impl": "the engine chooses its attention kernel; remove it",
-    "check_trajectory_format": "every trajectory is checked; remove it",
-    "queue_size": "the queue follows max_head_offpolicyness; remove it",
-    "pin_memory": "it has no effect; remove it",
-    "engine_max_tokens": "use gconfig.max_tokens",
-    "message_preprocessors": "use prefix_matcher, or change the messages in the agent",
-    "admin_api_key": "it comes from the environment variable AREAL_ADMIN_API_KEY; remove it",
-    "num_workers": "rows are loaded by the controller itself; remove it",
 }
 
 
@@ -117,10 +93,11 @@ def explain_unknown(root: type, section: type, key: tuple[str, ...]) -> str:
 
 def _advice(root: type, section: type, prefix: str, leaf: str) -> str:
     siblings = list(field_types(section))
-    if leaf in _AT_ROOT and section is not root:
-        return f"it is written once, as {_AT_ROOT[leaf]} at the root of the file: remove it here"
-    if leaf in _ABSENT:
-        return _ABSENT[leaf]
+    if leaf in AT_ROOT and section is not root:
+        return f"it is written once, as {AT_ROOT[leaf]} at the root of the file: remove it here"
+    why = why_absent(f"{prefix}{leaf}")
+    if why is not None:
+        return why if why.startswith("use ") else f"{why}; remove it"
     if near := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.8):
         return f"did you mean {prefix}{near[0]}?"
     keys = list(all_keys(root))

@@ -49,7 +49,7 @@ class Source:
 
     def error(self, key: KeyPath, message: str) -> ConfigError:
         """`message` (which starts with the key), prefixed with its position, on one line."""
-        return ConfigError(f"{self.position(key)}: {message}")
+        return ConfigError(f"{self.position(key)}: {message}", key)
 
 
 def read_source(argv: list[str]) -> Source:

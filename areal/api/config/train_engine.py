@@ -160,6 +160,10 @@ class ArchonEngineConfig:
     """Replicas of the weights (a divisor of d), each sharded over its share of the data-parallel
     ranks. More replicas gather weights among fewer ranks, take more memory and all-reduce gradients
     at the end."""
+    fp8_forward: bool = False
+    """Forward passes round weights, activations, keys and values as a server with native.dtype fp8
+    does, so that log-probabilities and gradients are those of what sampled. Not faster; for dense
+    models."""
 
     @property
     def splits_backward(self) -> bool:
@@ -238,21 +242,23 @@ class TrainEngineConfig:
     """How a batch is split into micro-batches."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of the model. Default: bfloat16 on a GPU, float32 on a CPU."""
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which ranks sum gradients. bfloat16 sends half the bytes and rounds each sum."""
     optimizer: OptimizerConfig | None = None
     """Required to train."""
     gradient_checkpointing: bool = False
     """Keep only a part of each block's results and recompute the rest in the backward pass: less
     memory, more work. `archon.ac_mode` says which; fsdp and megatron keep the inputs of blocks."""
     use_lora: bool = False
-    """Train LoRA adapters beside the frozen weights and save only these, in peft's format. Backend
-    fsdp needs the extra `lora`."""
+    """Train LoRA adapters beside the frozen weights. Only these are saved, in peft's format, and
+    sent to servers that take them (rollout.use_lora). Backend fsdp needs the extra `lora`."""
     lora_rank: int = 32
     """Rank of the adapters."""
     lora_alpha: float = 16.0
     """The adapters' product is scaled by lora_alpha / lora_rank."""
     target_modules: list[str] = field(default_factory=list)
     """Layers that get adapters, by the ends of their names, like `[q_proj, v_proj]`. Default: every
-    linear layer but the head."""
+    linear layer but the head; experts only if they are named."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Settings of backend fsdp."""
     archon: ArchonEngineConfig = field(default_factory=ArchonEngineConfig)
@@ -309,6 +315,11 @@ class TrainEngineConfig:
             True,
         )
         require(
+            engine != "megatron" or self.grad_reduce_dtype == "float32",
+            "grad_reduce_dtype must be float32 with backend megatron",
+            self.grad_reduce_dtype,
+        )
+        require(
             engine == "archon" or self.archon == ArchonEngineConfig(),
             f"the section archon needs backend archon (backend is {self.backend!r})",
             self.archon,
@@ -329,6 +340,7 @@ class TrainEngineConfig:
             "batch_invariant has kernels of its own: set archon.enable_compile to false",
             True,
         )
+        self._check_fp8_forward()
         require(
             not (self.use_lora and self.batch_invariant),
             "use_lora must be false with batch_invariant: servers get the adapters merged, which "
@@ -364,6 +376,18 @@ class TrainEngineConfig:
             "target_modules needs use_lora: true",
             self.target_modules,
         )
+
+    def _check_fp8_forward(self) -> None:
+        for name, value in {
+            "use_lora": self.use_lora,
+            "batch_invariant": self.batch_invariant,
+            "archon.enable_compile": self.archon.enable_compile,
+        }.items():
+            require(
+                not (value and self.archon.fp8_forward),
+                f"{name} must be false with archon.fp8_forward, whose layers do not support it",
+                value,
+            )
 
     def check_layout(self, layout: ParallelStrategy) -> None:
         """Check that the ranks of `layout` support these keys; engines check again with their own
@@ -402,9 +426,16 @@ class TrainEngineConfig:
             f"or use d, c or p instead {several}",
             True,
         )
+        sharded = layout.tensor_parallel_size * layout.pipeline_parallel_size
         require(
-            not self.use_lora or layout.tensor_parallel_size == layout.pipeline_parallel_size == 1,
-            f"use_lora cannot be sharded by t or p: use d or c instead {several}",
+            not self.archon.fp8_forward or sharded == 1,
+            f"archon.fp8_forward must be false with t or p: use d or c instead {several}",
+            True,
+        )
+        require(
+            not self.use_lora or own.backend == "archon" or layout.tensor_parallel_size == 1,
+            f"use_lora cannot be sharded by t with backend {own.backend}: use d or c instead, or "
+            f"backend archon {several}",
             True,
         )
         require(
@@ -432,18 +463,12 @@ def check_training_backend(backend: str) -> None:
 
 
 def check_inference_backend(backend: str) -> None:
-    """`backend` parses, is for inference, and is d servers of t ranks: one unless native."""
+    """`backend` parses and is for inference. Only stock servers have pipeline stages."""
     allocation = _parse_backend(backend, "inference", "native:d1")
-    layout = allocation.parallel
-    if layout.world_size != layout.data_parallel_size * layout.tensor_parallel_size:
+    if allocation.backend == "native" and allocation.parallel.pipeline_parallel_size > 1:
         raise ValueError(
             f"backend {backend!r} cannot run in this version: use d for servers and t for the "
-            f"devices a model is sharded over, like '{allocation.backend}:d1t2'"
-        )
-    if allocation.backend != "native" and layout.data_parallel_size > 1:
-        raise ValueError(
-            f"backend {backend!r} cannot run in this version: use '{allocation.backend}:d1', or t "
-            "to shard the model over several devices"
+            "devices a model is sharded over, like 'native:d1t2'; vllm and sglang also take p"
         )
 
 

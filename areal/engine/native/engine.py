@@ -40,19 +40,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal.api.io_struct import NO_ROOM, StopReason
+from areal.api.io_struct import StopReason
+from areal.engine.native.adapters import Adapter, AdapterBank, merged, read_adapter
+from areal.engine.native.admission import Limits
 from areal.engine.native.drafts import Drafts
 from areal.engine.native.kv_cache import PagePool, Prefix
 from areal.engine.native.make_runner import default_num_pages, make_runner
 from areal.engine.native.runner import Chunk, Drawn, Runner
-from areal.engine.native.sampler import MAX_STOP_IDS, check_bias
 from areal.engine.native.scheduler import Scheduler
-from areal.engine.native.scoring import check_tokens, score
+from areal.engine.native.scoring import ScoredTokens, check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
 from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
-from areal.models.hf_io import build_model, check_hf_shapes, load_hf
+from areal.models.hf_io import build_model, check_hf_shapes, default_dtype, load_hf
+from areal.models.lora import read_peft
 from areal.utils.hub import model_folder
 
 DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # can be offloaded
@@ -82,12 +84,14 @@ class NativeEngine:
         batch_invariant: bool = False,
         drafts: bool = True,
         seed: int = 0,
+        folder: Path | None = None,
     ) -> None:
         """`num_pages=None`: enough for `max_running` full contexts, bounded by memory.
 
         `seed` draws the seeds of requests without one. `batch_invariant`: tokens and
         log-probabilities of a request do not depend, bit for bit, on the requests beside it.
         `drafts`: check guesses of several tokens at once where that is faster (drafts.py).
+        `folder`: of the model, from which adapters are merged where they cannot be added by row.
         """
         args, weight = model.args, model.embedding_weight
         if num_pages is None:
@@ -95,16 +99,19 @@ class NativeEngine:
         self.model = model.eval()
         self.version = 0
         self._pool = PagePool(num_pages, page_size)
-        self._max_context = min(args.max_position_embeddings, self._pool.num_usable * page_size)
+        self._limits = Limits(args, self._pool, frozenset(eos_ids))
         self._scheduler = Scheduler(
             self._pool,
             max_running=max_running,
-            max_pages=self._pool.pages_for(self._max_context),
+            max_pages=self._pool.pages_for(self._limits.max_context),
         )
+        self.adapters = AdapterBank(model)
+        self._folder, self._is_merged = folder, False
         self._make_runner = partial(
             make_runner,
             model,
             self._scheduler.slots,
+            self.adapters,
             num_pages=num_pages,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
@@ -150,9 +157,8 @@ class NativeEngine:
         With `ranks` it holds a shard of the model, and all ranks make the same calls
         (tensor_parallel.py).
         """
-        if dtype is None:
-            dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
         path = model_folder(path)
+        dtype = dtype or default_dtype(device)
         model = build_model(path, device=device, dtype=dtype, ranks=ranks)
         load_hf(model, path)
         return cls(
@@ -164,6 +170,7 @@ class NativeEngine:
             batch_invariant=batch_invariant,
             drafts=drafts,
             seed=seed,
+            folder=path,
         )
 
     @property
@@ -174,7 +181,10 @@ class NativeEngine:
     def add(self, request: GenRequest) -> None:
         """Queue a request. ValueError, naming the field, if it could never run."""
         options = request.gconfig
-        self._check(request)
+        if request.rid in self._by_rid:
+            raise ValueError(f"rid {request.rid!r} is already running: give each request its own")
+        self._limits.check(request)
+        adapter = self.adapters.number_of(options.lora_name)
         eos_ids = frozenset() if options.ignore_eos else self._eos_ids
         seed = self._seeds.getrandbits(64) if options.seed is None else options.seed
         sequence = Sequence(
@@ -183,14 +193,16 @@ class NativeEngine:
             gconfig=options,
             seed=seed % 2**64,
             stop_ids=eos_ids | frozenset(options.stop_token_ids),
-            max_output=self._max_output(request),
+            max_output=self._limits.max_output(request),
+            adapter=adapter,
+            pinned_version=self.adapters.version_of(adapter),
             progress_tokens=request.progress_tokens,
             return_routed_experts=request.return_routed_experts,
             stop_watch=request.stop_watch,
             grammar=request.grammar_state,
         )
         if request.so_far is not None:
-            _go_on_from(sequence, request.so_far)
+            sequence.go_on_from(request.so_far)
         elif sequence.grammar is not None:
             self._check_can_begin(sequence)
         self._by_rid[sequence.rid] = sequence
@@ -242,20 +254,75 @@ class NativeEngine:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
         check_hf_shapes(self.model, shapes, source=f"version {version}")
         self._drain()
+        self.adapters.clear_live()
+        self._write(tensors)
+        self._go_on_with(version, recompute_kv)
+
+    def load_adapter(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        *,
+        alpha: float,
+        name: str,
+        recompute_kv: bool,
+    ) -> None:
+        """As `load_weights`, of an adapter of the weights the engine started with, which requests
+        without a `lora_name` get; where several can be served, also as `NAME-vVERSION`."""
+        adapter = read_adapter(self.model, named_tensors, alpha=alpha, version=version)
+        self._drain()
+        if self._adds_by_row(adapter):
+            self.adapters.set_live(adapter)
+            in_use = {sequence.adapter for sequence in self._by_rid.values()}
+            self.adapters.keep_version(name, adapter, in_use)
+        elif self._folder is None or self.adapters.names:
+            raise ValueError(
+                "the adapter has to be merged here: the engine needs the model's folder, and no "
+                f"named adapter beside it, got {self._folder} and {self.adapters.names}"
+            )
+        else:
+            self._is_merged = True
+            self._write(list(merged(adapter, self._folder)))
+        self._go_on_with(version, recompute_kv)
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Serve the adapter of a PEFT folder to requests with this `lora_name`."""
+        tensors, alpha = read_peft(folder)
+        adapter = read_adapter(self.model, tensors.items(), alpha=alpha)
+        if self._is_merged or not self._adds_by_row(adapter):
+            raise ValueError(
+                "lora_name: named adapters are served on a CPU, by one process, not on layers of "
+                "experts and not beside a merged one; make a model of it with areal merge"
+            )
+        self.adapters.add(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        number = self.adapters.number_of(name)
+        if used := sum(sequence.adapter == number for sequence in self._by_rid.values()):
+            raise ValueError(f"lora_name: {used} requests still use {name!r}; abort them first")
+        self.adapters.remove(name)
+
+    def _adds_by_row(self, adapter: Adapter) -> bool:
+        return self.device.type == "cpu" and self.adapters.takes(adapter)
+
+    def _write(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self._runner is None:
             for name, tensor in tensors:
                 self.model.load_hf_tensor(name, tensor)
         else:
             self._runner.load(tensors)
+
+    def _go_on_with(self, version: int, recompute_kv: bool) -> None:
         self.version = version
         if recompute_kv:
             self._scheduler.send_all_back()
         self._scheduler.forget_prefixes()
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    def score(self, sequences: list[list[int]], num_top: int = 0) -> list[ScoredTokens]:
         """Log-probabilities of given tokens (scoring.py), between two steps."""
         self.check_score(sequences)
-        return score(self.model, sequences, batch_invariant=self._batch_invariant)
+        self.adapters.begin(np.zeros(1, np.int64))
+        return score(self.model, sequences, num_top, batch_invariant=self._batch_invariant)
 
     def check_score(self, sequences: list[list[int]]) -> None:
         """ValueError if `score` cannot run."""
@@ -304,48 +371,6 @@ class NativeEngine:
         assert self._runner is not None, "nothing is launched while something is offloaded"
         return self._runner
 
-    def _check(self, request: GenRequest) -> None:
-        ids, vocab_size = request.input_ids, self.model.args.vocab_size
-        if request.rid in self._by_rid:
-            raise ValueError(f"rid {request.rid!r} is already running: give each request its own")
-        if request.gconfig.stop and request.stop_watch is None:
-            raise ValueError("gconfig.stop holds texts: the request needs a stop_watch for them")
-        if request.grammar is not None and request.grammar_state is None:
-            raise ValueError("grammar: the request needs a grammar_state for it")
-        if not ids:
-            raise ValueError("input_ids is empty: a prompt needs at least one token")
-        stop_ids = request.gconfig.stop_token_ids
-        drawn = request.so_far.tokens if request.so_far is not None else []
-        fields = (("input_ids", ids), ("stop_token_ids", stop_ids), ("so_far", drawn))
-        for field, tokens in fields:
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-                raise ValueError(
-                    f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
-                    f"got {min(tokens)} to {max(tokens)}"
-                )
-        if request.return_routed_experts and self.model.args.moe is None:
-            raise ValueError("return_routed_experts: this model has no experts; leave it out")
-        check_bias(request.gconfig.logit_bias, vocab_size)
-        if request.gconfig.min_new_tokens and len(stop_ids) + len(self._eos_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"min_new_tokens holds off at most {MAX_STOP_IDS} stop tokens, "
-                f"got {len(stop_ids)} stop_token_ids"
-            )
-        if len(ids) >= self._max_tokens(request):
-            raise ValueError(
-                f"input_ids has {len(ids)} tokens, which leaves {NO_ROOM}: the limit of "
-                f"prompt and output is {self._max_tokens(request)}, the smallest of "
-                f"gconfig.max_tokens ({request.gconfig.max_tokens}), the model's context "
-                f"({self.model.args.max_position_embeddings}) and the cache "
-                f"({self._pool.num_usable} pages of {self._pool.page_size}: raise num_pages)"
-            )
-
-        if len(drawn) >= self._max_output(request):
-            raise ValueError(
-                f"so_far has {len(drawn)} tokens, which leaves none to generate of the "
-                f"{self._max_output(request)} this request can have"
-            )
-
     def _check_can_begin(self, sequence: Sequence) -> None:
         """An output has at least one token."""
         if sequence.allowed(self.model.args.vocab_size) is None:
@@ -355,17 +380,6 @@ class NativeEngine:
                 or "grammar: allows no first token; with ignore_eos or min_new_tokens the text "
                 "cannot be empty"
             )
-
-    def _max_output(self, request: GenRequest) -> int:
-        room = self._max_tokens(request) - len(request.input_ids)
-        return min(request.gconfig.max_new_tokens, room)
-
-    def _max_tokens(self, request: GenRequest) -> int:
-        """Most tokens of prompt and output that one request can hold with the cache to itself."""
-        size = self._pool.page_size
-        # The prefix's partial page is held once by the prefix and copied once by the sequence.
-        cache_pages = self._pool.num_usable - (1 if len(request.input_ids) % size else 0)
-        return min(request.gconfig.max_tokens, self._max_context, cache_pages * size)
 
     def _launch(self) -> bool:
         """Start this step's work; False when there is nothing to start."""
@@ -499,7 +513,8 @@ class NativeEngine:
             if start == end:
                 break
             items.append(item)
-            chunks.append(Chunk(item.token_slice(start, end), start, item.pages))
+            tokens = item.token_slice(start, end)
+            chunks.append(Chunk(tokens, start, item.pages, item.adapter))
             item.num_cached = end
             budget -= end - start
         self._counts["tokens_prefilled"] += self._present_runner.max_prefill_tokens - budget
@@ -566,20 +581,6 @@ class NativeEngine:
         self._drafts.leave(sequence)
         self._counts["finished"] += 1
         return replace(sequence.finish(reason), routed_experts=routed)
-
-
-def _go_on_from(sequence: Sequence, so_far: Progress) -> None:
-    """Treat it like a preempted sequence: its cache is recomputed, its draws continue."""
-    if sequence.stop_watch is not None:
-        sequence.stop_watch.feed(so_far.tokens)
-    if sequence.grammar is not None:
-        sequence.grammar.accept(so_far.tokens)
-        if sequence.grammar.fault:
-            raise ValueError(f"so_far: {sequence.grammar.fault}")
-    sequence.output_tokens = list(so_far.tokens)
-    sequence.output_logprobs = list(so_far.logprobs)
-    sequence.output_versions = list(so_far.versions)
-    sequence.num_told = len(so_far.tokens)
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:

@@ -19,7 +19,8 @@ Invariants: a page is free exactly when its reference count is 0. Page 0 is scra
 write there, and unused entries of a page table point to it; it is never allocated. Equal full pages
 that were computed are one page: the next turn of a dialogue finds those of the turn before, prompt
 and reply. So such a page stands for all tokens up to its end, and whatever holds it in the table
-holds all pages before it. All pages that can be found were computed with the same weights.
+holds all pages before it. All pages that a prompt can find were computed with the weights and the
+adapter it has itself.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 SCRATCH_PAGE = 0
+Key = tuple[int, tuple[int, ...]] | int  # adapter and tokens of a prompt, or a page
 
 
 class PagePool:
@@ -93,6 +95,7 @@ class Prefix:
 
     tokens: tuple[int, ...]
     pages: list[int]
+    adapter: int = 0  # its number (adapters.py)
     is_kept: bool = False
     num_borrowed: int = 0  # leading tokens in pages that other prompts had computed
     num_cached: int = 0  # leading tokens whose keys and values are computed
@@ -108,9 +111,9 @@ class Prefix:
         return self.is_ready or self.is_kept
 
     @property
-    def key(self) -> tuple[int, ...] | int:
+    def key(self) -> Key:
         """Of a kept one its last page, which stands for all its tokens."""
-        return self.pages[-1] if self.is_kept else self.tokens
+        return self.pages[-1] if self.is_kept else (self.adapter, self.tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -126,9 +129,10 @@ class PrefixTable:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         # An OrderedDict finds its oldest entry in O(1), however many older ones were deleted.
-        self._entries: OrderedDict[tuple[int, ...] | int, Prefix] = OrderedDict()
+        self._entries: OrderedDict[Key, Prefix] = OrderedDict()
         self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
-        # Full pages of computed entries, by the page before and their own tokens.
+        # Full pages of computed entries, by the page before and their own tokens. Before the first
+        # page comes the adapter's number, negative.
         self._page_after: dict[tuple[int, tuple[int, ...]], int] = {}
         self._num_entries: Counter[int] = Counter()  # computed entries of such a page
         self.num_updates = 0  # of the weights: pages of an earlier count are not kept
@@ -146,16 +150,16 @@ class PrefixTable:
         """Prefixes still to compute, oldest first."""
         return list(self._pending)
 
-    def find(self, tokens: tuple[int, ...]) -> Prefix | None:
-        prefix = self._entries.get(tokens)
+    def find(self, tokens: tuple[int, ...], adapter: int = 0) -> Prefix | None:
+        prefix = self._entries.get((adapter, tokens))
         if prefix is not None:
-            self._entries.move_to_end(tokens)
+            self._entries.move_to_end(prefix.key)
         return prefix
 
-    def borrow(self, tokens: tuple[int, ...]) -> list[int]:
+    def borrow(self, tokens: tuple[int, ...], adapter: int = 0) -> list[int]:
         """Retained pages with the first of these tokens, for `create`. The last token is never
         among them: its hidden state has to be computed."""
-        size, pages, before = self._pool.page_size, [], SCRATCH_PAGE
+        size, pages, before = self._pool.page_size, [], -adapter
         for start in range(0, (len(tokens) - 1) // size * size, size):
             page = self._page_after.get((before, tokens[start : start + size]))
             if page is None:
@@ -167,12 +171,14 @@ class PrefixTable:
             self._entries.move_to_end(before)
         return pages
 
-    def create(self, tokens: tuple[int, ...], borrowed: Sequence[int] = ()) -> Prefix:
+    def create(
+        self, tokens: tuple[int, ...], borrowed: Sequence[int] = (), adapter: int = 0
+    ) -> Prefix:
         own = self._pool.allocate(self._pool.pages_for(len(tokens)) - len(borrowed))
         num_borrowed = len(borrowed) * self._pool.page_size
         pages = [*borrowed, *own]
-        prefix = Prefix(tokens, pages, num_borrowed=num_borrowed, num_cached=num_borrowed)
-        self._entries[tokens] = prefix
+        prefix = Prefix(tokens, pages, adapter, num_borrowed=num_borrowed, num_cached=num_borrowed)
+        self._entries[prefix.key] = prefix
         self._pending[prefix] = None
         return prefix
 
@@ -181,12 +187,13 @@ class PrefixTable:
         del self._pending[prefix]
         self._share_pages(prefix)
 
-    def keep(self, tokens: tuple[int, ...], pages: list[int]) -> None:
+    def keep(self, tokens: tuple[int, ...], pages: list[int], adapter: int = 0) -> None:
         """The full pages among `pages`, which hold keys and values of `tokens`."""
         num_full = len(tokens) // self._pool.page_size
         if not num_full:
             return
-        kept = Prefix(tokens[: num_full * self._pool.page_size], pages[:num_full], is_kept=True)
+        full = tokens[: num_full * self._pool.page_size]
+        kept = Prefix(full, pages[:num_full], adapter, is_kept=True)
         self._pool.retain(kept.pages)
         self._share_pages(kept)
         if kept.key in self._entries:  # two sequences of the same tokens
@@ -257,5 +264,5 @@ class PrefixTable:
         """Number and key of each. A page may be replaced before the next one is asked for."""
         size = self._pool.page_size
         for number in range(prefix.num_tokens // size):
-            before = prefix.pages[number - 1] if number else SCRATCH_PAGE
+            before = prefix.pages[number - 1] if number else -prefix.adapter
             yield number, (before, prefix.tokens[number * size : (number + 1) * size])

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,22 @@ import torch
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, OnTokens, WeightUpdateMeta
+from areal.engine.native import inspection
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineEndedError, EngineLoop, Result
 from areal.engine.native.scoring import padded_scores, token_lists
 from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
+from areal.engine.native.weight_loader import LoraUpdate, load
 from areal.engine.native.wire import Refusal, Reply, check_supported
+from areal.models.hf_io import dtype_named
 from areal.utils.hub import model_folder
+from areal.utils.perf_tracer import trace_generation
 from areal.utils.waits import waiting
+from areal.weight_sync.bucket import Checksums
 from areal.weight_sync.transports import open_sent
+
+_HERE = "in this process"  # in place of a server's address
 
 
 class NativeLocalEngine(InferenceEngine):
@@ -56,7 +64,7 @@ class NativeLocalEngine(InferenceEngine):
         self._text = ModelText(self._folder)
         self._options = {
             "device": device,
-            "dtype": getattr(torch, dtype) if dtype else None,
+            "dtype": dtype_named(dtype),
             "page_size": page_size,
             "num_pages": num_pages,
             "max_running": max_running,
@@ -94,7 +102,9 @@ class NativeLocalEngine(InferenceEngine):
             request = await asyncio.to_thread(self._text.prepare, request)
         with waiting("generation in this process"):
             reply = await self._generate(request, req.on_tokens)
-        return reply.response(req, latency=time.perf_counter() - start)
+        ended = time.perf_counter()
+        trace_generation(start, ended, reply.ttft)
+        return reply.response(req, latency=ended - start)
 
     def pause_generation(self) -> None:
         self._loop.pause()
@@ -110,14 +120,22 @@ class NativeLocalEngine(InferenceEngine):
         source = named_tensors
         if source is None:
             source = open_sent(meta.path, version=meta.version, key=meta.key)
+        adapter = LoraUpdate(meta.lora_name, meta.lora_alpha) if meta.use_lora else None
         self._loop.call(
-            lambda engine: engine.load_weights(source, meta.version, recompute_kv=meta.recompute_kv)
+            lambda engine: load(engine, source, meta.version, meta.recompute_kv, adapter)
         ).result()
 
     def compute_logp(self, data: dict[str, Any]) -> torch.Tensor:
         sequences = token_lists(data)
         scores = self._loop.call(lambda engine: engine.score(sequences)).result()
-        return padded_scores(scores, data)
+        return padded_scores([one.logprobs for one in scores], data)
+
+    def weight_checksums(self) -> dict[str, Checksums]:
+        return {_HERE: self._loop.call(inspection.weight_checksums).result()}
+
+    def layer_trace(self, tokens: Sequence[int]) -> dict[str, dict[str, Any]]:
+        trace = self._loop.call(partial(inspection.layer_trace, tokens=tokens))
+        return {_HERE: trace.result()}
 
     def offload(self, tags: Sequence[str] | None = None) -> None:
         self._loop.call(lambda engine: engine.offload(tags)).result()
@@ -132,7 +150,7 @@ class NativeLocalEngine(InferenceEngine):
         return self._loop.stats()
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        return {"in this process": self._loop.busy.since(since)}
+        return {_HERE: self._loop.busy.since(since)}
 
     @property
     def _loop(self) -> EngineLoop:

@@ -40,7 +40,7 @@ import torch
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply
-from areal.utils import logging
+from areal.utils import logging, perf_tracer
 
 logger = logging.getLogger("NativeEngineLoop")
 
@@ -89,6 +89,7 @@ class EngineLoop:
         self._ended: EngineEndedError | None = None
         self.failure: BaseException | None = None  # the error that ended the loop, if any
         self.busy = BusyIntervals()
+        self._counted_at = 0.0  # requests, for the trace
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -105,6 +106,11 @@ class EngineLoop:
     def loads_files(self) -> bool:
         """Whether `load_weights` needs a publication instead of tensors of this process."""
         return self._engine.loads_files
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that requests can name."""
+        return self._engine.adapters.names
 
     @property
     def paused(self) -> bool:
@@ -127,7 +133,7 @@ class EngineLoop:
 
     def stats(self) -> dict[str, float]:
         """The engine's counters; does not wait for a running step."""
-        return self._engine.stats()
+        return {**self._engine.stats(), "busy_s": self.busy.total_s}
 
     def abort(self, rids: Iterable[str] | None = None) -> Future[int]:
         """Ends these requests (None: all) with their tokens so far; the result is their number."""
@@ -219,7 +225,11 @@ class EngineLoop:
     def _step(self) -> None:
         start = time.time()
         finished = self._engine.step()
-        self.busy.add(start, time.time())
+        end = time.time()
+        self.busy.add(start, end)
+        if perf_tracer.is_tracing() and end - self._counted_at > _COUNT_S:
+            self._counted_at, stats = end, self._engine.stats()
+            perf_tracer.counter("requests", running=stats["running"], waiting=stats["waiting"])
         if finished:
             self._deliver(finished)
 
@@ -342,6 +352,7 @@ class Receiver:
         self._results.put_nowait(None)
 
 
+_COUNT_S = 0.1  # between two counts of requests in a trace
 _MERGE_GAP_S = 0.005  # gaps between consecutive steps are far below this
 _MAX_INTERVALS = 10_000
 
@@ -352,14 +363,18 @@ class BusyIntervals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._intervals: deque[list[float]] = deque(maxlen=_MAX_INTERVALS)  # [start, end]
+        self.total_s = 0.0  # of all intervals, also dropped ones
 
     def add(self, start: float, end: float) -> None:
         """One step ran from `start` to `end` (`time.time()`), after all steps added before."""
         with self._lock:
             if self._intervals and start - self._intervals[-1][1] < _MERGE_GAP_S:
-                self._intervals[-1][1] = max(end, self._intervals[-1][1])
+                last = self._intervals[-1][1]
+                self._intervals[-1][1] = max(end, last)
+                self.total_s += max(0.0, end - last)
             else:
                 self._intervals.append([start, end])
+                self.total_s += end - start
 
     def since(self, time: float) -> list[tuple[float, float]]:
         """(start, end) of work after `time`; passing the last end returns no interval twice."""

@@ -10,6 +10,7 @@ from areal.engine.native.torch_runner import TorchRunner
 from areal.models.common.decoder import DecoderBlock
 
 if TYPE_CHECKING:
+    from areal.engine.native.adapters import AdapterBank
     from areal.engine.native.runner import Runner
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
@@ -19,11 +20,13 @@ _CUDA_PREFILL_TOKENS = 16384
 _CPU_CACHE_BYTES = 1 << 30
 # Half of the free memory, to leave room for a colocated trainer.
 _SHARE_OF_FREE_DEVICE_MEMORY = 0.5
+_FP8_CAPABILITY = (8, 9)
 
 
 def make_runner(
     model: Decoder,
     table: SlotTable,
+    adapters: AdapterBank,
     *,
     max_prefill_tokens: int | None,
     batch_invariant: bool,
@@ -33,17 +36,23 @@ def make_runner(
 
     Plain torch on the CPU is batch-invariant anyway.
     """
-    on_cuda = model.embedding_weight.device.type == "cuda"
-    # Experts have no batch-invariant kernels.
-    is_refused = batch_invariant and model.args.moe is not None
+    weight_device = model.embedding_weight.device
+    on_cuda = weight_device.type == "cuda"
+    # Experts and FP8 have no batch-invariant kernels.
+    is_refused = batch_invariant and (model.args.moe is not None or model.has_fp8_cache)
     if not on_cuda or is_refused or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
-                f"batch_invariant: its kernels do not compute this {model.args.model_type}; "
-                "turn it off"
+                "batch_invariant: its kernels do not compute this "
+                f"{model.args.model_type}{' in FP8' * model.has_fp8_cache}; turn it off"
             )
         tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
-        return TorchRunner(model, table, max_prefill_tokens=tokens, **cache)
+        return TorchRunner(model, table, adapters, max_prefill_tokens=tokens, **cache)
+    if model.has_fp8_cache and torch.cuda.get_device_capability(weight_device) < _FP8_CAPABILITY:
+        raise ValueError(
+            "dtype fp8: this GPU has no FP8 products, which come with compute capability 8.9 (Ada) "
+            "and 9.0 (Hopper); use bfloat16"
+        )
     from areal.engine.native.cuda.runner import CudaRunner  # needs Triton
 
     tokens = max_prefill_tokens or _CUDA_PREFILL_TOKENS
@@ -53,14 +62,20 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: what args describe."""
-    return type(model).block_class is DecoderBlock
+    """Whether the kernels support it: what args describe, but for latent attention and for experts
+    beyond a plain choice of the most probable."""
+    args = model.args
+    has_plain_experts = args.moe is None or args.moe.is_plain
+    return type(model).block_class is DecoderBlock and args.latent is None and has_plain_experts
 
 
 def default_num_pages(model: Decoder, *, page_size: int, max_running: int) -> int:
     """Enough for `max_running` full contexts, bounded by memory; at least for one."""
     args, weight = model.args, model.embedding_weight
-    token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * weight.itemsize
+    head_bytes = args.head_dim * weight.itemsize
+    if model.has_fp8_cache and weight.is_cuda:
+        head_bytes = args.head_dim + 4  # with its scale
+    token_bytes = 2 * args.n_layers * args.n_kv_heads * head_bytes
     context_pages = -(-args.max_position_embeddings // page_size) + 1
     affordable = _cache_bytes(model) // (token_bytes * page_size)
     return 1 + min(max_running * context_pages, max(affordable, context_pages))

@@ -6,12 +6,14 @@
 | POST /v1/responses             | OpenAI's responses, streamed or not                         |
 | POST /v1/messages              | Anthropic's messages, streamed or not                       |
 | POST /v1/messages/count_tokens | the number of tokens of Anthropic's messages                |
-| POST /v1/completions           | prompts as texts or token ids, streamed or not              |
+| POST /v1/completions           | prompts as texts or token ids, streamed or not; with `echo` |
+|                                | the prompt too, and its log-probabilities                   |
 | POST /inference/v1/generate    | tokens for tokens, as vLLM spells it                        |
-| GET /v1/models                 | the one model; /v1/models/NAME: by any name                 |
+| GET /v1/models                 | the model and its adapters; /v1/models/NAME: by any name    |
 | GET or HEAD /, /api/hello      | 200: clients look whether somebody is there                 |
 
 Requests and replies are translated by `areal.openai`; errors have the shape of the route's API.
+A request whose `model` is the name of a loaded adapter gets that; any other name is the model's.
 There are no sessions: nothing is remembered between two requests. The n samples of a prompt are n
 requests that share its pages; with a seed, sample i draws with seed + i.
 
@@ -35,6 +37,7 @@ from fastapi.responses import Response
 
 from areal.api.io_struct import Grammar, StopReason
 from areal.engine.native.loop import EngineLoop, Receiver, Result
+from areal.engine.native.scoring import ScoredTokens
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
@@ -46,7 +49,7 @@ from areal.openai.models import model_card, model_list
 from areal.openai.parsing.formats import format_of_template
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids
-from areal.openai.replies import ChatOutput, ChatReader, Output, TextReader
+from areal.openai.replies import ChatOutput, ChatReader, Echo, Output, TextReader
 from areal.openai.requests import (
     ChatCall,
     CompletionCall,
@@ -56,6 +59,7 @@ from areal.openai.requests import (
     parse_generate,
 )
 from areal.openai.streams import C, Completion, Encoder, ReplyHead, WireEvent
+from areal.openai.text_stream import token_text
 from areal.utils.chat_template import warm_up
 from areal.utils.http_body import json_body
 from areal.utils.http_server import STREAM_HEADERS, JsonReply, add_hello, read_body
@@ -80,8 +84,8 @@ class Reader(Protocol):
 def add_openai_routes(
     app: FastAPI, loop: EngineLoop, text: ModelText, *, model: str, silence_s: float
 ) -> None:
-    """`model` is the folder; requests may give it any name. A stream without news gets a keep-alive
-    every `silence_s`."""
+    """`model` is the folder; requests may give it any name but an adapter's. A stream without news
+    gets a keep-alive every `silence_s`."""
     app.exception_handler(WireError)(_answer_wire_error)
 
     def add(path: str, api: Api, parse: Parse, prepare: Prepare) -> None:
@@ -90,6 +94,8 @@ def add_openai_routes(
             call = parse(body)
             check_servable(call)
             call = replace(call, model=call.model or model)
+            if call.model in loop.adapters:
+                call = replace(call, gconfig=call.gconfig.new(lora_name=call.model))
             # In a thread: loading the tokenizer takes seconds, encoding a long prompt milliseconds.
             ready = await asyncio.to_thread(prepare, api, body, call, text)
             return (
@@ -113,7 +119,7 @@ def add_openai_routes(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return model_list(model)
+        return model_list(model, *loop.adapters)
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
@@ -152,6 +158,8 @@ def _prepare_chat(api: Api, body: dict[str, Any], call: ChatCall, text: ModelTex
 def _prepare_completion(
     api: Api, body: dict[str, Any], call: CompletionCall, text: ModelText
 ) -> Prepared:
+    if call.echo and call.gconfig.lora_name:
+        raise WireError(400, f"echo: not supported for the adapter {call.model!r}", "echo")
     tokenizer = _tokenizer(text)
     prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in call.prompt]
     head = _head(api, body, call, prompts, tokenizer)
@@ -252,18 +260,61 @@ class _WholeReply(Response):
                 finished.update({reply.rid: reply.finished for reply in replies})
         ordered = [finished[request.rid] for request in self._ready.requests]
         # In a thread: decoding many long outputs would block the event loop.
-        response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered)))
+        outputs = await asyncio.to_thread(lambda: list(map(self._output, ordered)))
+        if isinstance(self._ready.head.call, CompletionCall) and self._ready.head.call.echo:
+            outputs = await _with_prompts(self._loop, self._ready, outputs)
+        response = await asyncio.to_thread(lambda: JsonReply(self._reply(ordered, outputs)))
         await response(scope, receive, send)
 
-    def _reply(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        ready, outputs = self._ready, []
-        for one in finished:
-            reader = ready.reader()
-            reader.push(one.output_tokens)
-            reader.finish()
-            outputs.append(reader.output(one.output_tokens, one.output_logprobs, one.stop_reason))
+    def _output(self, one: Finished) -> ChatOutput | Output:
+        reader = self._ready.reader()
+        reader.push(one.output_tokens)
+        reader.finish()
+        return reader.output(one.output_tokens, one.output_logprobs, one.stop_reason)
+
+    def _reply(self, finished: Sequence[Finished], outputs: Sequence[Any]) -> dict[str, Any]:
+        ready = self._ready
         cached = ready.head.num_cached([one.cached_tokens for one in finished])
         return ready.api.reply(Completion(ready.head, outputs, cached))
+
+
+async def _with_prompts(
+    loop: EngineLoop, ready: Prepared, outputs: Sequence[Any]
+) -> list[ChatOutput | Output]:
+    """Each output with its prompt before it. The prompts are scored by the weights there are now;
+    likely tokens are those of the model itself, whatever the sampling options."""
+    head, call = ready.head, ready.head.call
+    if not call.generates:
+        ended = {"token_ids": [], "logprobs": [], "text": "", "stop_reason": "length"}
+        outputs = [replace(output, **ended, stop_string=None) for output in outputs]
+    prompts = [head.of_choice(index).prompt_ids for index in range(len(outputs))]
+    scored: Sequence[ScoredTokens] = []
+    if call.logprobs:
+        pairs = zip(prompts, outputs, strict=True)
+        sequences = [[*prompt, *output.token_ids] for prompt, output in pairs]
+        scored = await asyncio.wrap_future(
+            loop.call(lambda engine: engine.score(sequences, call.top_logprobs))
+        )
+
+    def echo(index: int, prompt: list[int]) -> Echo:
+        given = call.prompt[index // call.gconfig.n_samples]
+        text = given if isinstance(given, str) else head.tokenizer.decode(prompt)
+        if not scored:
+            return Echo(text, prompt, [None] * len(prompt), None)
+        return _scored_echo(text, prompt, scored[index], head.tokenizer, call.top_logprobs > 0)
+
+    echoes = [echo(*place) for place in enumerate(prompts)]
+    return [replace(output, echo=one) for output, one in zip(outputs, echoes, strict=True)]
+
+
+def _scored_echo(
+    text: str, prompt: list[int], scored: ScoredTokens, tokenizer: Any, has_top: bool
+) -> Echo:
+    top: list[dict[str, float] | None] | None = None
+    if has_top:
+        found = [{token_text(tokenizer, t): lp for t, lp in likely} for likely in scored.top[:-1]]
+        top = [None, *found]
+    return Echo(text, prompt, [None, *scored.logprobs[: len(prompt) - 1]], top)
 
 
 class _StreamedReply(Response):

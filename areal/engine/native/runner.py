@@ -22,6 +22,7 @@ class Chunk:
     tokens: list[int] | tuple[int, ...]
     start: int  # position of the first of them
     pages: list[int]  # of positions 0 .. start + len(tokens) - 1, at least
+    adapter: int = 0  # its number (adapters.py)
 
 
 class Drawn(Protocol):

@@ -54,6 +54,7 @@ class SlotTable:
         self.adjusted = np.zeros(num_slots, bool)  # by rare options: see sampler.py
         self.greedy = np.zeros(num_slots, bool)
         self.seed = np.zeros(num_slots, np.uint64)
+        self.adapter = np.zeros(num_slots, np.int64)  # its number: see adapters.py
         self.constrained = np.zeros(num_slots, bool)  # by a grammar
         self.allowed: dict[int, np.ndarray] = {}  # constrained slot -> mask of its next token
         self.sequences: list[Sequence | None] = [None] * num_slots
@@ -75,6 +76,7 @@ class SlotTable:
         self.adjusted[slot] = has_rare_options(options)
         self.greedy[slot] = options.greedy
         self.seed[slot] = sequence.seed
+        self.adapter[slot] = sequence.adapter
         self.constrained[slot] = sequence.grammar is not None
 
     def set_pages(self, slot: int, pages: list[int]) -> None:
@@ -206,7 +208,7 @@ class Scheduler:
         """Remove a sequence that has ended. What it cached is kept for prompts that begin alike."""
         if sequence in self.decoding and sequence.cache_age == self.prefixes.num_updates:
             cached = (*sequence.prompt, *sequence.output_tokens[:-1])
-            self.prefixes.keep(cached, sequence.pages)
+            self.prefixes.keep(cached, sequence.pages, sequence.adapter)
         self.release(sequence)
 
     def send_back(self, sequence: Sequence) -> None:
@@ -229,17 +231,17 @@ class Scheduler:
 
     def _place(self, sequence: Sequence) -> bool:
         """Find a slot, the prefix and pages for `sequence`; False when pages are short."""
-        pool, prompt = self.pool, sequence.prompt
+        pool, prompt, adapter = self.pool, sequence.prompt, sequence.adapter
         num_shared = len(prompt) // pool.page_size
         # One position more than it has, so that it can draw a token without preempting others.
         num_own = pool.pages_for(sequence.num_tokens + 1) - num_shared
-        prefix = self.prefixes.find(prompt)
-        borrowed = self.prefixes.borrow(prompt) if prefix is None else []
+        prefix = self.prefixes.find(prompt, adapter)
+        borrowed = self.prefixes.borrow(prompt, adapter) if prefix is None else []
         num_new = pool.pages_for(len(prompt)) - len(borrowed) if prefix is None else 0
         if not self.prefixes.make_room(num_own + num_new, keep=prefix):
             pool.release(borrowed)
             return False
-        prefix = prefix or self.prefixes.create(prompt, borrowed)
+        prefix = prefix or self.prefixes.create(prompt, borrowed, adapter)
         self.prefixes.wait(prefix)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = prefix.num_cached

@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens under the live weights: a prefill without a cache.
 
-    logprobs = score(model, [[5, 7, 9], ...])        # one number per token of each sequence
+    scored = score(model, [[5, 7, 9], ...], num_top=2)
+    scored[0].logprobs, scored[0].top                # entries for each token of the sequence
 
 As in training, the number at a token is log p of the next one; the last of a sequence is 0. All
 ranks of a tensor-parallel model call with the same sequences. `token_lists` and `padded_scores`
@@ -11,7 +12,9 @@ Shape legend: T packed tokens, C tokens of a chunk, D model dim, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +28,26 @@ _BATCH_TOKENS = 16384  # of one forward, unless a single sequence is longer
 _CHUNK_TOKENS = 1024  # rows of logits [C, V] that exist at a time
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Of one sequence, entry by entry about the token that follows; nothing follows the last."""
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]  # (token, log-probability), the most likely first
+
+
 @torch.inference_mode()
 def score(
-    model: Decoder, sequences: Sequence[Sequence[int]], *, batch_invariant: bool = False
-) -> list[list[float]]:
+    model: Decoder,
+    sequences: Sequence[Sequence[int]],
+    num_top: int = 0,
+    *,
+    batch_invariant: bool = False,
+) -> list[ScoredTokens]:
     return [
-        row for some in _batches(sequences) for row in _score_batch(model, some, batch_invariant)
+        row
+        for some in _batches(sequences)
+        for row in _score_batch(model, some, num_top, batch_invariant)
     ]
 
 
@@ -57,8 +74,8 @@ def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]
 
 
 def _score_batch(
-    model: Decoder, batch: list[Sequence[int]], batch_invariant: bool
-) -> list[list[float]]:
+    model: Decoder, batch: list[Sequence[int]], num_top: int, batch_invariant: bool
+) -> list[ScoredTokens]:
     device = model.embedding_weight.device
     lengths = torch.tensor([0, *map(len, batch)])
     attention = InvariantPackedAttention if batch_invariant else PackedAttention
@@ -66,20 +83,27 @@ def _score_batch(
     tokens_T = torch.tensor([token for tokens in batch for token in tokens], device=device)
     hidden_TD = model(tokens_T, attend.positions_T, attend)
     next_T = tokens_T.roll(-1)
-    logprobs_T = torch.cat(
-        [
-            _chosen(model.logits(hidden_CD).float(), next_C)
-            for hidden_CD, next_C in zip(
-                hidden_TD.split(_CHUNK_TOKENS), next_T.split(_CHUNK_TOKENS), strict=True
-            )
-        ]
-    )
-    rows = logprobs_T.cpu().split(lengths[1:].tolist())
-    return [[*row[:-1].tolist(), 0.0] for row in rows]
+    chosen: list[float] = []
+    top: list[list[tuple[int, float]]] = []
+    for hidden_CD, next_C in zip(
+        hidden_TD.split(_CHUNK_TOKENS), next_T.split(_CHUNK_TOKENS), strict=True
+    ):
+        logprobs_CV = model.logits(hidden_CD).float().log_softmax(-1)
+        chosen += logprobs_CV.gather(-1, next_C[:, None]).squeeze(-1).tolist()
+        top += _most_likely(logprobs_CV, num_top)
+    ends = lengths.cumsum(0).tolist()
+    return [
+        ScoredTokens([*chosen[start : end - 1], 0.0], [*top[start : end - 1], []])
+        for start, end in itertools.pairwise(ends)
+    ]
 
 
-def _chosen(logits_CV: torch.Tensor, tokens_C: torch.Tensor) -> torch.Tensor:
-    return logits_CV.log_softmax(-1).gather(-1, tokens_C[:, None]).squeeze(-1)
+def _most_likely(logprobs_CV: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+    if count == 0:
+        return [[] for _ in logprobs_CV]
+    values, tokens = logprobs_CV.topk(count, dim=-1)
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 def token_lists(data: Mapping[str, Any]) -> list[list[int]]:

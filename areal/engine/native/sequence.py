@@ -139,6 +139,8 @@ class Sequence:
     seed: int  # of the counter-based draw; fixed for the life of the request
     stop_ids: frozenset[int]
     max_output: int  # output tokens at which generation ends by length
+    adapter: int = 0  # its number (adapters.py)
+    pinned_version: int | None = None  # of its tokens, whatever is live; None: the live one
     progress_tokens: int = 0
     return_routed_experts: bool = False
     num_told: int = 0  # leading output tokens already reported, or drawn elsewhere
@@ -192,8 +194,22 @@ class Sequence:
             self.grammar.accept(tokens)
         self.output_tokens += tokens[:count]
         self.output_logprobs += logprobs[:count]
-        self.output_versions += [version] * count
+        own = version if self.pinned_version is None else self.pinned_version
+        self.output_versions += [own] * count
         return count, reason
+
+    def go_on_from(self, so_far: Progress) -> None:
+        """Treat it like a preempted sequence: its cache is recomputed, its draws continue."""
+        if self.stop_watch is not None:
+            self.stop_watch.feed(so_far.tokens)
+        if self.grammar is not None:
+            self.grammar.accept(so_far.tokens)
+            if self.grammar.fault:
+                raise ValueError(f"so_far: {self.grammar.fault}")
+        self.output_tokens = list(so_far.tokens)
+        self.output_logprobs = list(so_far.logprobs)
+        self.output_versions = list(so_far.versions)
+        self.num_told = len(so_far.tokens)
 
     def progress(self) -> Progress | None:
         """Tokens not reported yet, if there are enough of them."""

@@ -5,6 +5,8 @@
 | POST /generate           | see wire.py                         | JSON lines of progress, results;|
 |                          |                                     | frames.py if the client accepts |
 | POST /score              | sequences: lists of token ids       | logprobs of them, version       |
+| POST /layer_trace        | tokens: ids of one sequence         | what each layer computes        |
+| GET /weight_checksums    |                                     | dtype and checksum by name      |
 | /v1/..., /inference/...  | see openai_routes.py                | as the APIs of OpenAI,          |
 |                          |                                     | Anthropic and vLLM              |
 | POST /pause              |                                     | when no step runs any more      |
@@ -20,7 +22,10 @@
 |                          | backend, timeout_s                  |                                 |
 | POST /update_weights     | kind=folder or delta: path, key=""; | when they are live              |
 |                          | kind=xccl: group; version,          |                                 |
-|                          | recompute_kv=true                   |                                 |
+|                          | recompute_kv=true, adapter: name,   |                                 |
+|                          | alpha, where it is one              |                                 |
+| POST /v1/load_lora_adapter| lora_name, lora_path: a PEFT folder| when requests can name it       |
+| POST /v1/unload_lora_adapter | lora_name                       | when it is gone                 |
 | GET /openapi.json        |                                     | all of this, with body schemas  |
 
 Every route requires `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`. Errors are
@@ -33,13 +38,12 @@ event loop (`loop.Receiver`), and a client disconnect discards its requests.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
@@ -47,33 +51,48 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
+from areal.engine.native import inspection
 from areal.engine.native.frames import FRAMES, encode_frames
 from areal.engine.native.loop import EngineEndedError, EngineLoop, Receiver, Result
 from areal.engine.native.openai_routes import add_openai_routes
 from areal.engine.native.sequence import GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
-from areal.engine.native.weight_loader import Kind, WeightLoader, WeightUpdate, WrongGroupError
+from areal.engine.native.weight_loader import (
+    Kind,
+    LoraUpdate,
+    WeightLoader,
+    WeightUpdate,
+    WrongGroupError,
+)
 from areal.engine.native.wire import GenerateBody, Refusal, TokenId, decode_requests, encode_lines
 from areal.engine.remote.token_gate import WRONG_TOKEN, TokenGate
 from areal.openai.apis import error_for
 from areal.openai.errors import WireError
 from areal.utils.chat_template import TemplateLimitError
 from areal.utils.device import device_identity
-from areal.utils.http_body import Body, Expect, Integer, Items, Text, json_body, parse_json, wrong
+from areal.utils.http_body import (
+    Body,
+    ClosedBody,
+    Expect,
+    Integer,
+    Items,
+    Text,
+    json_body,
+    parse_json,
+    wrong,
+)
 from areal.utils.http_server import (
     SILENCE_S,
     JsonReply,
     OneV1,
     new_app,
     read_body,
-    server_config,
     trust,
 )
 from areal.weight_sync.collective import GroupError, GroupPlace
 from areal.weight_sync.delta import WrongBaseError
 from areal.weight_sync.publication import PublicationError
 
-_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close them
 _Form = tuple[str, Callable[[Iterable[Result]], bytes]]  # of a reply: content type, encoder
 _FORMS: dict[bool, _Form] = {  # by whether the client accepts frames
     False: ("application/x-ndjson", encode_lines),
@@ -91,6 +110,7 @@ _STATUS_OF_ERROR = {
 }
 
 
+_MAX_TRACED = 1024  # tokens: a trace has two numbers for each in every layer
 _MAX_TEXT = 4096  # characters: the longest path of Linux
 _MAX_WORLD = 1 << 16
 _MAX_VERSION = (1 << 31) - 1  # trajectories store versions as int32
@@ -103,6 +123,10 @@ Place = Annotated[
 
 class ScoreBody(Body):
     sequences: Annotated[Items[Items[TokenId]], Field(min_length=1)]
+
+
+class TraceBody(Body):
+    tokens: Annotated[Items[TokenId], Field(min_length=1, max_length=_MAX_TRACED)]
 
 
 class AbortBody(Body):
@@ -140,6 +164,20 @@ class GroupBody(Body):
         return self
 
 
+class LoraBody(ClosedBody):
+    name: Place
+    alpha: Annotated[float, Field(gt=0), Expect("a number above 0")]
+
+
+class AdapterBody(Body):
+    lora_name: Place
+    lora_path: Place
+
+
+class AdapterName(Body):
+    lora_name: Place
+
+
 class UpdateBody(Body):
     """`path` for folder and delta, `group` for xccl."""
 
@@ -149,6 +187,7 @@ class UpdateBody(Body):
     key: Annotated[str, Field(max_length=_MAX_TEXT), Expect(f"at most {_MAX_TEXT} characters")] = ""
     version: Annotated[int, Integer(0, _MAX_VERSION)]
     recompute_kv: bool = True
+    adapter: LoraBody | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -182,6 +221,7 @@ def create_app(
     add_openai_routes(app, loop, text, model=model, silence_s=silence_s)
     app.state.weights = WeightLoader(loop)  # to be closed with the app
     add_weight_routes(app, app.state.weights)
+    add_adapter_routes(app, loop)
     add_control_routes(app, loop)
     add_watch_routes(app, loop, model=model)
 
@@ -194,28 +234,22 @@ def create_app(
     @app.post("/score", openapi_extra=json_body(ScoreBody))
     async def score(request: Request) -> dict[str, Any]:
         sequences = parse_json(ScoreBody, await read_body(request), check_numbers=False).sequences
-        return await asyncio.wrap_future(
-            loop.call(
-                lambda engine: {"logprobs": engine.score(sequences), "version": engine.version}
-            )
+        scored, version = await asyncio.wrap_future(
+            loop.call(lambda engine: (engine.score(sequences), engine.version))
         )
+        return {"logprobs": [one.logprobs for one in scored], "version": version}
+
+    @app.post("/layer_trace", openapi_extra=json_body(TraceBody))
+    async def layer_trace(request: Request) -> dict[str, Any]:
+        tokens = parse_json(TraceBody, await read_body(request), check_numbers=False).tokens
+        return await asyncio.wrap_future(loop.call(partial(inspection.layer_trace, tokens=tokens)))
+
+    @app.get("/weight_checksums")
+    async def weight_checksums() -> dict[str, Any]:
+        found = loop.call(inspection.weight_checksums)
+        return {"weights": await asyncio.wrap_future(found)}
 
     return app
-
-
-def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
-    """Answers until SIGINT or SIGTERM; calls `on_ready` once requests are accepted."""
-    server = uvicorn.Server(server_config(app, keep_alive_s=_KEEP_ALIVE_S))
-
-    async def run() -> None:
-        task = asyncio.create_task(server.serve(sockets=[listener]), name="uvicorn")
-        while not (server.started or task.done()):
-            await asyncio.sleep(0.005)
-        if server.started:
-            on_ready()
-        await task
-
-    asyncio.run(run())
 
 
 async def _prepared(
@@ -405,5 +439,27 @@ def add_weight_routes(app: FastAPI, loader: WeightLoader) -> None:
     @app.post("/update_weights", openapi_extra=json_body(UpdateBody))
     async def update_weights(request: Request) -> dict[str, int]:
         body = parse_json(UpdateBody, await read_body(request))
-        await asyncio.to_thread(loader.take, WeightUpdate(**body.model_dump()))
+        fields = body.model_dump(exclude={"adapter"})
+        adapter = body.adapter and LoraUpdate(body.adapter.name, body.adapter.alpha)
+        await asyncio.to_thread(loader.take, WeightUpdate(**fields, adapter=adapter))
         return {"version": body.version}
+
+
+def add_adapter_routes(app: FastAPI, loop: EngineLoop) -> None:
+    @app.post("/v1/load_lora_adapter", openapi_extra=json_body(AdapterBody))
+    async def load_lora_adapter(request: Request) -> dict[str, str]:
+        body = parse_json(AdapterBody, await read_body(request))
+        folder = Path(body.lora_path)
+        try:
+            await asyncio.wrap_future(
+                loop.call(lambda engine: engine.add_adapter(body.lora_name, folder))
+            )
+        except OSError as err:  # a bad path
+            raise ValueError(f"lora_path: {err}") from err
+        return {"lora_name": body.lora_name}
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=json_body(AdapterName))
+    async def unload_lora_adapter(request: Request) -> dict[str, str]:
+        name = parse_json(AdapterName, await read_body(request)).lora_name
+        await asyncio.wrap_future(loop.call(lambda engine: engine.remove_adapter(name)))
+        return {"lora_name": name}

@@ -38,14 +38,16 @@ import torch.distributed as dist
 from pydantic_core import from_json, to_json
 
 from areal.api.scratch import ScratchFolder
+from areal.engine.native.adapters import AdapterBank
 from areal.engine.native.engine import NativeEngine, device_parts
+from areal.engine.native.scoring import ScoredTokens
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, decode_requests, encode_requests
 from areal.models import decoder_args
 from areal.models.common.args import share_of
 from areal.models.common.tensor_parallel import Ranks
-from areal.models.hf_io import read_hf_config
+from areal.models.hf_io import dtype_named, read_hf_config
 from areal.utils import stacks
 from areal.utils.child_process import ChildProcess
 from areal.weight_sync.bucket import read_bucket
@@ -53,6 +55,9 @@ from areal.weight_sync.publication import Publication
 
 _FIRST_BYTES = 1024  # of a message, its length included; most need no second broadcast
 _LENGTH_BYTES = 8
+_NO_ADAPTERS = (
+    "an engine of several ranks takes whole weights alone: send them with adapters merged"
+)
 
 
 class LeadingEngine:
@@ -122,10 +127,24 @@ class LeadingEngine:
         finally:
             dist.barrier(self._group)  # after it, no rank reads the files any more
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    @property
+    def adapters(self) -> AdapterBank:
+        """Empty: see `load_adapter`."""
+        return self._engine.adapters
+
+    def load_adapter(self, *args: Any, **options: Any) -> None:
+        raise ValueError(_NO_ADAPTERS)
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        raise ValueError(_NO_ADAPTERS)
+
+    def remove_adapter(self, name: str) -> None:
+        self._engine.remove_adapter(name)
+
+    def score(self, sequences: list[list[int]], num_top: int = 0) -> list[ScoredTokens]:
         self._engine.check_score(sequences)  # raises before it is sent to the followers
-        self._send({"do": "score", "sequences": sequences})
-        return self._engine.score(sequences)
+        self._send({"do": "score", "sequences": sequences, "num_top": num_top})
+        return self._engine.score(sequences, num_top)
 
     def offload(self, tags: Iterable[str] | None = None) -> None:
         self._send_tags("offload", tags)
@@ -172,7 +191,7 @@ def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> 
                 case "load":
                     _load(engine, order, orders)
                 case "score":
-                    engine.score(order["sequences"])
+                    engine.score(order["sequences"], order["num_top"])
                 case "offload":
                     engine.offload(order["tags"])
                 case "onload":
@@ -311,7 +330,7 @@ def _joined(
         orders = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_ORDER_TIMEOUT))
         engine = NativeEngine.from_pretrained(
             options.pop("model_path"),
-            dtype=getattr(torch, dtype) if dtype else None,
+            dtype=dtype_named(dtype),
             ranks=Ranks.of(world),
             **options,
         )

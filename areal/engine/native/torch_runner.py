@@ -39,6 +39,7 @@ from areal.models.common.moe import recorded_experts
 from areal.utils.device import use_plain_blas
 
 if TYPE_CHECKING:
+    from areal.engine.native.adapters import AdapterBank
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
@@ -52,6 +53,7 @@ class TorchRunner:
         self,
         model: Decoder,
         table: SlotTable,
+        adapters: AdapterBank,
         *,
         num_pages: int,
         page_size: int,
@@ -64,6 +66,7 @@ class TorchRunner:
         self._model = model
         self._device = weight.device
         self._table = table
+        self._adapters = adapters
         self._cache = KVCache(model, num_pages=num_pages, page_size=page_size)
         moe = model.args.moe
         self._experts = moe and ExpertCache(
@@ -76,7 +79,7 @@ class TorchRunner:
         last = []
         for chunk in chunks:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-            rows.add(np.array(chunk.tokens), positions, np.array(chunk.pages))
+            rows.add(np.array(chunk.tokens), positions, np.array(chunk.pages), chunk.adapter)
             last.append(rows.count - 1)
         return self._forward(rows)[last]
 
@@ -108,6 +111,7 @@ class TorchRunner:
             np.where(offset == 0, table.last_token[row_slot], given),
             positions,
             table.pages[row_slot, :width],
+            table.adapter[row_slot],
         )
         tokens, logprobs = self._sample(row_slot, self._forward(rows)[: rows.count], offset)
         drawn = Computed([], [])
@@ -147,7 +151,8 @@ class TorchRunner:
 
     def _forward(self, rows: Rows) -> torch.Tensor:
         """Hidden states [T, D] of all rows; writes their keys and values to the cache."""
-        tokens_T, positions_T, pages_TP = rows.build()
+        tokens_T, positions_T, pages_TP, adapters_T = rows.build()
+        self._adapters.begin(adapters_T)
         attend = PagedAttention(self._cache, positions_T, pages_TP)
         inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, positions_T))
         with recorded_experts(self._model) as chosen:
@@ -325,25 +330,36 @@ def padded(num_rows: int) -> int:
 @dataclass(slots=True)
 class Rows:
     count: int = 0
-    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int]] = field(
+        default_factory=list
+    )
 
-    def add(self, tokens: np.ndarray, positions: np.ndarray, pages: np.ndarray) -> None:
-        """n rows: tokens [n], positions [n], and page tables [n, P], or [P] when they share one."""
-        self._chunks.append((tokens, positions, pages))
+    def add(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        pages: np.ndarray,
+        adapters: np.ndarray | int = 0,
+    ) -> None:
+        """n rows: tokens [n], positions [n], page tables [n, P] and adapters [n]; [P] and a number
+        when they share these."""
+        self._chunks.append((tokens, positions, pages, adapters))
         self.count += len(tokens)
 
-    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tokens [T], positions [T], pages [T, P], all int64."""
+    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """tokens [T], positions [T], pages [T, P], adapters [T], all int64."""
         num_rows = padded(self.count)
-        width = max(pages.shape[-1] for _, _, pages in self._chunks)
+        width = max(pages.shape[-1] for _, _, pages, _ in self._chunks)
         tokens_T = np.zeros(num_rows, np.int64)
         positions_T = np.zeros(num_rows, np.int64)
         pages_TP = np.full((num_rows, width), SCRATCH_PAGE, np.int64)
+        adapters_T = np.zeros(num_rows, np.int64)
         start = 0
-        for tokens, positions, pages in self._chunks:
+        for tokens, positions, pages, adapters in self._chunks:
             end = start + len(tokens)
             tokens_T[start:end] = tokens
             positions_T[start:end] = positions
             pages_TP[start:end, : pages.shape[-1]] = pages
+            adapters_T[start:end] = adapters
             start = end
-        return tokens_T, positions_T, pages_TP
+        return tokens_T, positions_T, pages_TP, adapters_T

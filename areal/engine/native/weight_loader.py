@@ -18,7 +18,9 @@ from typing import Literal, get_args
 
 import torch
 
+from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
+from areal.utils.perf_tracer import trace_scope
 from areal.weight_sync.collective import GroupPlace, WeightGroup
 from areal.weight_sync.delta import Mirror
 from areal.weight_sync.publication import PublicationError
@@ -33,6 +35,30 @@ class WrongGroupError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class LoraUpdate:
+    """The tensors of an update are an adapter's."""
+
+    name: str  # of the run's adapters: served as `{name}-v{version}`
+    alpha: float
+
+
+def load(
+    engine: NativeEngine,
+    source: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    recompute_kv: bool,
+    adapter: LoraUpdate | None,
+) -> None:
+    """Make the weights of `source`, or the adapter, live."""
+    with trace_scope("load weights", "comm", version=version):
+        if adapter is None:
+            engine.load_weights(source, version, recompute_kv=recompute_kv)
+        else:
+            lora = {"name": adapter.name, "alpha": adapter.alpha}
+            engine.load_adapter(source, version, recompute_kv=recompute_kv, **lora)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """`folder` and `delta` need a path, `xccl` a group."""
 
@@ -42,6 +68,7 @@ class WeightUpdate:
     path: str = ""
     key: str = dataclasses.field(default="", repr=False)  # of the sender (utils/manifest.py)
     group: str = ""
+    adapter: LoraUpdate | None = None  # None: whole weights
 
 
 class WeightLoader:
@@ -61,10 +88,9 @@ class WeightLoader:
         """Returns when the new weights are live. On an error the old ones stay live."""
         with self._lock:
             source = self._receive(update)
+            version, recompute_kv, adapter = update.version, update.recompute_kv, update.adapter
             self._loop.call(
-                lambda engine: engine.load_weights(
-                    source, update.version, recompute_kv=update.recompute_kv
-                )
+                lambda engine: load(engine, source, version, recompute_kv, adapter)
             ).result()
 
     def close(self) -> None:

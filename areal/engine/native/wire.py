@@ -142,6 +142,7 @@ class Options(ClosedBody):
     min_p: Float = _DEFAULTS.min_p
     logit_bias: dict[Text, Float] = _DEFAULTS.logit_bias
     seed: Int64 | None = _DEFAULTS.seed
+    lora_name: Text = _DEFAULTS.lora_name
 
     def gconfig(self) -> GenerationHyperparameters:
         return GenerationHyperparameters(
@@ -305,14 +306,10 @@ def check_supported(request: ModelRequest) -> None:
     if request.image_data or request.vision_msg_vllm:
         name = "image_data" if request.image_data else "vision_msg_vllm"
         raise ValueError(f"{name}: the native engine reads text only; remove the images")
-    if request.gconfig.lora_name:
-        raise ValueError(
-            f"gconfig.lora_name: the native engine has no adapters, got "
-            f"{show(request.gconfig.lora_name)}; leave it empty"
-        )
-    for text in request.gconfig.stop or ():
+    named = [("stop", text) for text in request.gconfig.stop or ()]
+    for field, text in (*named, ("lora_name", request.gconfig.lora_name)):
         if well_formed(text) is not text:
-            raise ValueError(f"gconfig.stop: a lone surrogate is not text, got {show(text)}")
+            raise ValueError(f"gconfig.{field}: a lone surrogate is not text, got {show(text)}")
 
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:

@@ -51,6 +51,7 @@ from areal.engine.remote.server_control import BadReplyError, ServerEndedError, 
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.update_gate import GateState, UpdateGate
 from areal.utils import logging
+from areal.utils.perf_tracer import trace_generation
 from areal.utils.waits import waiting
 
 logger = logging.getLogger("RemoteEngine")
@@ -159,7 +160,9 @@ class GenerateClient:
             raise
         finally:
             self._open.discard(call.future)
-        return draft.response(latency=time.perf_counter() - started)
+        ended = time.perf_counter()
+        trace_generation(started, ended, draft.ttft)
+        return draft.response(latency=ended - started)
 
     async def generate_group(
         self, request: ModelRequest, seeds: Sequence[int | None]
@@ -178,6 +181,7 @@ class GenerateClient:
             )
             calls.append(call)
         futures = [call.future for call in calls]
+        started = time.perf_counter()
         self._open.update(futures)
         self._send_soon(calls)
         try:
@@ -189,6 +193,7 @@ class GenerateClient:
             raise
         finally:
             self._open.difference_update(futures)
+        trace_generation(started, time.perf_counter(), max(call.draft.ttft for call in calls))
         return [call.result() for call in calls]
 
     async def drain(self, address: str) -> None:

@@ -16,6 +16,9 @@ How an update goes depends on the protocol:
     the client counts versions   verify the publication -> close the gate -> abort in-flight
                                  requests and drain -> load on all servers -> open the gate at the
                                  new version
+
+A copy in a training rank that sends weights leaves the gate closed. `note_weights` of the owner
+opens it, once servers that it replaced meanwhile have them too.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ from areal.engine.remote.weight_senders import CollectiveSender, DeltaSender
 if TYPE_CHECKING:
     import torch
 
+    from areal.weight_sync.bucket import Checksums
+
 _COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # including those of copies
 _LASTING = ("shm", "disk")  # can be loaded again later
 _STRAGGLERS_S = 2.0  # for aborted requests to return; one may reach its server after the abort
@@ -60,7 +65,8 @@ class RemoteEngine(InferenceEngine):
     output tokens. `processes` are those of the servers, in the order of `addrs`; without them no
     server is restarted. `max_restarts` bounds restarts between two weight updates. Copies of this
     engine in other processes find restarted servers, and the version where it is counted here, in
-    `address_file` and a file beside it.
+    `address_file` and a file beside it. With `awaits_weights` the servers may have any: send them
+    some before the first request.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class RemoteEngine(InferenceEngine):
         processes: Sequence[ServerProcess] = (),
         max_restarts: int = 3,
         address_file: Path | None = None,
+        awaits_weights: bool = False,
     ) -> None:
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
@@ -87,6 +94,7 @@ class RemoteEngine(InferenceEngine):
         self._request_retries = request_retries
         self._max_context = max_context
         self._vocab_size = vocab_size
+        self._awaits_weights = awaits_weights
         self._pool = ServerPool(
             protocol,
             addrs,
@@ -127,8 +135,12 @@ class RemoteEngine(InferenceEngine):
         return self._pool.addresses
 
     def initialize(self) -> None:
-        self._pool.open()
-        if self._gate is not None and not self._pool.is_copy:
+        self._pool.open(awaits_weights=self._awaits_weights)
+        if self._gate is None or self._pool.is_copy:
+            return
+        if self._awaits_weights:
+            self._gate.close()
+        else:
             self._gate.open(self._pool.newest_version or 0)
             self.get_version()  # raises unless all servers agree
 
@@ -198,10 +210,11 @@ class RemoteEngine(InferenceEngine):
         return self._pool.newest_version
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
-        if self._gate is None:
-            self._pool.note_weights(meta.version, self._lasting_order(meta))
-        elif self._pool.version != meta.version:  # sent by a copy
-            self._pool.remember_weights(meta.version, self._lasting_order(meta))
+        if self._gate is not None and self._pool.version == meta.version:
+            return  # sent from here, not by a copy
+        self._pool.note_weights(meta.version, self._lasting_order(meta))
+        if self._gate is not None:
+            self._gate.open(meta.version)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Register a LoRA adapter as `name`, for requests with that `gconfig.lora_name`."""
@@ -224,6 +237,14 @@ class RemoteEngine(InferenceEngine):
             for index, answer in enumerate(threads.map(score, range(count))):
                 scores[index::count] = answer
         return padded_scores(scores, data)
+
+    def weight_checksums(self) -> dict[str, Checksums]:
+        found = self._pool.on_all(self._protocol.weight_checksums)
+        return {control.address: checksums for control, checksums in found.items()}
+
+    def layer_trace(self, tokens: Sequence[int]) -> dict[str, dict[str, Any]]:
+        found = self._pool.on_all(lambda c: self._protocol.layer_trace(c, list(tokens)))
+        return {control.address: trace for control, trace in found.items()}
 
     def offload(self, tags: Sequence[str] | None = None) -> None:
         """The time until `onload` does not count towards the timeout of waiting requests."""
@@ -332,7 +353,8 @@ class RemoteEngine(InferenceEngine):
             # Servers may have part of the new weights, so no version is consistent any more.
             gate.fail(f"no weights serve: version {version} did not load: {err}")
             raise
-        gate.open(version)
+        if not self._pool.is_copy:
+            gate.open(version)
 
     def _interrupt_all(self, gate: UpdateGate) -> None:
         """Returns when no request is in flight and the gate is closed; resumes all on an error."""

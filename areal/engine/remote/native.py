@@ -54,6 +54,8 @@ from areal.weight_sync.collective import GroupPlace
 if TYPE_CHECKING:
     import aiohttp
 
+    from areal.weight_sync.bucket import Checksums
+
 PROGRESS_TOKENS = 64  # most tokens of a request that are lost with its server
 
 
@@ -103,7 +105,7 @@ class NativeProtocol(ServerProtocol):
 
     def weight_order(self, meta: WeightUpdateMeta) -> WeightOrder:
         place = {"path": meta.path, "key": meta.key}
-        return {**place, "version": meta.version, "recompute_kv": meta.recompute_kv}
+        return {**place, **_update_of(meta)}
 
     def load_weights(self, control: ControlClient, order: WeightOrder) -> None:
         control.post("/update_weights", **order)
@@ -127,8 +129,14 @@ class NativeProtocol(ServerProtocol):
         control.post("/init_weights_group", **asdict(place))
 
     def receive(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
-        order = {"version": meta.version, "recompute_kv": meta.recompute_kv}
-        control.post("/update_weights", kind="xccl", group=group, **order)
+        control.post("/update_weights", kind="xccl", group=group, **_update_of(meta))
+
+    def load_adapter(self, control: ControlClient, name: str, folder: str) -> list[str]:
+        control.post("/v1/load_lora_adapter", lora_name=name, lora_path=folder)
+        return [name]
+
+    def unload_adapter(self, control: ControlClient, name: str) -> None:
+        control.post("/v1/unload_lora_adapter", lora_name=name)
 
     def served_version(self, control: ControlClient) -> int:
         version = control.get("/health").get("version")
@@ -138,6 +146,10 @@ class NativeProtocol(ServerProtocol):
 
     def served_model(self, control: ControlClient) -> str | None:
         return control.get("/health").get("model")
+
+    def identify(self, control: ControlClient) -> str:
+        self.served_version(control)
+        return control.get("/health")["model"]
 
     def score(self, control: ControlClient, sequences: list[list[int]]) -> list[list[float]]:
         scores = control.post("/score", sequences=sequences).get("logprobs")
@@ -151,6 +163,22 @@ class NativeProtocol(ServerProtocol):
         except ValueError as err:
             raise bad_reply(self.kind, control.address, err) from err
         return scores
+
+    def weight_checksums(self, control: ControlClient) -> Checksums:
+        found = control.get("/weight_checksums").get("weights")
+        try:
+            if not isinstance(found, dict):
+                raise ValueError(f"expected an object, got {found!r:.60}")
+            return {name: (str(dtype), int(number)) for name, (dtype, number) in found.items()}
+        except (ValueError, TypeError) as err:
+            raise bad_reply(self.kind, control.address, f"weights: {err}") from err
+
+    def layer_trace(self, control: ControlClient, tokens: list[int]) -> dict[str, Any]:
+        trace = control.post("/layer_trace", tokens=tokens)
+        for key in ("layers", "experts", "args"):
+            if not isinstance(trace.get(key), dict):
+                raise bad_reply(self.kind, control.address, f"{key}: expected an object")
+        return trace
 
     def offload(self, control: ControlClient, tags: Sequence[str] | None) -> None:
         control.post("/offload", **_tags(tags))
@@ -240,6 +268,13 @@ def _rest_of(draft: Draft, found: Output) -> Result | None:
         runs = runs_of(versions[num_known:].tolist())
     more = found.stop_reason, found.ttft, found.cached_tokens, found.routed_experts
     return Result(tokens, logprobs, runs, *more)
+
+
+def _update_of(meta: WeightUpdateMeta) -> WeightOrder:
+    order: WeightOrder = {"version": meta.version, "recompute_kv": meta.recompute_kv}
+    if meta.use_lora:
+        order["adapter"] = {"name": meta.lora_name, "alpha": meta.lora_alpha}
+    return order
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from areal.engine.remote.server_control import ControlClient
+    from areal.weight_sync.bucket import Checksums
     from areal.weight_sync.collective import GroupPlace
 
 WeightOrder = dict[str, Any]  # loads one version of the weights into a server, also later
@@ -213,8 +214,14 @@ class ServerProtocol(ABC):
         """The model folder that the server reports; None if it reports none."""
         return None
 
-    def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
-        """Register the LoRA adapter of a PEFT folder as `name`."""
+    def identify(self, control: ControlClient) -> str:
+        """The model that a server was started with. ServerError, or an error of reading its reply,
+        if it is of another kind or lacks an option that a run needs."""
+        raise NotImplementedError(f"a {self.kind} cannot be attached to")
+
+    def load_adapter(self, control: ControlClient, name: str, folder: str) -> list[str]:
+        """Register the LoRA adapter of a PEFT folder as `name`. Returns the names of all that the
+        server now has, as far as it tells."""
         raise NotImplementedError(f"a {self.kind} has no adapters")
 
     def unload_adapter(self, control: ControlClient, name: str) -> None:
@@ -223,6 +230,14 @@ class ServerProtocol(ABC):
     def score(self, control: ControlClient, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities, one per token of each sequence."""
         raise NotImplementedError(f"a {self.kind} cannot score given tokens")
+
+    def weight_checksums(self, control: ControlClient) -> Checksums:
+        """Of the live weights."""
+        raise NotImplementedError(f"a {self.kind} does not show its weights")
+
+    def layer_trace(self, control: ControlClient, tokens: list[int]) -> dict[str, Any]:
+        """What each layer computes for `tokens` (models/common/layer_trace.py)."""
+        raise NotImplementedError(f"a {self.kind} does not show its layers")
 
     def offload(self, control: ControlClient, tags: Sequence[str] | None) -> None:
         raise NotImplementedError(f"a {self.kind} cannot leave its device")

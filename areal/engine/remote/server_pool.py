@@ -86,6 +86,7 @@ class ServerPool:
         self._moved: dict[str, str | None] = {}  # address of a lost server -> of its replacement
         self.version: int | None = None  # of the live weights, once noted
         self._weights: WeightOrder | None = None  # loads them, if anything can
+        self._newcomers: set[str] = set()  # started or joined since a newer version was expected
         self._adapters: dict[str, str] = {}  # folder by name
         self.newest_version: int | None = None  # that any server can have; None: unknown
         self.is_copy = False  # it is not told of updates, and the owner decides about servers
@@ -105,15 +106,16 @@ class ServerPool:
     def addresses(self) -> list[str]:
         return [control.address for control in self.controls]
 
-    def open(self) -> None:
+    def open(self, *, awaits_weights: bool = False) -> None:
         """Waits until all answer, and starts to watch the processes."""
         if self._follows:  # an unreachable server is being replaced
             return
         # Our own servers have reported ready; one that is gone by now will not come back.
         timeout_s = 0.0 if self._processes else self._setup_timeout_s
         self.on_all(lambda control: control.wait_until_healthy(timeout_s))
-        versions = self.on_all(self._protocol.served_version).values()
-        self.expect_weights(max(version or 0 for version in versions))
+        if not awaits_weights:
+            versions = self.on_all(self._protocol.served_version).values()
+            self.expect_weights(max(version or 0 for version in versions))
         self._tell_copies()
         for address, process in list(self._processes.items()):
             watch = threading.Thread(
@@ -168,36 +170,44 @@ class ServerPool:
         self.on_all(lambda control: self._protocol.unload_adapter(control, name))
 
     def note_weights(self, version: int, order: WeightOrder | None) -> None:
-        """`version` is live; `order` loads it into a server that lacks it, if anything can."""
-        self.remember_weights(version, order)
+        """`version` is live; `order` loads it into a server that lacks it, if anything can.
+
+        The sender may have missed a server that was started or joined meanwhile.
+        """
+        missed = self.remember_weights(version, order)
         for control, served in self.on_all(self._protocol.served_version).items():
-            # The sender may have missed a server that was started or joined meanwhile.
-            if served != version:
-                if order is None:
-                    raise RuntimeError(
-                        f"{control.kind} {control.address} lacks version {version} of the weights, "
-                        "and they cannot be sent again: set actor.weight_update_mode to shm or disk"
-                    )
-                self._attempt(control, lambda one: self._protocol.load_weights(one, order))
+            if served == version or (served is None and control.address not in missed):
+                continue
+            if order is None:
+                raise RuntimeError(
+                    f"{control.kind} {control.address} lacks version {version} of the weights, "
+                    "and they cannot be sent again: set actor.weight_update_mode to shm or disk"
+                )
+            self._attempt(control, lambda one: self._load(one, order))
 
     def expect_weights(self, version: int) -> None:
         """Servers may have `version` from now on."""
         if not self.is_copy:
             with self._changing:
+                if version > (self.newest_version or 0):
+                    self._newcomers = set()
                 self.newest_version = max(version, self.newest_version or 0)
 
-    def remember_weights(self, version: int, order: WeightOrder | None) -> None:
-        """As `note_weights`, for a caller that sends them to all servers."""
+    def remember_weights(self, version: int, order: WeightOrder | None) -> set[str]:
+        """As `note_weights`, for a caller that sends them to all servers. Returns the servers that
+        were started with other weights since `expect_weights`."""
         self.expect_weights(version)
         with self._changing:
             self.version, self._weights = version, order
             self._num_recent, self._forbidden = 0, None
+            newcomers, self._newcomers = self._newcomers, set()
             if order is None and version > 0:
                 self._forbidden = (
                     f"the weights of version {version} came through a process group, as a delta or "
                     "by CUDA IPC, and nothing holds them for another server; set "
                     "actor.weight_update_mode to shm or disk for that"
                 )
+        return newcomers
 
     def has(self, address: str) -> bool:
         """Whether the server takes part in weight updates, as far as the owner has told."""
@@ -260,6 +270,7 @@ class ServerPool:
                     f"{others}: give `join` the order that brought them"
                 )
             self._moved.pop(address, None)
+            self._newcomers.add(address)
             self.controls = (*self.controls, control)
 
     def leave(self, address: str) -> None:
@@ -296,7 +307,9 @@ class ServerPool:
             return self._connect(address)
         if isinstance(error, ServerLostError) and _comes_back(control):
             return control
-        if not isinstance(error, ServerLostError | ServerEndedError):
+        process = self._processes.get(address)
+        is_closed = process is not None and process.is_closed  # the run is ending
+        if is_closed or not isinstance(error, ServerLostError | ServerEndedError):
             raise error
         with self._changing:
             if address in self.addresses:
@@ -332,6 +345,7 @@ class ServerPool:
             self._leave_out(address, str(lost))
         else:
             self._processes[successor] = self._processes.pop(address)
+            self._newcomers.add(successor)
             self._move(address, successor)
 
     def _restart(self, process: ServerProcess, end: str) -> str:
@@ -398,15 +412,21 @@ class ServerPool:
         if self.offloaded:  # first, because the device is in use by the trainer
             protocol.offload(control, sorted(self.offloaded))
         if order is not None:
-            if not protocol.versions_tokens:
-                protocol.interrupt(control)
-            protocol.load_weights(control, order)
-            if not protocol.versions_tokens:
-                protocol.resume(control)
+            self._load(control, order)
         for name, folder in self._adapters.items():
             protocol.load_adapter(control, name, folder)
         if self.is_paused:
             protocol.pause(control)
+
+    def _load(self, control: ControlClient, order: WeightOrder) -> None:
+        """Into a server that has no requests whose replies count."""
+        if not self._protocol.versions_tokens:
+            self._protocol.interrupt(control)
+        self._protocol.load_weights(control, order)
+        if not self._protocol.versions_tokens:
+            self._protocol.resume(control)
+            if self.is_paused:
+                self._protocol.pause(control)
 
     def _leave_out(self, address: str, cause: str) -> None:
         logger.warning("a server is lost, the others go on: %s", cause)

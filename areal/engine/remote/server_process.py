@@ -6,7 +6,7 @@
     process.close()
 
 `launch_server` starts a stock server with the interpreter of its own environment, isolated from the
-packages of this process, on a port chosen here on this machine, and waits until it answers.
+packages of this process, on a port chosen here, and waits until it answers.
 
 `HostedServer` runs a server in a scheduler worker, possibly on another machine:
 
@@ -91,6 +91,10 @@ class ServerProcess:
             child.terminate()
         return self.address
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
     def close(self) -> None:
         self._closed.set()
         self._child.terminate()
@@ -106,6 +110,7 @@ def launch_server(
     env: Mapping[str, str],
     token: str,
     gpus: Sequence[str] | None,
+    host: str,
     log_path: str | Path | None,
     setup_timeout_s: float,
 ) -> tuple[ChildProcess, str]:
@@ -113,9 +118,8 @@ def launch_server(
 
     RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
-    address = f"127.0.0.1:{_free_port()}"
-    host, _, port = address.partition(":")
-    argv = [*command, "--host", host, "--port", port]
+    port = _free_port(host)
+    argv = [*command, "--host", host, "--port", str(port)]
     for name, value in options.items():
         if value is not None:
             argv += [f"--{name}", str(value)]
@@ -124,6 +128,7 @@ def launch_server(
     if gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     child = ChildProcess([*argv, *extra_args], name=kind, env=own, log_path=log_path)
+    address = f"{host}:{port}"
     control = ControlClient(address, token, timeout_s=_PROBE_S, kind=kind)
     try:
         child.wait_until(control.is_healthy, timeout_s=setup_timeout_s)
@@ -133,10 +138,10 @@ def launch_server(
     return child, address
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """A currently unused port; a server that finds it taken exits with an error."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
 from areal.api.scratch import ScratchFolder
-from areal.engine.remote.protocol import WeightOrder
 from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.remote.server_process import launch_server
-from areal.engine.remote.stock import NO_TOP_K, StockProtocol, read_metrics
+from areal.engine.remote.stock import NO_TOP_K, StockProtocol, default_dtype, read_metrics
 from areal.utils.child_process import ChildProcess
+from areal.utils.device import best_device
 from areal.utils.fs import atomic_write_text
+from areal.utils.hub import model_folder
 
 _STATS = {
     "sglang:num_running_reqs": "running",
@@ -104,14 +105,18 @@ class SGLangProtocol(StockProtocol):
     def interrupt(self, control: ControlClient) -> None:
         control.post_text("/pause_generation", mode="abort")
 
-    def load_weights(self, control: ControlClient, order: WeightOrder) -> None:
-        where = {"model_path": order["folder"], "flush_cache": True}
+    def load_model(self, control: ControlClient, folder: str) -> None:
+        where = {"model_path": folder, "flush_cache": True}
         answer = control.post("/update_weights_from_disk", **where)
         self._check(answer, control, "update_weights_from_disk")
 
-    def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
+    def identify(self, control: ControlClient) -> str:
+        return model_of(control)
+
+    def load_adapter(self, control: ControlClient, name: str, folder: str) -> list[str]:
         answer = control.post("/load_lora_adapter", lora_name=name, lora_path=folder)
         self._check(answer, control, "load_lora_adapter")
+        return list(answer.get("loaded_adapters") or [name])
 
     def unload_adapter(self, control: ControlClient, name: str) -> None:
         answer = control.post("/unload_lora_adapter", lora_name=name)
@@ -126,43 +131,58 @@ class SGLangProtocol(StockProtocol):
             raise ServerError(f"{self.kind} {control.address}: {what}: {reason}")
 
 
+def model_of(control: ControlClient) -> str:
+    """The model that the server was started with."""
+    return control.get("/get_model_info")["model_path"]
+
+
 def launch_sglang_server(
     model_path: str | Path,
     *,
     python: str | Path,
     token: str,
-    dtype: str = "auto",
+    dtype: str | None = "auto",
     context_length: int | None = None,
     max_running_requests: int | None = None,
     mem_fraction_static: float = 0.9,
     attention_backend: str | None = None,
     device: str | None = None,
-    enable_lora: bool = False,
+    lora_rank: int | None = None,
+    lora_target_modules: Sequence[str] = (),
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     seed: int = 0,
     threads: int = 1,
     gpus: Sequence[str] | None = None,
+    host: str = "127.0.0.1",
     extra_args: Sequence[str] = (),
     log_path: str | Path | None = None,
     setup_timeout_s: float = 300.0,
 ) -> tuple[ChildProcess, str]:
     """Starts SGLang with the interpreter `python` of its environment; (the child, its "host:port").
 
-    `gpus` are those it may use, by default the ones this process sees.
+    `gpus` are those it may use, by default the ones this process sees; `dtype` None is bfloat16 on
+    a GPU, else float32; `device` None is the best it has. `host` is the address to listen on.
+    `lora_rank` is the largest rank of adapters, None: it takes none; they may have the layers
+    `lora_target_modules`, by default all that SGLang supports.
     RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
     options = {
-        "model-path": model_path,
-        "dtype": dtype,
+        "model-path": model_folder(model_path),
+        "dtype": dtype or default_dtype(),
         "context-length": context_length,
         "max-running-requests": max_running_requests,
         "mem-fraction-static": mem_fraction_static,
         "attention-backend": attention_backend,
-        "device": device,
+        "device": device or best_device(),
         "tp-size": tensor_parallel,
+        "pp-size": pipeline_parallel,
         "random-seed": seed,
+        "max-lora-rank": lora_rank,
     }
-    flags = {"enable-lora": enable_lora, "enable-metrics": True}
+    flags = {"enable-lora": lora_rank is not None, "enable-metrics": True}
+    if lora_rank is not None:
+        extra_args = ["--lora-target-modules", *(lora_target_modules or ["all"]), *extra_args]
     with ScratchFolder("sglang") as folder:
         file = folder / "key.yaml"
         atomic_write_text(file, json.dumps({"api-key": token}), durable=False)
@@ -175,6 +195,7 @@ def launch_sglang_server(
             env={"OMP_NUM_THREADS": str(threads)},
             token=token,
             gpus=gpus,
+            host=host,
             log_path=log_path,
             setup_timeout_s=setup_timeout_s,
         )

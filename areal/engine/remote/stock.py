@@ -11,12 +11,17 @@ strings, a frequency or presence penalty, a grammar) starts over instead.
 A request with `on_tokens` is answered as server-sent events. What its caller was told cannot be
 taken back, so it always continues: the penalty then counts anew, and a stop string across the
 interruption is not seen by the server.
+
+Where adapters travel alone, each version is an adapter of its own name, which requests name: the
+server keeps no cache of another version for them. The former one is unloaded.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +44,42 @@ from areal.engine.remote.protocol import (
     WeightOrder,
     bad_reply,
 )
-from areal.engine.remote.server_control import ServerError, error_text
-from areal.weight_sync.hf_folder import hf_folder_of
+from areal.engine.remote.server_control import (
+    ControlClient,
+    ServerError,
+    ServerRefusedError,
+    error_text,
+)
+from areal.models.lora import write_peft
+from areal.utils.device import best_device
+from areal.utils.fs import atomic_folder
+from areal.utils.hub import model_folder
+from areal.weight_sync.hf_folder import find_hf_folder, hf_folder_of
 from areal.weight_sync.publication import open_publication
 
 NO_TOP_K = GenerationHyperparameters().top_k  # the default, which means no limit
 _SEED_END = 1 << 63
 _MAX_REPLY = 256 << 20  # bytes
+_PEFT_FOLDER = "peft"  # in the folder of a publication
 
 
 class StockProtocol(ServerProtocol):
-    """`model_path` is the folder the servers started from."""
+    """`model_path` is the folder or hub name of the model that the servers started from.
+
+    With `lora_name` an update brings an adapter of that model alone (`meta.use_lora`), which
+    serves as `NAME-vVERSION`; version 0 is the model itself.
+    """
 
     stream_options: Mapping[str, Any] = {}  # keys of a request that is streamed
 
-    def __init__(self, model_path: str | Path) -> None:
-        self.model_path = Path(model_path)
+    def __init__(self, model_path: str | Path, *, lora_name: str = "") -> None:
+        self._model_path = str(model_path)
+        self._lora_name = lora_name
+
+    @property
+    def model_path(self) -> Path:
+        """Its folder on this machine; a copy of this object may be on another."""
+        return model_folder(self._model_path, weights=False)
 
     @abstractmethod
     def generation(self, request: ModelRequest) -> HttpRequest:
@@ -66,6 +91,10 @@ class StockProtocol(ServerProtocol):
 
         ValueError, KeyError, TypeError or IndexError: a malformed reply.
         """
+
+    @abstractmethod
+    def load_model(self, control: ControlClient, folder: str) -> None:
+        """Load the weights of a Hugging Face folder; between `interrupt` and `resume`."""
 
     def check_request(self, request: ModelRequest) -> None:
         if request.image_data or request.vision_msg_vllm:
@@ -89,6 +118,8 @@ class StockProtocol(ServerProtocol):
     ) -> Results:
         ((rid, draft),) = drafts.items()
         rest, is_stream = continuation(draft), draft.request.on_tokens is not None
+        if self._lora_name and version > 0 and not rest.gconfig.lora_name:
+            rest.gconfig = rest.gconfig.new(lora_name=f"{self._lora_name}-v{version}")
         call = self.generation(rest)
         url, payload = f"http://{address}{call.endpoint}", {**call.payload, "stream": is_stream}
         if is_stream:
@@ -155,10 +186,44 @@ class StockProtocol(ServerProtocol):
         return found
 
     def weight_order(self, meta: WeightUpdateMeta) -> WeightOrder:
-        """The verified publication as a Hugging Face folder."""
-        publication = open_publication(meta.path, version=meta.version, key=meta.key)
-        folder = hf_folder_of(publication, self.model_path, with_lm_head=self.wants_lm_head())
+        """The verified publication as a folder of Hugging Face or peft; one that is there already
+        was made by whoever sent it, after the same check."""
+        if meta.use_lora:
+            return {**self._adapter_order(meta), "version": meta.version}
+        folder = find_hf_folder(meta.path)
+        if folder is None:
+            publication = open_publication(meta.path, version=meta.version, key=meta.key)
+            folder = hf_folder_of(publication, self.model_path, with_lm_head=self.wants_lm_head())
         return {"folder": str(folder), "version": meta.version}
+
+    def _adapter_order(self, meta: WeightUpdateMeta) -> WeightOrder:
+        if meta.version < 1 or meta.lora_name != self._lora_name:
+            raise ValueError(
+                f"a {self.kind} is sent adapters of {self._lora_name!r} from version 1 on, got "
+                f"{meta.lora_name!r}, version {meta.version}"
+            )
+        target = Path(meta.path).absolute() / _PEFT_FOLDER
+        if not target.is_dir():
+            publication = open_publication(meta.path, version=meta.version, key=meta.key)
+            with atomic_folder(target, durable=False) as folder:
+                options = {"alpha": meta.lora_alpha, "base_model": self._model_path}
+                write_peft(dict(publication), folder, **options)
+        return {"folder": str(target), "adapter": f"{meta.lora_name}-v{meta.version}"}
+
+    def load_weights(self, control: ControlClient, order: WeightOrder) -> None:
+        if "adapter" in order:
+            self._load_version(control, order["adapter"], order["folder"])
+        else:
+            self.load_model(control, order["folder"])
+
+    def _load_version(self, control: ControlClient, name: str, folder: str) -> None:
+        """Load an adapter of the run, and unload its other versions: no request uses them."""
+        with suppress(ServerRefusedError):  # unless an earlier call has loaded it
+            self.unload_adapter(control, name)
+        of_run = re.compile(rf"{re.escape(self._lora_name)}-v\d+")
+        for other in self.load_adapter(control, name, folder):
+            if other != name and of_run.fullmatch(other):
+                self.unload_adapter(control, other)
 
 
 def continuation(draft: Draft) -> ModelRequest:
@@ -181,6 +246,11 @@ def depends_on_start(request: ModelRequest) -> bool:
     gconfig = request.gconfig
     penalties = gconfig.frequency_penalty or gconfig.presence_penalty
     return bool(gconfig.stop or penalties or request.grammar)
+
+
+def default_dtype() -> str:
+    """Of a server on this machine."""
+    return "bfloat16" if best_device() == "cuda" else "float32"
 
 
 def read_metrics(text: str, names: dict[str, str]) -> dict[str, float]:

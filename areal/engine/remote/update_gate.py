@@ -10,7 +10,7 @@ Copies of the gate in other processes share its state in a `file`, which is used
 on: whoever updates writes it, and all read it. An update does not wait for requests of other
 processes. They are aborted, or reach the servers too late and run with the new weights; hence
 `is_void`: a reply counts only if it was complete before the weights changed, or was aborted by that
-one update.
+one update, the first that closed the gate since it entered.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _POLL_S = 0.02
 class GateState(NamedTuple):
     version: int = 0
     num_loads: int = 0
+    num_closes: int = 0
     is_open: bool = True
     failure: str | None = None
 
@@ -78,8 +79,10 @@ class UpdateGate:
 
     def is_void(self, entry: GateState, *, aborted: bool) -> bool:
         """Whether the tokens of a complete reply may be of another version than `entry`."""
-        num_loads = self._read().num_loads - entry.num_loads
-        return num_loads > 1 or (num_loads == 1 and not aborted)
+        state = self._read()
+        if state.num_loads == entry.num_loads:
+            return False
+        return not aborted or state.num_closes - entry.num_closes > 1
 
     def serves(self, version: int) -> bool:
         """Whether the gate is open at `version`."""
@@ -92,7 +95,8 @@ class UpdateGate:
             return self._changed.wait_for(lambda: self._num_inside == 0, timeout_s)
 
     def close(self) -> None:
-        self._set(self._read()._replace(is_open=False))
+        state = self._read()
+        self._set(state._replace(num_closes=state.num_closes + 1, is_open=False))
 
     def begin_load(self) -> None:
         """The weights of the servers change from now on."""

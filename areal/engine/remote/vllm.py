@@ -20,6 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.inference_servers import MAX_VLLM_LORA_RANK
 from areal.api.io_struct import (
     HttpGenerationResult,
     HttpRequest,
@@ -28,12 +30,13 @@ from areal.api.io_struct import (
 )
 from areal.api.json_text import loads_object
 from areal.engine.remote.protocol import WeightOrder
-from areal.engine.remote.server_control import ControlClient, ServerError
+from areal.engine.remote.server_control import ControlClient, ServerError, ServerRefusedError
 from areal.engine.remote.server_process import launch_server
-from areal.engine.remote.stock import NO_TOP_K, StockProtocol, read_metrics
+from areal.engine.remote.stock import NO_TOP_K, StockProtocol, default_dtype, read_metrics
 from areal.models.hf_io import read_hf_config
 from areal.utils.child_process import ChildProcess
 from areal.utils.fs import atomic_folder
+from areal.utils.hub import model_folder
 from areal.weight_sync.collective import GroupPlace
 from areal.weight_sync.hf_folder import folder_with_lm_head
 
@@ -43,6 +46,9 @@ _EXTENSION = "areal.engine.remote.vllm_worker.WeightReceiver"
 _GATE = "areal.engine.remote.token_gate.VLLMTokenGate"
 _FIRST_VERSION = "default"  # vLLM's value before any update
 _MAX_STOPS = 4
+# Beyond them the least used one is read from its folder again when it is needed.
+_KEPT_ADAPTERS = 8
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_VLLM_LORA_RANK)
 _GRAMMAR_NAMES = {"json_schema": "json", "regex": "regex", "lark": "grammar"}  # ours -> theirs
 _STATS = {
     "vllm:num_requests_running": "running",
@@ -125,8 +131,11 @@ class VLLMProtocol(StockProtocol):
         return _has_head(self.model_path)
 
     def load_weights(self, control: ControlClient, order: WeightOrder) -> None:
-        _on_workers(control, "reload_weights", weights_path=order["folder"])
+        super().load_weights(control, order)
         _note_version(control, order["version"])
+
+    def load_model(self, control: ControlClient, folder: str) -> None:
+        _on_workers(control, "reload_weights", weights_path=folder)
 
     def group_devices(self, control: ControlClient) -> list[str]:
         """Every worker of a server is in the group, and loads its shard of the weights."""
@@ -150,14 +159,35 @@ class VLLMProtocol(StockProtocol):
             )
         return int(noted)
 
-    def load_adapter(self, control: ControlClient, name: str, folder: str) -> None:
+    def identify(self, control: ControlClient) -> str:
+        model = model_of(control)
+        if MODEL_NAME not in (entry["id"] for entry in control.get("/v1/models")["data"]):
+            raise ServerError(f"start it with --served-model-name {MODEL_NAME}")
+        try:
+            self.served_version(control)
+        except ServerRefusedError as error:
+            raise ServerError(f"start it with VLLM_SERVER_DEV_MODE=1 ({error})") from error
+        only_choice = GenerationHyperparameters(max_new_tokens=1, top_k=1, ignore_eos=True)
+        call = self.generation(ModelRequest(input_ids=[0], gconfig=only_choice))
+        (logprob,) = self.read(control.post(call.endpoint, **call.payload)).output_logprobs
+        if abs(logprob) > 1e-3:  # of all tokens, not of those that the token was drawn from
+            raise ServerError("start it with --logprobs-mode processed_logprobs")
+        return model
+
+    def load_adapter(self, control: ControlClient, name: str, folder: str) -> list[str]:
         control.post_text("/v1/load_lora_adapter", lora_name=name, lora_path=folder)
+        return [entry["id"] for entry in control.get("/v1/models")["data"]]
 
     def unload_adapter(self, control: ControlClient, name: str) -> None:
         control.post_text("/v1/unload_lora_adapter", lora_name=name)
 
     def stats(self, control: ControlClient) -> dict[str, float]:
         return read_metrics(control.get_text("/metrics"), _STATS)
+
+
+def model_of(control: ControlClient) -> str:
+    """The model that the server was started with."""
+    return control.get("/v1/models")["data"][0]["root"]
 
 
 def _cached_tokens(answer: dict[str, Any]) -> int:
@@ -172,48 +202,55 @@ def launch_vllm_server(
     python: str | Path,
     token: str,
     scratch: str | Path,
-    dtype: str = "auto",
+    dtype: str | None = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     gpu_memory_utilization: float = 0.9,
     cpu_cache_gb: int = 4,
     enforce_eager: bool = False,
-    enable_lora: bool = False,
+    lora_rank: int | None = None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     seed: int = 0,
     threads: int = 1,
     gpus: Sequence[str] | None = None,
+    host: str = "127.0.0.1",
     extra_args: Sequence[str] = (),
     log_path: str | Path | None = None,
     setup_timeout_s: float = 300.0,
 ) -> tuple[ChildProcess, str]:
     """Starts vLLM with the interpreter `python` of its environment; (the child, its "host:port").
 
-    `gpus` are those it may use, by default the ones this process sees.
+    `gpus` are those it may use, by default the ones this process sees; `dtype` None is bfloat16 on
+    a GPU, else float32. `host` is the address to listen on. `lora_rank` is the largest rank of
+    adapters, None: it takes none.
     `scratch` is a writable folder that must exist as long as the server.
     RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
-    folder, overrides, scratch = Path(model_path), None, Path(scratch).absolute()
-    if _has_head(model_path):
-        folder = folder_with_lm_head(model_path, scratch / "model")
+    folder, overrides, scratch = model_folder(model_path), None, Path(scratch).absolute()
+    if _has_head(folder):
+        folder = folder_with_lm_head(folder, scratch / "model")
         overrides = json.dumps({"tie_word_embeddings": False})
     options = {
         "model": folder,
         "hf-overrides": overrides,
         "served-model-name": MODEL_NAME,
-        "dtype": dtype,
+        "dtype": dtype or default_dtype(),
         "max-model-len": max_model_len,
         "max-num-seqs": max_num_seqs,
         "gpu-memory-utilization": gpu_memory_utilization,
         "tensor-parallel-size": tensor_parallel,
+        "pipeline-parallel-size": pipeline_parallel,
         "seed": seed,
+        "max-lora-rank": None if lora_rank is None else _rank_of_slots(lora_rank),
+        "max-cpu-loras": None if lora_rank is None else _KEPT_ADAPTERS,
         "logprobs-mode": "processed_logprobs",
         "worker-extension-cls": _EXTENSION,
         "middleware": _GATE,
     }
     flags = {
         "enforce-eager": enforce_eager,
-        "enable-lora": enable_lora,
+        "enable-lora": lora_rank is not None,
         "disable-uvicorn-access-log": True,
         "enable-prompt-tokens-details": True,
     }
@@ -221,7 +258,7 @@ def launch_vllm_server(
         "PYTHONPATH": str(_folder_of_areal(scratch / "packages")),
         "VLLM_API_KEY": token,
         "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if enable_lora else "0",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0" if lora_rank is None else "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # whose last lines are kept for error messages
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than our client keeps idle connections
@@ -239,9 +276,15 @@ def launch_vllm_server(
         env=env,
         token=token,
         gpus=gpus,
+        host=host,
         log_path=log_path,
         setup_timeout_s=setup_timeout_s,
     )
+
+
+def _rank_of_slots(rank: int) -> int:
+    """The smallest that vLLM offers for adapters of this rank."""
+    return next(size for size in _LORA_RANKS if size >= rank)
 
 
 def _has_head(model_path: str | Path) -> bool:

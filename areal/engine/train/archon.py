@@ -15,13 +15,15 @@ ranks, except the rows of `forward_batch`. Loss functions run on the last pipeli
 
 With `config.is_critic` the model has a score head in place of the LM head, and values replace
 log-probabilities; a critic that starts from a language model has value 0 everywhere at first. With
-`config.use_lora` only adapters are trained and saved; weights sent to inference have them merged.
-A batch with `routed_experts` (io_struct.py) is computed by these experts.
+`config.use_lora` only adapters are trained and saved; inference gets them alone, or merged weights.
+A batch with `routed_experts` (io_struct.py) is computed by these experts. With
+`config.archon.fp8_forward` every forward computes what a native server in FP8 computes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ from areal.engine.train.packing import token_outputs, tree_outputs
 from areal.models import decoder_args
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
+from areal.models.common.layer_trace import trace_layers
 from areal.models.common.moe import balance_experts, replay_experts
 from areal.models.hf_io import (
     SCORE_HEAD,
@@ -93,13 +96,14 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
             dtype=self._dtype(),
             is_critic=self.config.is_critic,
         )
-        self._add_adapters(model)
+        self._prepare(model)
         return model
 
     def _build_shards(self, mesh: ParallelMesh) -> Decoder:
         model = build_model(
             self._hf_config, device="meta", dtype=torch.float32, is_critic=self.config.is_critic
         )
+        self._prepare(model)
         if self._dims.pp > 1:
             from areal.engine.train.pipeline import (
                 Pipeline,  # a second of imports others do not need
@@ -107,11 +111,13 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
 
             self._pipeline = Pipeline(model, mesh, self.config, self._dtype(), self.device)
             return model
-        self._add_adapters(model)
-        parallelize(model, mesh, self._dtype())
+        parallelize(model, mesh, self._dtype(), reduce_dtype=self._reduce_dtype())
         return model.to_empty(device=self.device)
 
-    def _add_adapters(self, model: Decoder) -> None:
+    def _prepare(self, model: Decoder) -> None:
+        """Replace layers, before anything is sharded."""
+        if self.config.archon.fp8_forward:
+            model.round_to_fp8()
         if self.config.use_lora:
             self._adapters = Adapters(
                 model,
@@ -196,14 +202,25 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         if self._mesh is None and self._adapters is None:
             return self.model.named_hf_tensors()
         merge = None if self._adapters is None else self._adapters.merge
-        link = None
-        if self._pipeline is not None and self._mesh is not None:
-            group = self._mesh.get_group("pp")
-            reaches_receiver = dist.get_global_rank(group, 0) == 0
-            link = StageLink(self._pipeline.layout, group, reaches_receiver, self.device)
         return stream_weights(
-            self.model, self._dtype(), is_receiver=self._is_first_rank, merge=merge, link=link
+            self.model,
+            self._dtype(),
+            is_receiver=self._is_first_rank,
+            merge=merge,
+            link=self._stage_link(),
         )
+
+    def layer_trace(self, tokens: Sequence[int]) -> dict[str, Any]:
+        if self._mesh is not None:
+            raise NotImplementedError("the layers of a model on several ranks are not traced")
+        return trace_layers(self.model, tokens)
+
+    def _stage_link(self) -> StageLink | None:
+        if self._pipeline is None or self._mesh is None:
+            return None
+        group = self._mesh.get_group("pp")
+        reaches_receiver = dist.get_global_rank(group, 0) == 0
+        return StageLink(self._pipeline.layout, group, reaches_receiver, self.device)
 
     def _move(self, device: torch.device | str) -> None:
         for part in self._parts:

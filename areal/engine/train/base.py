@@ -30,7 +30,7 @@ from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.api.routed_experts import ROUTED_KEY
 from areal.engine.train import checkpoint
-from areal.engine.train.export import Weights, send_weights
+from areal.engine.train.export import StageLink, Weights, send_weights, stream_adapters
 from areal.engine.train.micro_batches import MicroBatch, OutputFn, fill_up, split_micro_batches
 from areal.engine.train.process_group import any_rank, join_ranks, side_group
 from areal.models.hf_io import critic_config, save_hf
@@ -41,6 +41,7 @@ from areal.utils.data import unpack
 from areal.utils.device import best_device, use_plain_blas
 from areal.utils.hub import model_folder
 from areal.utils.waits import progress
+from areal.weight_sync.bucket import DTYPES, Checksums, checksum_of
 
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
@@ -87,6 +88,7 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         self._adapters: LoraAdapters | None = None
         self._optimizer: OptimizerT | None = None
         self._receiver: tuple[InferenceEngine, WeightUpdateMeta] | None = None
+        self._profile: torch.profiler.profile | None = None
 
     @abstractmethod
     def _dims_of(self, strategy: ParallelStrategy) -> ParallelDims:
@@ -209,6 +211,10 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         """The dtype of matrix products."""
         default = "bfloat16" if self.device.type == "cuda" else "float32"
         return getattr(torch, self.config.dtype or default)
+
+    def _reduce_dtype(self) -> torch.dtype:
+        """The dtype in which ranks sum gradients."""
+        return getattr(torch, self.config.grad_reduce_dtype)
 
     def train_batch(
         self,
@@ -337,8 +343,16 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         if adapters is None:
             self._hand_over(self.hf_weights(), lambda weights: self._save_hf(weights, meta))
         else:
-            trained = adapters.tensors(is_receiver=self._is_first_rank)
+            trained = self._adapter_tensors(adapters)
             self._hand_over(trained, lambda tensors: self._save_adapters(adapters, tensors, meta))
+
+    def _adapter_tensors(self, adapters: LoraAdapters) -> Weights:
+        link = self._stage_link()
+        return stream_adapters(adapters, is_receiver=self._is_first_rank, link=link)
+
+    def _stage_link(self) -> StageLink | None:
+        """The path of a pipeline stage's weights to the first rank; None without a pipeline."""
+        return None
 
     def capture(self) -> Callable[[str | Path], None]:
         model = self._checkpointed()
@@ -398,14 +412,39 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
     def update_weights(self, version: int | WeightUpdateMeta) -> None:
         engine, meta = self._connected()
         number = version.version if isinstance(version, WeightUpdateMeta) else version
-        meta = meta.with_version(number)
-        self._hand_over(self.hf_weights(), lambda weights: send_weights(engine, meta, weights))
+        sent, meta = self._sent(meta.with_version(number))
+        self._hand_over(sent, lambda weights: send_weights(engine, meta, weights))
+
+    def _sent(self, meta: WeightUpdateMeta) -> tuple[Weights, WeightUpdateMeta]:
+        """The tensors of an update: adapters alone where the receiver takes them."""
+        if meta.use_lora and self._adapters is not None:
+            return self._adapter_tensors(self._adapters), meta
+        return self.hf_weights(), replace(meta, use_lora=False)
+
+    def weight_checksums(self, dtypes: Mapping[str, str]) -> Checksums:
+        """All ranks iterate; the first has the result."""
+        weights = self.hf_weights() if self._receiver is None else self._sent(self._receiver[1])[0]
+        return {
+            name: checksum_of(tensor.to(DTYPES[dtypes[name]]) if name in dtypes else tensor)
+            for name, tensor in weights
+        }
 
     def set_version(self, version: int) -> None:
         self._version = version
 
     def get_version(self) -> int:
         return self._version
+
+    def start_profile(self) -> None:
+        self._profile = torch.profiler.profile()  # of the CPU, and of the GPU if there is one
+        self._profile.start()
+
+    def save_profile(self, name: str) -> None:
+        assert self._profile is not None, "start_profile() comes first"
+        self._profile.stop()
+        rank = 0 if self._ranks is None else self._ranks.rank()
+        self._profile.export_chrome_trace(f"{name}-rank{rank}.json")
+        self._profile = None
 
     def offload(self) -> None:
         self._move("cpu")

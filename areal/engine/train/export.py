@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.models.common.decoder import Decoder
+from areal.models.lora import LoraAdapters
 from areal.models.parallelize import whole
 from areal.models.stage_layout import StageLayout
 from areal.weight_sync.transports import offer_weights
@@ -66,6 +68,17 @@ def stream_weights(
             tensor = gathered.pop(name)
             if is_receiver:
                 yield from model.adapter.convert_single_to_hf(name, tensor)
+
+
+@torch.no_grad()
+def stream_adapters(
+    adapters: LoraAdapters, *, is_receiver: bool, link: StageLink | None = None
+) -> Weights:
+    """Trained weights alone, under their names in the adapter's file."""
+    pass_on = None
+    if link is not None and link.reaches_receiver:
+        pass_on = partial(_pass_on, link=link)
+    return adapters.tensors(is_receiver=is_receiver, pass_on=pass_on)
 
 
 def _pass_on(name: str, tensor: torch.Tensor, link: StageLink) -> torch.Tensor:

@@ -35,10 +35,12 @@ from areal.utils.model_files import language_config
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
-    from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
+    from areal.api.config.inference import InferenceEngineConfig
+    from areal.api.config.inference_servers import NativeServerConfig
 
 
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}
 # Of tables in transformers' source, and of keys and layers in a config.json.
 _ROW = re.compile(r"\(\s*\"([\w.-]+)\",\s*\(?\"(\w+)\"")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -69,6 +71,20 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
             raise ValueError(f"{where}: {error}") from None
         if config.rollout.return_routed_experts:
             check_router_replay(config, hf_configs["actor"])
+        if config.rollout.use_lora and config.rollout.engine != "native":
+            _check_served_adapters(config.actor, hf_configs["actor"])
+
+
+def _check_served_adapters(actor: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:
+    """No adapters of experts, which only archon trains."""
+    if ModelAllocation.from_str(actor.backend).backend != "archon":
+        return
+    named = sorted(_EXPERT_LAYERS & set(actor.target_modules))
+    if named and decoder_args(hf_config).moe is not None:
+        raise ValueError(
+            f"rollout.use_lora must be false when actor.target_modules names layers of experts "
+            f"({', '.join(named)}): stock servers get their adapters merged into the weights"
+        )
 
 
 def check_router_replay(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
@@ -138,12 +154,13 @@ def check_archon(config: TrainEngineConfig, args: DecoderArgs, dims: ParallelDim
     check_layout(args, dims)
     if dims.pp > 1:
         stage_layout(config, args, dims.pp)
-    if config.use_lora and args.moe is not None:
-        raise ValueError(
-            "use_lora: archon has no adapters for experts; use backend fsdp for this model"
-        )
     if config.batch_invariant:
         _check_batch_invariant(args)
+    if config.archon.fp8_forward and args.moe is not None:
+        raise ValueError(
+            "archon.fp8_forward rounds dense models as an FP8 server does, and this one has "
+            "experts: set it to false"
+        )
 
 
 def stage_layout(config: TrainEngineConfig, args: DecoderArgs, num_ranks: int) -> StageLayout:

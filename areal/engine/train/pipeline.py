@@ -87,7 +87,8 @@ class Pipeline:
         last = self.layout.num_stages - 1
         layers = self.layout.layers[index]
         part = cut_stage(model, layers, is_first=index == 0, is_last=index == last)
-        parallelize(part, self._mesh, self._dtype, keep_gathered=True)
+        reduce_dtype = getattr(torch, self._config.grad_reduce_dtype)
+        parallelize(part, self._mesh, self._dtype, reduce_dtype=reduce_dtype, keep_gathered=True)
         part.to_empty(device=self._device)
         # An FSDP root without own weights, so that the part stays unsharded until the heads ran.
         stage = Stage(part)
@@ -129,7 +130,7 @@ class Pipeline:
         unused = torch.zeros(num_mbs, device=self._device)
         with self._computing(laid, filled_output_fn) as outputs:
             schedule.step(unused, target=unused)
-        if self._tied is not None:
+        if self._tied is not None and not self._config.use_lora:  # else the embedding is frozen
             self._tied.collect_gradient()
         return self._to_all(outputs, len(mbs))
 

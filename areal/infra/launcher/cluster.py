@@ -40,7 +40,7 @@ def open_cluster(config: BaseExperimentConfig, *, timeout_s: float) -> None:
         )
     deadline = time.monotonic() + timeout_s
     if address is not None:
-        _wait_for_port(address, deadline)
+        wait_for_port(address, deadline)
     jobs = all_jobs(config)
     join_cluster(jobs)
     _wait_for_nodes(num_nodes, deadline)
@@ -53,7 +53,7 @@ def check_resources(jobs: Sequence[Job]) -> None:
     check_fits(" and ".join(job.role for job in jobs), bundles)
 
 
-def _wait_for_port(address: str, deadline: float) -> None:
+def wait_for_port(address: str, deadline: float) -> None:
     """Wait for the head, because Ray itself fails if it is not up yet."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:  # "auto", "ray://...": Ray resolves them

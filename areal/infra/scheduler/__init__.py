@@ -19,6 +19,11 @@ def open_scheduler(config: SchedulerConfig, jobs: Sequence[Job], *, logs: Path) 
     that write them."""
     if config.type == "local":
         return LocalScheduler(logs)
+    if config.type == "slurm":
+        raise ValueError(
+            "scheduler.type: slurm is a job to submit: areal launch slurm --script SCRIPT.py "
+            "FILE.yaml (or areal train FILE.yaml), or set it to ray inside a Ray cluster"
+        )
     if importlib.util.find_spec("ray") is None:
         raise ValueError("scheduler.type: ray is not installed: pip install 'areal[ray]'")
     from areal.infra.scheduler.ray import RayScheduler

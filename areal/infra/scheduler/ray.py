@@ -34,8 +34,9 @@ from areal.api.scheduler_api import (
 from areal.infra.scheduler.role_table import RoleTable
 from areal.infra.worker import Answer, EngineHost
 from areal.sandbox.process import RUN_FOLDER
-from areal.utils import logging
+from areal.utils import logging, perf_tracer
 from areal.utils.device import num_cores
+from areal.utils.perf_tracer import FOLDER_VARIABLE
 
 logger = logging.getLogger("RayScheduler")
 
@@ -162,6 +163,9 @@ def join_cluster(jobs: Sequence[Job]) -> None:
         ray.init()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Processes that Ray starts ahead lack the environment of a worker: none of them is ever used.
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # On the loopback device, so that others cannot reach it.
     ray.init(
         address="local",
@@ -178,7 +182,8 @@ def _num_cpus(job: Job) -> int:
 class _RayWorker:
     """One worker. Ray runs its methods one at a time, in call order."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, name: str) -> None:
+        perf_tracer.start_below(name)
         self._host = EngineHost()
         os.chdir(folder)  # so that relative paths resolve as in the controller
 
@@ -218,7 +223,7 @@ def _start(group: PlacementGroup, job: Job, index: int) -> Any:
         **({} if job.overlapping else rank),
         "OMP_NUM_THREADS": str(int(bundle["CPU"])),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        RUN_FOLDER: os.environ.get(RUN_FOLDER, ""),
+        **{name: os.environ.get(name, "") for name in (RUN_FOLDER, FOLDER_VARIABLE)},
         **job.spec_of(index).env_vars,
     }
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -233,7 +238,7 @@ def _start(group: PlacementGroup, job: Job, index: int) -> Any:
     worker = _RayWorker
     if job.overlapping:
         worker, options["max_concurrency"] = _OverlappingRayWorker, _MAX_OVERLAPPING
-    return ray.remote(worker).options(**options).remote(os.getcwd())
+    return ray.remote(worker).options(**options).remote(os.getcwd(), f"{job.role}/{index}")
 
 
 def resources_of(job: Job, index: int) -> dict[str, float]:

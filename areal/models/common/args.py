@@ -8,6 +8,7 @@ that every model that builds agrees with transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -53,6 +54,10 @@ class RopeArgs:
             _require_scaling_keys(kind, values, hf)
         return cls(kind=kind, **values)
 
+    def yarn_scale(self, weight: float) -> float:
+        """How much attention is sharpened for a context extended by `factor`."""
+        return 1.0 if self.factor <= 1 else 1.0 + 0.1 * weight * math.log(self.factor)
+
 
 def _require_scaling_keys(kind: str, values: dict[str, Any], hf: Mapping[str, Any]) -> None:
     """Fill in the keys that transformers derives; ValueError for those still missing."""
@@ -85,6 +90,15 @@ class MoEArgs:
     norm_topk_prob: bool  # the weights of a token's experts sum to 1
     layers: frozenset[int]  # indices of the layers with experts; the others are dense
     expert_bias: bool = False  # choose by probability plus a bias that balances the load
+    shared_dim: int = 0  # hidden dim of a feed-forward that every token uses besides; 0: none
+    num_groups: int = 1  # of consecutive experts
+    top_groups: int = 1  # groups per token: those with the most probable experts
+    weight_scale: float = 1.0  # factor on the weights of a token's experts
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a layer is nothing but the weighted sum of the most probable experts."""
+        return not self.shared_dim and self.num_groups == 1 and self.weight_scale == 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -92,11 +106,45 @@ class MoEArgs:
                 f"num_experts_per_tok must be from 1 to num_experts ({self.num_experts}), "
                 f"got {self.top_k}"
             )
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"n_group must divide the {self.num_experts} experts, got {self.num_groups}"
+            )
+        num_choosable = self.num_experts // self.num_groups * self.top_groups
+        if not self.top_k <= num_choosable <= self.num_experts:
+            raise ValueError(
+                f"topk_group must be from 1 to n_group ({self.num_groups}), and its groups must "
+                f"hold num_experts_per_tok ({self.top_k}) experts, got {self.top_groups}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentArgs:
+    """Multi-head latent attention: keys and values of all heads are products of one short vector
+    per token, and only a part of each head, with one key for all of them, is rotated."""
+
+    q_rank: int | None  # length of such a vector for queries; None: they are one product
+    kv_rank: int  # length of the vector of keys and values
+    plain_dim: int  # of a head of queries and keys, not rotated
+    rope_dim: int  # of a head of queries and keys, rotated
+    value_dim: int  # of a head of values
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim must be even to be rotated in pairs, got {self.rope_dim}"
+            )
+        if self.value_dim > self.plain_dim + self.rope_dim:
+            raise ValueError(
+                f"v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim "
+                f"({self.plain_dim + self.rope_dim}), got {self.value_dim}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderArgs:
-    """A decoder: blocks of grouped-query attention and a gated feed-forward, dense or sparse."""
+    """A decoder: blocks of attention (grouped-query, or latent) and a gated feed-forward, dense or
+    sparse."""
 
     model_type: str
     vocab_size: int
@@ -123,6 +171,7 @@ class DecoderArgs:
     window_rope: RopeArgs | None = None  # rope of layers with a window; None: as the others
     logit_softcap: float | None = None  # logits = cap * tanh(logits / cap)
     moe: MoEArgs | None = None
+    latent: LatentArgs | None = None  # latent attention; `head_dim` is that of queries and keys
     initializer_range: float = 0.02
     is_critic: bool = False  # a score head in place of the LM head
 
@@ -150,6 +199,17 @@ class DecoderArgs:
         assert self.moe is not None, f"this {self.model_type} has no experts"
         return self.moe
 
+    @property
+    def latent_args(self) -> LatentArgs:
+        """`latent`, of a model that has such attention."""
+        assert self.latent is not None, f"this {self.model_type} has no latent attention"
+        return self.latent
+
+    @property
+    def rope_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
@@ -163,6 +223,11 @@ def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
     moe = args.moe
     if moe is not None:
         counts["moe_intermediate_size"] = moe.hidden_dim
+        moe = replace(
+            moe,
+            hidden_dim=moe.hidden_dim // num_ranks,
+            shared_dim=moe.shared_dim // num_ranks,
+        )
     for key, count in counts.items():
         if count % num_ranks:
             raise ValueError(
@@ -174,7 +239,7 @@ def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
         n_heads=args.n_heads // num_ranks,
         n_kv_heads=args.n_kv_heads // num_ranks,
         hidden_dim=args.hidden_dim // num_ranks,
-        moe=None if moe is None else replace(moe, hidden_dim=moe.hidden_dim // num_ranks),
+        moe=moe,
     )
 
 

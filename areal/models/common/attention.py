@@ -20,7 +20,9 @@ callable of the caller: packed sequences in training, a paged cache in decoding.
 same weights through the same code up to there.
 
     out_TNH = attend(attention.layer, *attention.heads(x_TD, cos_TR, sin_TR), ...)
-    x_TD += attention.wo(out_TNH.flatten(1))         # done by the block: see decoder.py
+    x_TD += attention.output(out_TNH)                # done by the block: see decoder.py
+
+Another kind of attention is another `AttentionLayer`: latent_attention.py.
 
 Shape legend: T packed tokens, D model dim, N query heads, K key-value heads, H head dim, R = H / 2,
 B x S one rectangle, Q queries of a block, W keys it reaches.
@@ -40,6 +42,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal.models.common.args import DecoderArgs
+from areal.models.common.fp8 import round_heads
 from areal.models.common.norm import make_norm
 from areal.models.common.rope import rotate
 
@@ -268,13 +271,33 @@ class Attend(Protocol):
         ...
 
 
-class Attention(nn.Module):
+class AttentionLayer(nn.Module):
+    """What a block computes around `attend`."""
+
+    wo: nn.Linear
+
     def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
         self.layer = layer
         self.window = args.window(layer)
         self.scale = args.score_scale
         self.head_dim = args.head_dim
+        self.has_fp8_cache = False  # keys and values are those that an FP8 cache returns
+
+    def heads(
+        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, N, H], keys and values [T, K, H]; the first two rotated."""
+        raise NotImplementedError
+
+    def output(self, out_TNH: torch.Tensor) -> torch.Tensor:
+        """[T, D] from the result of `attend`."""
+        return self.wo(out_TNH.flatten(1))
+
+
+class Attention(AttentionLayer):
+    def __init__(self, args: DecoderArgs, layer: int):
+        super().__init__(args, layer)
         q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         self.wq = nn.Linear(args.dim, q_dim, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
@@ -286,10 +309,12 @@ class Attention(nn.Module):
     def heads(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, N, H], keys and values [T, K, H]; the first two rotated."""
         q_TNH = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKH = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
         v_TKH = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        return rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR), v_TKH
+        q_TNH, k_TKH = rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
+        if self.has_fp8_cache:
+            k_TKH, v_TKH = round_heads(k_TKH), round_heads(v_TKH)
+        return q_TNH, k_TKH, v_TKH

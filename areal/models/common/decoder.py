@@ -16,7 +16,7 @@ Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -24,7 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from areal.models.common.args import DecoderArgs, share_of
-from areal.models.common.attention import Attend, Attention
+from areal.models.common.attention import Attend, Attention, AttentionLayer
+from areal.models.common.fp8 import FP8, dequantize
+from areal.models.common.fp8_linear import Fp8Linear, rounded_to_fp8, stored_in_fp8
+from areal.models.common.latent_attention import LatentAttention
 from areal.models.common.moe import Experts, FeedForward, MoE, Router
 from areal.models.common.norm import make_norm
 from areal.models.common.rope import RotaryEmbedding
@@ -53,10 +56,12 @@ class DecoderBlock(nn.Module):
     def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
         self.attention_norm = make_norm(args, args.dim)
-        self.attention = Attention(args, layer)
+        self.attention = _make_attention(args, layer)
         self.attention_out_norm = make_norm(args, args.dim) if args.out_norms else None
         self.ffn_norm = make_norm(args, args.dim)
-        self.feed_forward = MoE(args) if args.is_sparse(layer) else FeedForward(args)
+        self.feed_forward = (
+            MoE(args) if args.is_sparse(layer) else FeedForward(args, args.hidden_dim)
+        )
         self.ffn_out_norm = make_norm(args, args.dim) if args.out_norms else None
 
     def forward(
@@ -75,7 +80,7 @@ class DecoderBlock(nn.Module):
 
     def after(self, x_TD: torch.Tensor, out_TNH: torch.Tensor) -> torch.Tensor:
         """The block's output from its input and the output of attention."""
-        out_TD = self.attention.wo(out_TNH.flatten(1))
+        out_TD = self.attention.output(out_TNH)
         if self.attention_out_norm is not None:
             out_TD = self.attention_out_norm(out_TD)
         x_TD = x_TD + out_TD
@@ -83,6 +88,10 @@ class DecoderBlock(nn.Module):
         if self.ffn_out_norm is not None:
             out_TD = self.ffn_out_norm(out_TD)
         return x_TD + out_TD
+
+
+def _make_attention(args: DecoderArgs, layer: int) -> AttentionLayer:
+    return Attention(args, layer) if args.latent is None else LatentAttention(args, layer)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -124,9 +133,9 @@ class Decoder(nn.Module):
         self.tok_embeddings: TokenEmbedding | None = TokenEmbedding(
             args.vocab_size, args.dim, args.embedding_scale
         )
-        self.rope = RotaryEmbedding(args.rope, args.head_dim)
+        self.rope = RotaryEmbedding(args.rope, args.rope_dim)
         self.window_rope = (
-            None if args.window_rope is None else RotaryEmbedding(args.window_rope, args.head_dim)
+            None if args.window_rope is None else RotaryEmbedding(args.window_rope, args.rope_dim)
         )
         # Keyed by layer index: a pipeline stage has some of them.
         self.layers = nn.ModuleDict(
@@ -171,6 +180,10 @@ class Decoder(nn.Module):
         return cast("Iterable[DecoderBlock]", self.layers.values())
 
     @property
+    def has_fp8_cache(self) -> bool:
+        return any(block.attention.has_fp8_cache for block in self.blocks)
+
+    @property
     def score_head(self) -> nn.Linear:
         assert self.score is not None, "built without is_critic, or another stage has it"
         return self.score
@@ -197,12 +210,12 @@ class Decoder(nn.Module):
             if isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding):
-                self._draw(module.weight, generator)
+                self._write(module, module.weight, self._drawn(module.weight, generator))
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Router | Experts):
-                for weight in module.parameters():
-                    self._draw(weight, generator)
+                for weight in module.parameters(recurse=False):  # adapters are drawn elsewhere
+                    self._write(module, weight, self._drawn(weight, generator))
 
     @torch.no_grad()
     def init_score(self) -> None:
@@ -213,13 +226,51 @@ class Decoder(nn.Module):
         """
         self.score_head.weight.zero_()
 
-    def _draw(self, weight: torch.Tensor, generator: torch.Generator) -> None:
+    def store_in_fp8(self) -> None:
+        """Linear layers and the cache of keys and values become FP8 (fp8.py); for generation."""
+        self._use_fp8(stored_in_fp8)
+
+    def round_to_fp8(self) -> None:
+        """Compute as after `store_in_fp8`, from weights as they are; for training."""
+        self._use_fp8(rounded_to_fp8)
+
+    def _use_fp8(self, replace: Callable[[Sequence[nn.Linear]], Sequence[nn.Linear]]) -> None:
+        if self.args.moe is not None or self.share is not None:
+            found = "tensor parallelism" if self.args.moe is None else "experts"
+            raise ValueError(
+                f"dtype fp8: it stores the weights of dense models on one device, and this model "
+                f"has {found}; use bfloat16"
+            )
+        self.replace_linears(replace)
+        for block in self.blocks:
+            block.attention.has_fp8_cache = True
+
+    def replace_linears(
+        self, replace: Callable[[Sequence[nn.Linear]], Sequence[nn.Linear]]
+    ) -> None:
+        """Replace the linear layers of all blocks; `replace` gets those that read the same input.
+
+        Not the experts' and not the LM head."""
+        for block in self.blocks:
+            attention, mlp = block.attention, block.feed_forward
+            read_alike = [(attention, ("wq", "wk", "wv")), (attention, ("wo",))]
+            if isinstance(mlp, FeedForward):
+                read_alike += [(mlp, ("w1", "w3")), (mlp, ("w2",))]
+            for owner, names in read_alike:
+                replaced = replace([getattr(owner, name) for name in names])
+                for name, linear in zip(names, replaced, strict=True):
+                    setattr(owner, name, linear)
+
+    def _drawn(self, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-        self.write(weight, drawn.normal_(0.0, self.args.initializer_range, generator=generator))
+        return drawn.normal_(0.0, self.args.initializer_range, generator=generator)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight once, detached and not copied; a tied head only as the embedding."""
+        """Every weight once, detached; not copied unless FP8, a tied head only as the embedding."""
         for name, tensor in self.state_dict().items():
+            owner, _ = self._owner(name)
+            if isinstance(owner, Fp8Linear) and tensor.dtype == FP8:
+                tensor = dequantize(tensor, owner.scale, self.embedding_weight.dtype)
             yield from self.adapter.convert_single_to_hf(name, tensor)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -235,15 +286,16 @@ class Decoder(nn.Module):
             )
         }
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        """A parameter, or a buffer that is saved."""
-        owner, _, leaf = name.rpartition(".")
-        return getattr(self.get_submodule(owner), leaf)
+    def _owner(self, name: str) -> tuple[nn.Module, torch.Tensor]:
+        """A parameter, or a buffer that is saved, and its module."""
+        path, _, leaf = name.rpartition(".")
+        owner = self.get_submodule(path)
+        return owner, getattr(owner, leaf)
 
     def holds(self, hf_name: str) -> bool:
         """Whether this model stores it: not of another pipeline stage, not derived."""
         name = self.adapter.from_hf_name(hf_name)
-        return name is not None and not self._tensor(name).is_meta
+        return name is not None and not self._owner(name)[1].is_meta
 
     @torch.no_grad()
     def load_hf_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
@@ -251,7 +303,7 @@ class Decoder(nn.Module):
         name = self.adapter.from_hf_name(hf_name)
         if name is None:
             return
-        own, share = self._tensor(name), self.share
+        (owner, own), share = self._owner(name), self.share
         expected = own.shape if share is None else share.whole_shapes[name]
         index = self.adapter.stack_index(hf_name)
         if index is not None:  # one slice of a stacked tensor
@@ -259,7 +311,15 @@ class Decoder(nn.Module):
         if expected != tensor.shape:
             raise ValueError(f"{hf_name} has shape {list(tensor.shape)}, expected {list(expected)}")
         whole = tensor if index is None else tensor[None]
-        self.write(own, whole if share is None else share.cut(name, whole), index)
+        self._write(owner, own, whole if share is None else share.cut(name, whole), index)
+
+    def _write(
+        self, owner: nn.Module, own: torch.Tensor, whole: torch.Tensor, index: int | None = None
+    ) -> None:
+        if isinstance(owner, Fp8Linear) and own is owner.weight:
+            owner.load(whole)
+        else:
+            self.write(own, whole, index)
 
 
 def write_whole(own: torch.Tensor, whole: torch.Tensor, index: int | None = None) -> None:

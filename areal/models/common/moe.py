@@ -7,6 +7,10 @@ goes through the few experts its router chooses:
     out_SD = experts(x_SD, counts_E)            # rows in the order of their experts
 
 `experts` gets only rows by expert and their counts, so models/expert_parallel.py can replace it.
+A shared feed-forward (`shared`), which every token goes through, is added to their outputs.
+
+Grouped routing: a token's experts are of a few groups of consecutive experts, those whose best
+expert is the most probable.
 
 Load balancing without a loss: `expert_bias` affects which experts are chosen, not their weights,
 and has no gradient. `balance_experts` raises the bias of experts that got fewer tokens than the
@@ -25,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -34,11 +39,15 @@ from torch.autograd.function import once_differentiable
 
 from areal.models.common.args import DecoderArgs, MoEArgs
 
+if TYPE_CHECKING:
+    from areal.models.common.lora_layers import ExpertLora
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 BALANCE_RATE = 1e-3
+_WEIGHTS: tuple[str, ...] = ("w1", "w2", "w3")  # of experts
 # Whole BLAS tiles: on a CPU a row's bits must not depend on how many rows its expert got.
 _ROW_MULTIPLE = 16
 # The grouped kernel needs rows aligned to 16 bytes.
@@ -46,12 +55,12 @@ _GROUPED_DTYPE, _GROUPED_MULTIPLE = torch.bfloat16, 8
 
 
 class FeedForward(nn.Module):
-    def __init__(self, args: DecoderArgs):
+    def __init__(self, args: DecoderArgs, hidden_dim: int):
         super().__init__()
         self.activation = ACTIVATIONS[args.activation]
-        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=args.mlp_bias)
-        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=args.mlp_bias)
-        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=args.mlp_bias)
+        self.w1 = nn.Linear(args.dim, hidden_dim, bias=args.mlp_bias)
+        self.w2 = nn.Linear(hidden_dim, args.dim, bias=args.mlp_bias)
+        self.w3 = nn.Linear(args.dim, hidden_dim, bias=args.mlp_bias)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.w2(self.activation(self.w1(x_TD)) * self.w3(x_TD))
@@ -62,6 +71,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(args.dim, args.expert_args)
         self.experts = Experts(args)
+        shared_dim = args.expert_args.shared_dim
+        self.shared = FeedForward(args, shared_dim) if shared_dim else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         weights_TK, experts_TK = self.router(x_TD)
@@ -72,7 +83,8 @@ class MoE(nn.Module):
         x_SD = _Spread.apply(x_TD, order_S, place_S)
         out_SD = self.experts(x_SD, count_rows(experts_TK, self.router.num_experts))
         out_TKD = out_SD.index_select(0, place_S).unflatten(0, experts_TK.shape)
-        return (out_TKD * weights_TK.to(x_TD.dtype)[..., None]).sum(1)
+        out_TD = (out_TKD * weights_TK.to(x_TD.dtype)[..., None]).sum(1)
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
 
 
 class Router(nn.Module):
@@ -84,6 +96,8 @@ class Router(nn.Module):
         self.num_experts = args.num_experts
         self.top_k = args.top_k
         self.norm_topk_prob = args.norm_topk_prob
+        self.num_groups, self.top_groups = args.num_groups, args.top_groups
+        self.weight_scale = args.weight_scale
         self.weight = nn.Parameter(torch.empty(args.num_experts, dim))
         bias_E = torch.zeros(args.num_experts, dtype=torch.float32) if args.expert_bias else None
         load_E = torch.zeros(args.num_experts, dtype=torch.int64) if args.expert_bias else None
@@ -107,6 +121,8 @@ class Router(nn.Module):
         """Weights (float32) and indices of the chosen experts, [T, K] each."""
         probs_TE = F.linear(x_TD.float(), self.weight.float()).softmax(dim=-1)
         scores_TE = probs_TE if self.expert_bias is None else probs_TE + self.expert_bias
+        if self.num_groups > 1:
+            scores_TE = self._within_best_groups(scores_TE)
         experts_TK = scores_TE.topk(self.top_k, dim=-1).indices
         if self.given_TK is not None:
             is_given_TK = self.given_TK < self.num_experts
@@ -114,9 +130,20 @@ class Router(nn.Module):
         weights_TK = probs_TE.gather(1, experts_TK)
         if self.norm_topk_prob:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        if self.weight_scale != 1.0:
+            weights_TK = weights_TK * self.weight_scale
         if self.load_E is not None and self.training and torch.is_grad_enabled():
             self.load_E += count_rows(experts_TK, self.num_experts)
         return weights_TK, experts_TK
+
+    def _within_best_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The scores, -inf outside the groups that the token may use."""
+        scores_TGE = scores_TE.unflatten(-1, (self.num_groups, -1))
+        best_TG = scores_TGE.amax(dim=-1).topk(self.top_groups, dim=-1).indices
+        is_left_TG = torch.ones_like(scores_TGE[..., 0], dtype=torch.bool).scatter(
+            1, best_TG, False
+        )
+        return scores_TGE.masked_fill(is_left_TG[..., None], -torch.inf).flatten(1)
 
 
 class Experts(nn.Module):
@@ -129,10 +156,11 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(num, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(num, hidden, dim))
+        self.adapters = nn.ModuleDict()  # low-rank ones, by the name of a weight: lora_layers.py
 
     def forward(self, x_SD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """Rows 0 .. counts[0] - 1 by expert 0, the next counts[1] by expert 1, and so on."""
-        if _grouped_kernel_takes(x_SD, self.weights()[0]):
+        if _grouped_kernel_takes(x_SD, self.weights()[0], self._ranks()):
             return self._grouped(x_SD, counts_E.cumsum(0).to(torch.int32))
         return self._one_by_one(x_SD, counts_E.tolist())
 
@@ -140,24 +168,54 @@ class Experts(nn.Module):
         """w1, w2, w3 of the local experts."""
         return self.w1, self.w2, self.w3
 
+    def _ranks(self) -> list[int]:
+        return [cast("ExpertLora", adapter).rank for adapter in self.adapters.values()]
+
+    def _low_rank(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+        """A, B and scaling of each weight that has an adapter."""
+        adapters = cast("dict[str, ExpertLora]", self.adapters)
+        return {name: (*one.matrices(), one.scaling) for name, one in adapters.items()}
+
     def _grouped(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        w1_EDF, w2_EFD, w3_EDF = (weight.transpose(1, 2) for weight in self.weights())
-        gate_SF = F.grouped_mm(x_SD, w1_EDF, offs=ends_E)
-        hidden_SF = self.activation(gate_SF) * F.grouped_mm(x_SD, w3_EDF, offs=ends_E)
-        return F.grouped_mm(hidden_SF, w2_EFD, offs=ends_E)
+        weights = dict(zip(_WEIGHTS, self.weights(), strict=True))
+        low_rank = self._low_rank()
+
+        def product(x_SD: torch.Tensor, w_END: torch.Tensor) -> torch.Tensor:
+            return F.grouped_mm(x_SD, w_END.transpose(1, 2), offs=ends_E)
+
+        def linear(name: str, x_SD: torch.Tensor) -> torch.Tensor:
+            out_SN = product(x_SD, weights[name])
+            if name not in low_rank:
+                return out_SN
+            a_ERD, b_ENR, scaling = low_rank[name]
+            return out_SN + product(product(x_SD, a_ERD), b_ENR) * scaling
+
+        return linear("w2", self.activation(linear("w1", x_SD)) * linear("w3", x_SD))
 
     def _one_by_one(self, x_SD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         # Unbound, because the gradient of each index operation would be a full stack.
-        w1_FD, w2_DF, w3_FD = (weight.unbind() for weight in self.weights())
+        stacks = zip(_WEIGHTS, self.weights(), strict=True)
+        weights = {name: weight.unbind() for name, weight in stacks}
+        low_rank = {
+            name: (a_ERD.unbind(), b_ENR.unbind(), scaling)
+            for name, (a_ERD, b_ENR, scaling) in self._low_rank().items()
+        }
+
+        def linear(name: str, x_RD: torch.Tensor, expert: int) -> torch.Tensor:
+            out_RN = F.linear(x_RD, weights[name][expert])
+            if name not in low_rank:
+                return out_RN
+            a_ERD, b_ENR, scaling = low_rank[name]
+            return out_RN + F.linear(F.linear(x_RD, a_ERD[expert]), b_ENR[expert]) * scaling
+
         # Without any row, one expert computes an empty result, to keep the autograd graph.
         used = [expert for expert, count in enumerate(counts) if count] or [0]
         outputs, start = [], 0
         for expert in used:
             end = start + counts[expert]
             x_RD = _whole_tiles(x_SD[start:end])
-            hidden_RF = self.activation(F.linear(x_RD, w1_FD[expert]))
-            hidden_RF = hidden_RF * F.linear(x_RD, w3_FD[expert])
-            outputs.append(F.linear(hidden_RF, w2_DF[expert])[: end - start])
+            hidden_RF = self.activation(linear("w1", x_RD, expert)) * linear("w3", x_RD, expert)
+            outputs.append(linear("w2", hidden_RF, expert)[: end - start])
             start = end
         return torch.cat(outputs)
 
@@ -237,8 +295,8 @@ class _Spread(torch.autograd.Function):
         return grad_TKD.sum(1), None, None
 
 
-def _grouped_kernel_takes(x_SD: torch.Tensor, w1_EFD: torch.Tensor) -> bool:
-    fits = all(size % _GROUPED_MULTIPLE == 0 for size in w1_EFD.shape[1:])
+def _grouped_kernel_takes(x_SD: torch.Tensor, w1_EFD: torch.Tensor, ranks: list[int]) -> bool:
+    fits = all(size % _GROUPED_MULTIPLE == 0 for size in (*w1_EFD.shape[1:], *ranks))
     return x_SD.is_cuda and x_SD.dtype == _GROUPED_DTYPE and fits
 
 

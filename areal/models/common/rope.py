@@ -71,14 +71,8 @@ def attention_scale(args: RopeArgs) -> float:
     if args.attention_factor is not None:
         return args.attention_factor
     if args.mscale and args.mscale_all_dim:
-        return _yarn_mscale(args.factor, args.mscale) / _yarn_mscale(
-            args.factor, args.mscale_all_dim
-        )
-    return _yarn_mscale(args.factor, 1.0)
-
-
-def _yarn_mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 1.0 + 0.1 * weight * math.log(factor)
+        return args.yarn_scale(args.mscale) / args.yarn_scale(args.mscale_all_dim)
+    return args.yarn_scale(1.0)
 
 
 def _unscaled(freq_R: torch.Tensor, args: RopeArgs) -> torch.Tensor:

@@ -50,6 +50,20 @@ EXPERTS_FROM_HF: dict[str, str] = {
     "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.feed_forward.experts.w2",
     "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.feed_forward.experts.w3",
 }
+SHARED_EXPERTS_FROM_HF: dict[str, str] = {
+    f"model.layers.{{}}.mlp.shared_experts.{theirs}.weight": (
+        f"layers.{{}}.feed_forward.shared.{ours}.weight"
+    )
+    for theirs, ours in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
+}
+LATENT_FROM_HF: dict[str, str] = {
+    "model.layers.{}.self_attn.q_a_proj.weight": "layers.{}.attention.wq_a.weight",
+    "model.layers.{}.self_attn.q_a_layernorm.weight": "layers.{}.attention.q_norm.weight",
+    "model.layers.{}.self_attn.q_b_proj.weight": "layers.{}.attention.wq_b.weight",
+    "model.layers.{}.self_attn.kv_a_proj_with_mqa.weight": "layers.{}.attention.wkv_a.weight",
+    "model.layers.{}.self_attn.kv_a_layernorm.weight": "layers.{}.attention.kv_norm.weight",
+    "model.layers.{}.self_attn.kv_b_proj.weight": "layers.{}.attention.wkv_b.weight",
+}
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -5,10 +5,10 @@
         model = build_share(Qwen3Model, args, ranks)     # then as any model: to_empty, load_hf
 
 Sharded: query, key and value heads, columns of the feed-forward and of each expert, rows of the LM
-head. Replicated: norms, routers, the embedding (a tied head reads its rows of it) and biases of
-summed outputs. The outputs of attention and feed-forward are partial sums, all-reduced over the
-ranks; logits are gathered. So hidden states and logits have the same bits on all ranks, and all
-draw the same tokens.
+head. Replicated: norms, routers, the products of latent vectors, the embedding (a tied head reads
+its rows of it) and biases of summed outputs. The outputs of attention and feed-forward are partial
+sums, all-reduced over the ranks; logits are gathered. So hidden states and logits have the same
+bits on all ranks, and all draw the same tokens.
 
 Weights are loaded by Hugging Face name as unsharded tensors: each rank copies its slice.
 `model.args` are those of the shard, except `vocab_size`.
@@ -32,12 +32,17 @@ from areal.models.common.moe import MoE
 # The sharded dimension of a parameter, by the end of its name. The others are replicated.
 CUT_DIMS: dict[str, int] = {
     **{f"attention.{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")},
+    "attention.wq_b.weight": 0,
+    "attention.wkv_b.weight": 0,
     **{f"feed_forward.{w}.{kind}": 0 for w in ("w1", "w3") for kind in ("weight", "bias")},
     "attention.wo.weight": 1,
     "feed_forward.w2.weight": 1,
     "feed_forward.experts.w1": 1,
     "feed_forward.experts.w3": 1,
     "feed_forward.experts.w2": 2,
+    "feed_forward.shared.w1.weight": 0,
+    "feed_forward.shared.w3.weight": 0,
+    "feed_forward.shared.w2.weight": 1,
     "output.weight": 0,
 }
 
@@ -85,7 +90,7 @@ class SummedLinear(nn.Linear):
 
 
 class SummedMoE(MoE):
-    """Experts sharded by columns: partial outputs, all-reduced."""
+    """Experts, and shared ones, sharded by columns: partial outputs, all-reduced."""
 
     def __init__(self, args: DecoderArgs, ranks: Ranks) -> None:
         super().__init__(args)

@@ -51,6 +51,8 @@ def attend_tiles(
     acc_MH,
     keys,  # pointer to the first page, at the key/value head of the program
     values,
+    key_scales,  # of an FP8 cache, likewise; else None
+    value_scales,
     pages,  # pointer to the sequence's row of the page table
     begin,
     end,
@@ -79,10 +81,16 @@ def attend_tiles(
         element_TH = element_T[:, None] + dim_H[None, :]
         k_TH = load_heads(keys + element_TH, dim_H, HEAD_DIM)
         v_TH = load_heads(values + element_TH, dim_H, HEAD_DIM)
+        if key_scales is not None:
+            scale_T = element_T // HEAD_DIM
+            k_scale_T = tl.load(key_scales + scale_T) * scale_log2e
+            v_scale_T = tl.load(value_scales + scale_T)
+            k_TH, v_TH = k_TH.to(q_MH.dtype), v_TH.to(q_MH.dtype)
         token_T = tl.minimum(start + TILE + tile_T, newest)
         page_T = tl.load(pages + token_T // PAGE_SIZE)
 
-        score_MT = tl.dot(q_MH, tl.trans(k_TH), input_precision="ieee") * scale_log2e
+        score_MT = tl.dot(q_MH, tl.trans(k_TH), input_precision="ieee")
+        score_MT *= scale_log2e if key_scales is None else k_scale_T[None, :]
         if MASKED:
             seen_MT = (start + tile_T)[None, :] <= position_M[:, None]
             if WINDOWED:
@@ -96,6 +104,8 @@ def attend_tiles(
         shrink_M = tl.exp2(max_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(weight_MT, 1)
         acc_MH = acc_MH * shrink_M[:, None]
+        if key_scales is not None:
+            weight_MT *= v_scale_T[None, :]
         acc_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, acc_MH, input_precision="ieee")
         max_M = new_max_M
     return max_M, sum_M, acc_MH

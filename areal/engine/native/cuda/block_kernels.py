@@ -20,6 +20,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from areal.engine.native.cuda.device import OVERLAP
+from areal.engine.native.cuda.fp8_tensors import CacheScales, Fp8Rows
+from areal.models.common.fp8 import GROUP
+from areal.models.common.fp8_kernels import power_of_two_scale
 
 _HEADS_PER_PROGRAM = 8
 _GATE_BLOCK = 1024
@@ -35,8 +38,8 @@ class Norm:
     offset: float = 0.0
 
 
-def rms_norm(x_TD: torch.Tensor, norm: Norm, out_TD: torch.Tensor) -> None:
-    """`out` may be `x`."""
+def rms_norm(x_TD: torch.Tensor, norm: Norm, out_TD: torch.Tensor | Fp8Rows) -> None:
+    """`out` may be `x`; an FP8 `out` is quantized from the rounded norm."""
     _norm(x_TD, None, None, norm, out_TD)
 
 
@@ -44,7 +47,7 @@ def add_rms_norm(
     x: torch.Tensor,
     residual_TD: torch.Tensor,
     norm: Norm,
-    out_TD: torch.Tensor,
+    out_TD: torch.Tensor | Fp8Rows,
     x_norm: Norm | None = None,
 ) -> None:
     """residual += x (or its `x_norm`) in place, rounded to its dtype; out = norm of that.
@@ -56,13 +59,17 @@ def add_rms_norm(
 
 
 def _norm(x, x_norm, residual_TD, norm, out_TD) -> None:
-    num_rows, dim = out_TD.shape
-    block = triton.next_power_of_2(dim)
+    num_rows, dim = len(x), x.shape[-1]
+    scale_TG = None
+    if isinstance(out_TD, Fp8Rows):
+        out_TD, scale_TG = out_TD.q_MD, out_TD.scale_MG
+    block = max(triton.next_power_of_2(dim), GROUP)
     assert x_norm is None or (x_norm.eps, x_norm.offset) == (norm.eps, norm.offset)
     _rms_norm_kernel[(num_rows,)](
-        x, x_norm and x_norm.weight, residual_TD, norm.weight, out_TD,
-        dim, norm.eps,
+        x, x_norm and x_norm.weight, residual_TD, norm.weight, out_TD, scale_TG,
+        dim, norm.eps, 0 if scale_TG is None else scale_TG.stride(1),
         BLOCK=block,
+        GROUP=GROUP,
         CHOICES=x.shape[1] if x.dim() == 3 else 1,
         OFFSET=norm.offset,
         X_NORM=x_norm is not None,
@@ -75,9 +82,10 @@ def _norm(x, x_norm, residual_TD, norm, out_TD) -> None:
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, x_weight_ptr, residual_ptr, weight_ptr, out_ptr, D, eps,
-    BLOCK: tl.constexpr, CHOICES: tl.constexpr, OFFSET: tl.constexpr, X_NORM: tl.constexpr,
-    ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, x_weight_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, D, eps,
+    scale_stride,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, CHOICES: tl.constexpr, OFFSET: tl.constexpr,
+    X_NORM: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < D
@@ -103,7 +111,20 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + place, rounded, inside)
         x = rounded.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
+    if scale_ptr is not None:
+        x = _rounded(x, x_ptr.dtype.element_ty)
+        x, scale = _quantized(x, BLOCK // GROUP, GROUP)
+        group = tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < D)
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _quantized(x, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """x over its scales [GROUPS], and these."""
+    x = tl.reshape(x, [GROUPS, GROUP])
+    scale = power_of_two_scale(tl.max(tl.abs(x), axis=1))
+    return tl.reshape(x / scale[:, None], [GROUPS * GROUP]), scale
 
 
 @triton.jit
@@ -136,11 +157,24 @@ def gate(x, up, dtype: tl.constexpr, NAME: tl.constexpr):
 
 def gate_mul(gate_up_T2F: torch.Tensor, activation: str, out_TF: torch.Tensor) -> None:
     """The activation of the first F columns times the others."""
+    _gate_mul(gate_up_T2F, activation, out_TF, None)
+
+
+def gate_mul_fp8(gate_up_T2F: torch.Tensor, activation: str) -> Fp8Rows:
+    """`gate_mul`, rounded as there, then quantized."""
+    num_rows, width = gate_up_T2F.shape
+    out = Fp8Rows.empty(num_rows, width // 2, gate_up_T2F.device)
+    _gate_mul(gate_up_T2F, activation, out.q_MD, out.scale_MG)
+    return out
+
+
+def _gate_mul(gate_up_T2F, activation, out_TF, scale_TG) -> None:
     num_rows, width = out_TF.shape
     _gate_mul_kernel[(num_rows, triton.cdiv(width, _GATE_BLOCK))](
-        gate_up_T2F, out_TF, width,
+        gate_up_T2F, out_TF, scale_TG, width, 0 if scale_TG is None else scale_TG.stride(1),
         ACTIVATION=activation,
         BLOCK=_GATE_BLOCK,
+        GROUP=GROUP,
         OVERLAP=OVERLAP,
         num_warps=4,
         launch_pdl=OVERLAP,
@@ -149,19 +183,24 @@ def gate_mul(gate_up_T2F: torch.Tensor, activation: str, out_TF: torch.Tensor) -
 
 @triton.jit
 def _gate_mul_kernel(
-    gate_up_ptr, out_ptr, F,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    gate_up_ptr, out_ptr, scale_ptr, F, scale_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
     x = tl.load(gate_up_ptr + row * 2 * F + column, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * F + F + column, inside, 0.0).to(tl.float32)
-    tl.store(out_ptr + row * F + column, gate(x, up, dtype, ACTIVATION).to(dtype), inside)
+    y = gate(x, up, dtype, ACTIVATION)
+    if scale_ptr is not None:
+        y, scale = _quantized(_rounded(y, dtype), BLOCK // GROUP, GROUP)
+        group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < F)
+    tl.store(out_ptr + row * F + column, y.to(out_ptr.dtype.element_ty), inside)
 
 
 def softcap_(logits_TV: torch.Tensor, cap: float) -> None:
@@ -191,11 +230,13 @@ def rope_and_cache(
     q_out_TNH: torch.Tensor,
     q_norm: Norm | None,
     k_norm: Norm | None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Norm the heads of q and k (if the model does), rotate them; write k and v to the cache.
 
     `keys` and `values` are `[num_pages, K, page_size, H]`; row t goes to the flat position
-    `write_T[t]` = page * page_size + offset. Rows of one position overwrite each other.
+    `write_T[t]` = page * page_size + offset. Rows of one position overwrite each other. `scales`:
+    of a cache in FP8.
     """
     num_rows, num_heads, head_dim = q_out_TNH.shape
     _, num_kv_heads, page_size, _ = keys.shape
@@ -203,8 +244,8 @@ def rope_and_cache(
     if q_norm is not None and k_norm is not None:
         assert (q_norm.eps, q_norm.offset) == (k_norm.eps, k_norm.offset)
     _rope_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
-        qkv_TX, cos_TR, sin_TR, write_T, keys, values, q_out_TNH,
-        q_norm and q_norm.weight, k_norm and k_norm.weight,
+        qkv_TX, cos_TR, sin_TR, write_T, keys, values, scales and scales.keys,
+        scales and scales.values, q_out_TNH, q_norm and q_norm.weight, k_norm and k_norm.weight,
         q_norm.eps if q_norm else 0.0,
         N=num_heads,
         K=num_kv_heads,
@@ -222,8 +263,8 @@ def rope_and_cache(
 
 @triton.jit
 def _rope_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, write_ptr, keys_ptr, values_ptr, q_ptr, q_norm_ptr, k_norm_ptr,
-    eps,
+    qkv_ptr, cos_ptr, sin_ptr, write_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+    q_ptr, q_norm_ptr, k_norm_ptr, eps,
     N: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -268,13 +309,30 @@ def _rope_kernel(
 
     write = tl.load(write_ptr + row).to(tl.int64)
     kv_head = tl.where(head < N + K, head - N, head - N - K)[:, None]
-    slot = ((write // PAGE * K + kv_head) * PAGE + write % PAGE) * 2 * R + pair[None, :]
+    position = (write // PAGE * K + kv_head) * PAGE + write % PAGE
+    turned_first, turned_second = _rounded(turned_first, dtype), _rounded(turned_second, dtype)
+    if key_scales_ptr is not None:
+        k_scale = _head_scale(turned_first, turned_second)
+        v_scale = _head_scale(v_first, v_second)
+        tl.store(key_scales_ptr + position, k_scale, is_k[:, None])
+        tl.store(value_scales_ptr + position, v_scale, is_v[:, None])
+        turned_first, turned_second = turned_first / k_scale, turned_second / k_scale
+        v_first, v_second = v_first / v_scale, v_second / v_scale
+    slot = position * 2 * R + pair[None, :]
+    cached: tl.constexpr = keys_ptr.dtype.element_ty
     k_mask = is_k[:, None] & in_pair[None, :]
-    tl.store(keys_ptr + slot, turned_first.to(dtype), k_mask)
-    tl.store(keys_ptr + slot + R, turned_second.to(dtype), k_mask)
+    tl.store(keys_ptr + slot, turned_first.to(cached), k_mask)
+    tl.store(keys_ptr + slot + R, turned_second.to(cached), k_mask)
     v_mask = is_v[:, None] & in_pair[None, :]
-    tl.store(values_ptr + slot, v_first.to(dtype), v_mask)
-    tl.store(values_ptr + slot + R, v_second.to(dtype), v_mask)
+    tl.store(values_ptr + slot, v_first.to(cached), v_mask)
+    tl.store(values_ptr + slot + R, v_second.to(cached), v_mask)
+
+
+@triton.jit
+def _head_scale(first, second):
+    """[heads, 1]"""
+    largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+    return power_of_two_scale(largest)[:, None]
 
 
 @triton.jit

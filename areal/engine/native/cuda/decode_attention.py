@@ -33,6 +33,7 @@ from triton.language.extra import cuda
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles, padded, scale_log2e
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
+from areal.engine.native.cuda.fp8_tensors import CacheScales
 from areal.engine.native.cuda.prompt_attention import fold_prompt, prompt_span
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
@@ -130,15 +131,17 @@ def decode_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Row r attends to positions 0..num_tokens[slot[r]]-1, or to the last `window` of them; one
     split needs no workspace.
 
     `shared`: `prompt_attention` has filled its space for these rows. `tiles` overrides `tiles_for`
     in benchmarks. `scale` of the scores; None: H ** -0.5.
+    `scales` of a cache in FP8.
     """
     assert shared is None or window is None, "rows with a window read their prompts alone"
-    tiles = tiles or tiles_for(num_splits, q_RNH.shape[2], q_RNH.dtype, device_of(q_RNH.device))
+    tiles = tiles or tiles_for(num_splits, q_RNH.shape[2], keys.dtype, device_of(q_RNH.device))
     _launch(
         q_RNH,
         keys,
@@ -154,6 +157,7 @@ def decode_attention(
         tiles,
         window,
         scale,
+        scales,
     )
 
 
@@ -199,6 +203,7 @@ def _launch(
     tiles: DecodeTiles,
     window: int | None,
     scale: float | None,
+    scales: CacheScales | None = None,
 ) -> None:
     num_rows, num_heads, head_dim = q_RNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
@@ -208,6 +213,8 @@ def _launch(
         q_RNH,
         keys,
         values,
+        scales and scales.keys,
+        scales and scales.values,
         page_table_SP,
         slot_R,
         lengths,
@@ -255,6 +262,8 @@ def _decode_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     page_table,
     slots,
     lengths,
@@ -345,6 +354,8 @@ def _decode_kernel(
         acc_MH,
         keys + kv_head * PAGE_SIZE * HEAD_DIM,
         values + kv_head * PAGE_SIZE * HEAD_DIM,
+        None if key_scales is None else key_scales + kv_head * PAGE_SIZE,
+        None if key_scales is None else value_scales + kv_head * PAGE_SIZE,
         page_table + slot * table_stride,
         begin,
         end,

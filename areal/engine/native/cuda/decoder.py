@@ -1,8 +1,9 @@
 """The decoder of models/common as a CUDA step runs it: paged cache, fused form, module form.
 
 `PagedCache` holds keys and values as `[num_pages, K, page_size, H]` per layer. A (page, head) is
-contiguous, so a kernel that reads one head of a sequence reads whole pages. Of a model with experts
-it has those of every position, too (expert_cache.py).
+contiguous, so a kernel that reads one head of a sequence reads whole pages. An FP8 cache has a
+scale for every token and head. Of a model with experts it has those of every position, too
+(expert_cache.py).
 
 `FusedDecoder` computes `Decoder.forward` with few kernels, on the same parameters: projections that
 read the same input are adjacent in memory (`fuse_linears`), and each parameter becomes a view. So
@@ -38,13 +39,16 @@ from areal.engine.native.cuda.block_kernels import (
     softcap_,
 )
 from areal.engine.native.cuda.feed_forward import DenseLayer, ExpertLayer, FeedForwardLayer
+from areal.engine.native.cuda.fp8_tensors import CacheScales, Fp8Rows
 from areal.engine.native.cuda.linear import Products, fuse_linears
 from areal.engine.native.cuda.routing import router_arrivals
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
 from areal.engine.native.cuda.small_linear import norm_linear, small_linear
 from areal.engine.native.expert_cache import ExpertCache
 from areal.models.common.args import DecoderArgs
+from areal.models.common.attention import Attention
 from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits, softcap
+from areal.models.common.fp8 import FP8
 from areal.models.common.invariant import invariant_logits, make_invariant
 from areal.models.common.moe import MoE
 
@@ -55,7 +59,10 @@ class PagedCache:
         shape = (args.n_layers, 2, num_pages, args.n_kv_heads, page_size, args.head_dim)
         # Zeros: a masked position is multiplied by 0, and 0 * NaN is NaN.
         weight = model.embedding_weight
-        self._cache = weight.new_zeros(shape)
+        is_fp8 = model.has_fp8_cache
+        self._cache = weight.new_zeros(shape, dtype=FP8 if is_fp8 else weight.dtype)
+        # By layer, keys or values, page, head and token.
+        self._scales = weight.new_zeros(shape[:-1], dtype=torch.float32) if is_fp8 else None
         self.page_size = page_size
         self.experts = args.moe and ExpertCache(
             args.moe, num_pages=num_pages, page_size=page_size, device=weight.device
@@ -65,9 +72,17 @@ class PagedCache:
         keys, values = self._cache[layer]
         return keys, values
 
+    def scales(self, layer: int) -> CacheScales | None:
+        """Of an FP8 cache."""
+        return None if self._scales is None else CacheScales(*self._scales[layer])
+
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy pages `sources` to pages `targets`, in all layers."""
-        self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
+        parts = [self._cache]
+        if self._scales is not None:
+            parts = [self._cache.view(torch.uint8), self._scales]  # torch indexes no FP8
+        for part in parts:
+            part.index_copy_(2, targets, part.index_select(2, sources))
         if self.experts is not None:
             self.experts.copy_pages(sources, targets)
 
@@ -99,6 +114,7 @@ class _Block:
         self, block: DecoderBlock, args: DecoderArgs, feed_forward: FeedForwardLayer
     ) -> None:
         attention = block.attention
+        assert isinstance(attention, Attention), "`kernels_take` lets no other kind through"
         self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
         self.wo = attention.wo
         self.feed_forward = feed_forward
@@ -142,6 +158,7 @@ class FusedDecoder:
         self._blocks = _fused_blocks(model)
         # The kernels for few rows support no feed-forward bias and no tensor parallelism.
         self._is_plain = not model.args.mlp_bias and model.share is None
+        self._is_fp8 = model.has_fp8_cache
         self._skinny_space = SkinnyWorkspace.make(model.embedding_weight.device)
         # Tables by position: two launches per step and rope instead of seven.
         weight = model.embedding_weight
@@ -154,17 +171,20 @@ class FusedDecoder:
         residual_TD = self._embed(rows.tokens_T)
         rotations = self._rotations(rows.positions_T)
         normed_TD = torch.empty_like(residual_TD)
-        rms_norm(residual_TD, self._blocks[0].attention_norm, normed_TD)
+        read_TD = Fp8Rows.like(residual_TD) if self._is_fp8 else normed_TD
+        rms_norm(residual_TD, self._blocks[0].attention_norm, read_TD)
         next_norms = [block.attention_norm for block in self._blocks[1:]] + [self._norm]
         routed_TLK = self._new_routed(len(residual_TD))
         products = self._products(residual_TD)
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
-            qkv_TX = products.project(normed_TD, block.qkv, block.qkv_bias)
+            qkv_TX = products.project(read_TD, block.qkv, block.qkv_bias)
             attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
             out_TD = products.project_back(attended, block.wo)
-            add_rms_norm(out_TD, residual_TD, block.ffn_norm, normed_TD, block.attention_out_norm)
-            out = block.feed_forward.forward(normed_TD, routed_TLK, products)
-            add_rms_norm(out, residual_TD, next_norm, normed_TD, block.ffn_out_norm)
+            add_rms_norm(out_TD, residual_TD, block.ffn_norm, read_TD, block.attention_out_norm)
+            out = block.feed_forward.forward(read_TD, routed_TLK, products)
+            is_last = next_norm is self._norm
+            to_TD = normed_TD if is_last else read_TD
+            add_rms_norm(out, residual_TD, next_norm, to_TD, block.ffn_out_norm)
         self._record(rows, routed_TLK)
         return normed_TD
 
@@ -175,6 +195,7 @@ class FusedDecoder:
         routed_TLK = self._new_routed(len(x_TD))
         for layer, block in enumerate(self._blocks):
             qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
+            assert isinstance(block.qkv, torch.Tensor), "FP8 has no kernels for few rows"
             norm_linear(x_TD, block.attention_norm, block.qkv, block.qkv_bias, qkv_TX)
             attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
             after_TD = torch.empty_like(x_TD)
@@ -186,18 +207,19 @@ class FusedDecoder:
         return normed_TD
 
     def can_run_few(self, num_rows: int) -> bool:
-        """Not with norms between a product and the residual add, which fuses the two."""
+        """Not with norms between a product and the residual add, which fuses the two, or in FP8."""
         most = MAX_FEW_ROWS if self._args.moe is None else MAX_FEW_EXPERT_ROWS
-        return num_rows <= most and self._is_plain and not self._args.out_norms
+        return num_rows <= most and self._is_plain and not (self._args.out_norms or self._is_fp8)
 
     def _products(self, x_TD: torch.Tensor) -> Products:
         if not self._is_plain:
-            return Products("cublas", self._skinny_space)
-        if len(x_TD) <= MAX_FEW_ROWS:
-            return Products("small", self._skinny_space)
+            return Products("cublas", self._skinny_space, x_TD.dtype)
+        if len(x_TD) <= MAX_FEW_ROWS and not self._is_fp8:
+            return Products("small", self._skinny_space, x_TD.dtype)
         # float32 tiles would not fit into shared memory.
-        is_skinny = len(x_TD) <= MAX_SKINNY_ROWS and x_TD.element_size() == 2
-        return Products("skinny" if is_skinny else "cublas", self._skinny_space)
+        is_narrow = self._is_fp8 or x_TD.element_size() == 2
+        is_skinny = len(x_TD) <= MAX_SKINNY_ROWS and is_narrow
+        return Products("skinny" if is_skinny else "cublas", self._skinny_space, x_TD.dtype)
 
     def _new_routed(self, num_rows: int) -> torch.Tensor:
         """The experts of each row, layer by layer, for the layers to write."""
@@ -248,7 +270,10 @@ class FusedDecoder:
         q_TNH = qkv_TX.new_empty(len(qkv_TX), self._args.n_heads, self._args.head_dim)
         keys, values = self._cache.layer(layer)
         cos_sin = rotations[block.has_window]
-        rope_and_cache(qkv_TX, *cos_sin, write_T, keys, values, q_TNH, block.q_norm, block.k_norm)
+        rope_and_cache(
+            qkv_TX, *cos_sin, write_T, keys, values, q_TNH, block.q_norm, block.k_norm,
+            self._cache.scales(layer),
+        )  # fmt: skip
         out_TNH = torch.empty_like(q_TNH)
         attend(layer, q_TNH, out_TNH)
         return out_TNH.flatten(1)

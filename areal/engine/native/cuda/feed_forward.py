@@ -27,6 +27,7 @@ from areal.engine.native.cuda.expert_linear import (
     plan_for,
 )
 from areal.engine.native.cuda.expert_vector import vector_down, vector_gate_up
+from areal.engine.native.cuda.fp8_tensors import Fp8Rows
 from areal.engine.native.cuda.linear import Products, fuse_linears
 from areal.engine.native.cuda.routing import RouterOptions, group_by_expert, norm_route, route
 from areal.engine.native.cuda.small_linear import small_gate_up, small_linear
@@ -37,7 +38,7 @@ from areal.models.common.tensor_parallel import Ranks
 class FeedForwardLayer(Protocol):
     def forward(
         self,
-        normed_TD: torch.Tensor,
+        normed_TD: torch.Tensor | Fp8Rows,
         routed_TLK: torch.Tensor,
         products: Products,
     ) -> torch.Tensor:
@@ -57,7 +58,7 @@ class DenseLayer:
 
     def forward(
         self,
-        normed_TD: torch.Tensor,
+        normed_TD: torch.Tensor | Fp8Rows,
         routed_TLK: torch.Tensor,
         products: Products,
     ) -> torch.Tensor:
@@ -66,6 +67,7 @@ class DenseLayer:
         return products.project_back(activated_TF, self._w2)
 
     def forward_few(self, x_TD: torch.Tensor, norm: Norm, routed_TLK: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._gate_up, torch.Tensor), "FP8 has no kernels for few rows"
         activated_TF = x_TD.new_empty(len(x_TD), len(self._gate_up) // 2)
         small_gate_up(x_TD, norm, self._gate_up, self._activation, activated_TF)
         out_TD = torch.empty_like(x_TD)
@@ -92,10 +94,11 @@ class ExpertLayer:
 
     def forward(
         self,
-        normed_TD: torch.Tensor,
+        normed_TD: torch.Tensor | Fp8Rows,
         routed_TLK: torch.Tensor,
         products: Products,
     ) -> torch.Tensor:
+        assert isinstance(normed_TD, torch.Tensor), "experts have no FP8 weights"
         router, experts_TK = self._router, routed_TLK[:, self._index]
         weights_TK = normed_TD.new_empty(experts_TK.shape, dtype=torch.float32)
         route(

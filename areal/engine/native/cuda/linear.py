@@ -2,6 +2,10 @@
 
 Projections that read the same input are adjacent in memory (`fuse_linears`), and each parameter
 becomes a view: loading a weight by name writes where the kernels read.
+
+FP8 weights (models/common/fp8.py) are multiplied with quantized rows: up to 64 by
+skinny_linear.py, more by cuBLAS where it knows such blocks. Elsewhere both factors are made
+bfloat16, in which they are exact.
 """
 
 from __future__ import annotations
@@ -14,21 +18,37 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from areal.engine.native.cuda.block_kernels import gate_mul
-from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace, skinny_gate_up, skinny_linear
+from areal.engine.native.cuda.block_kernels import gate_mul, gate_mul_fp8
+from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
+from areal.engine.native.cuda.skinny_linear import (
+    SkinnyWorkspace,
+    skinny_gate_up,
+    skinny_linear,
+)
 from areal.engine.native.cuda.small_linear import small_gate_up, small_linear
+from areal.models.common.fp8 import GROUP, dequantize
+from areal.models.common.fp8_linear import Fp8Linear
+
+Weight = torch.Tensor | Fp8Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Matrix products of one forward, by small_linear.py, skinny_linear.py or cuBLAS."""
+    """Matrix products of one forward, by small_linear.py, skinny_linear.py or cuBLAS.
+
+    The rows to multiply with FP8 weights may be given quantized.
+    """
 
     by: Literal["small", "skinny", "cublas"]
     space: SkinnyWorkspace
+    dtype: torch.dtype
 
     def project(
-        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x_TD: torch.Tensor | Fp8Rows, weight: Weight, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        if isinstance(weight, Fp8Weight):
+            return self._fp8_project(_quantized(x_TD), weight, bias)
+        assert not isinstance(x_TD, Fp8Rows), "rows are quantized for FP8 weights only"
         if self.by == "cublas":
             return F.linear(x_TD, weight, bias)
         out = x_TD.new_empty(len(x_TD), len(weight))
@@ -38,31 +58,95 @@ class Products:
             small_linear(x_TD, weight, bias, out)
         return out
 
-    def project_back(self, x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    def project_back(self, x: torch.Tensor | Fp8Rows, linear: nn.Linear) -> torch.Tensor:
         """To the model dim; with several ranks the module itself sums over them."""
-        return linear(x) if self.by == "cublas" else self.project(x, linear.weight, linear.bias)
+        weight = weight_of(linear)
+        if self.by == "cublas" and not isinstance(weight, Fp8Weight):
+            return linear(x)
+        return self.project(x, weight, linear.bias)
 
     def gate_up(
-        self, x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
-    ) -> torch.Tensor:
+        self,
+        x_TD: torch.Tensor | Fp8Rows,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        activation: str,
+    ) -> torch.Tensor | Fp8Rows:
         """activation(x W1') * (x W3'), W1 above W3 in one weight."""
-        activated_TF = x_TD.new_empty(len(x_TD), len(weight) // 2)
+        if self.by == "cublas":
+            gate_up_T2F = self.project(x_TD, weight, bias)
+            if isinstance(weight, Fp8Weight):
+                return gate_mul_fp8(gate_up_T2F, activation)
+            activated_TF = gate_up_T2F.new_empty(len(x_TD), len(weight) // 2)
+            gate_mul(gate_up_T2F, activation, activated_TF)
+            return activated_TF
+        device = self.space.sums.device
+        activated_TF = torch.empty(len(x_TD), len(weight) // 2, dtype=self.dtype, device=device)
+        if isinstance(weight, Fp8Weight):
+            skinny_gate_up(_quantized(x_TD), weight, activation, activated_TF, self.space)
+            return activated_TF
+        assert not isinstance(x_TD, Fp8Rows), "rows are quantized for FP8 weights only"
         if self.by == "small":
             small_gate_up(x_TD, None, weight, activation, activated_TF)
-        elif self.by == "skinny":
-            skinny_gate_up(x_TD, weight, activation, activated_TF, self.space)
         else:
-            gate_mul(F.linear(x_TD, weight, bias), activation, activated_TF)
+            skinny_gate_up(x_TD, weight, activation, activated_TF, self.space)
         return activated_TF
 
+    def _fp8_project(
+        self, x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.by == "cublas":
+            return _many_fp8_rows(x, weight, bias, self.dtype)
+        out = torch.empty(len(x), len(weight), dtype=self.dtype, device=x.q_MD.device)
+        skinny_linear(x, weight, bias, out, self.space)
+        return out
 
-def fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+
+def _quantized(x_TD: torch.Tensor | Fp8Rows) -> Fp8Rows:
+    return x_TD if isinstance(x_TD, Fp8Rows) else Fp8Rows.of(x_TD)
+
+
+def _many_fp8_rows(
+    x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    if not _cublas_takes(x, weight):
+        x_TD = dequantize(x.q_MD, x.scale_MG, dtype)
+        return F.linear(x_TD, dequantize(weight.q_ND, weight.scale_BG, dtype), bias)
+    rows = x.with_padding()
+    # Not torch.nn.functional.scaled_mm, which torch has since 2.10.
+    out_TN = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        rows.q_MD,
+        weight.q_ND.t(),
+        scale_a=rows.scale_MG,
+        scale_b=weight.scale_BG.t(),
+        out_dtype=dtype,
+    )[: len(x)]
+    return out_TN if bias is None else out_TN.add_(bias)
+
+
+def _cublas_takes(x: Fp8Rows, weight: Fp8Weight) -> bool:
+    """Blocks of 128 x 128 and more rows than 64, on Hopper."""
+    is_whole = weight.block_rows == GROUP and x.q_MD.shape[1] % GROUP == 0 and len(x) > 64
+    return is_whole and x.q_MD.is_cuda and torch.cuda.get_device_capability() == (9, 0)
+
+
+def weight_of(linear: nn.Linear) -> Weight:
+    if isinstance(linear, Fp8Linear):
+        return Fp8Weight(linear.weight, linear.scale)
+    return linear.weight
+
+
+def fuse_linears(linears: Sequence[nn.Linear]) -> tuple[Weight, torch.Tensor | None]:
     """Fused weights [sum of outputs, D] and biases; the modules' own become views of them.
 
     Linears that are already fused (a second engine on one model) keep their storage.
     """
     biases = [x.bias for x in linears if x.bias is not None]
-    return _fuse([x.weight for x in linears]), _fuse(biases) if biases else None
+    weight: Weight = _fuse([x.weight for x in linears])
+    scales = [x.scale for x in linears if isinstance(x, Fp8Linear)]
+    if scales:
+        weight = Fp8Weight(weight, _fuse(scales))
+    return weight, _fuse(biases) if biases else None
 
 
 def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from areal.engine.native.cuda.attention_tiles import MAX_SUMS, attend_tiles, padded, scale_log2e
 from areal.engine.native.cuda.device import Device, device_of
+from areal.engine.native.cuda.fp8_tensors import CacheScales
 from areal.utils import logging
 
 # Launch options (num_warps, num_stages) are none of a kernel's own parameters.
@@ -78,12 +79,14 @@ def prefill_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Chunk c owns rows first_row[c]..first_row[c+1]-1, at most `max_rows`, at the positions from
     first_position[c] on; a row attends to its page table's positions up to its own, or to the last
     `window` of these.
 
     `tiles` overrides `tiles_for` in benchmarks. `scale` of the scores; None: H ** -0.5.
+    `scales` of a cache in FP8.
     """
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
@@ -94,6 +97,8 @@ def prefill_attention(
         q_TNH,
         keys,
         values,
+        scales and scales.keys,
+        scales and scales.values,
         pages_CP,
         first_row_C1,
         first_position_C,
@@ -125,6 +130,8 @@ def _prefill_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     page_table,
     first_rows,
     first_positions,
@@ -174,6 +181,9 @@ def _prefill_kernel(
     position_M = first_position + row_M
     keys += kv_head * PAGE_SIZE * HEAD_DIM
     values += kv_head * PAGE_SIZE * HEAD_DIM
+    if key_scales is not None:
+        key_scales += kv_head * PAGE_SIZE
+        value_scales += kv_head * PAGE_SIZE
     page_table += chunk * table_stride
     max_M = tl.full([PAIRS], float("-inf"), tl.float32)
     sum_M = tl.zeros([PAIRS], tl.float32)
@@ -186,6 +196,8 @@ def _prefill_kernel(
         acc_MH,
         keys,
         values,
+        key_scales,
+        value_scales,
         page_table,
         first,
         diagonal,
@@ -207,6 +219,8 @@ def _prefill_kernel(
         acc_MH,
         keys,
         values,
+        key_scales,
+        value_scales,
         page_table,
         diagonal,
         end,

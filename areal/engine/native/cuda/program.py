@@ -188,13 +188,14 @@ class DeviceProgram:
 
         def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
             caches = (*self.cache.layer(layer), slots.page_table_SP, slot_R)
+            scales = self.cache.scales(layer)
             window = window_of(layer)
             together = shared if window is None else None
             if together is not None:
-                prompt_attention(q_RNH, *caches, together, scale=scale)
+                prompt_attention(q_RNH, *caches, together, scale=scale, scales=scales)
             decode_attention(
                 q_RNH, *caches, slots.num_tokens_S, out_RNH, self._attention_space, num_splits,
-                together, window=window, scale=scale,
+                together, window=window, scale=scale, scales=scales,
             )  # fmt: skip
 
         decoder = self._decoder
@@ -273,7 +274,7 @@ class DeviceProgram:
                 return
             prefill_attention(
                 q_TNH, *cache.layer(layer), pages, first_row_C1, first_position_C, out_TNH,
-                max_rows, window=window, scale=scale,
+                max_rows, window=window, scale=scale, scales=cache.scales(layer),
             )  # fmt: skip
 
         return attend

@@ -21,6 +21,7 @@ from triton.language.extra import cuda
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles, padded, scale_log2e
 from areal.engine.native.cuda.device import OVERLAP, device_of
+from areal.engine.native.cuda.fp8_tensors import CacheScales
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
 
@@ -33,10 +34,12 @@ def prompt_attention(
     shared: SharedPrompts,
     *,
     scale: float | None = None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Fills `shared.space` for the rows that share; `decode_attention` reads it.
 
     `scale` of the scores; None: H ** -0.5.
+    `scales` of a cache in FP8.
     """
     heads, page_size = shared.space.heads, keys.shape[2]
     is_half = q_RNH.element_size() == 2
@@ -47,6 +50,8 @@ def prompt_attention(
         q_RNH,
         keys,
         values,
+        scales and scales.keys,
+        scales and scales.values,
         page_table_SP,
         slot_R,
         shared.shared_R,
@@ -81,6 +86,8 @@ def _prompt_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     page_table,
     slots,
     shared_tokens,
@@ -140,6 +147,8 @@ def _prompt_kernel(
         tl.zeros([PAIRS, PADDED], tl.float32),
         keys + kv_head * PAGE_SIZE * HEAD_DIM,
         values + kv_head * PAGE_SIZE * HEAD_DIM,
+        None if key_scales is None else key_scales + kv_head * PAGE_SIZE,
+        None if key_scales is None else value_scales + kv_head * PAGE_SIZE,
         page_table + tl.load(slots + leader).to(tl.int64) * table_stride,
         begin,
         tl.minimum(begin + span, shared),

@@ -3,6 +3,8 @@
     skinny_linear    out = x W' (+ bias)
     skinny_gate_up   activation(x W1') * (x W3'), W1 above W3 in one weight
 
+The weight may be FP8 with its scales (`Fp8Weight`); x is quantized beforehand then (`Fp8Rows`).
+
 A program computes a tile of outputs for all rows of x. The weight is the left operand, whose tiles
 have at least 64 rows, and x the right operand, whose tile is only as wide as its rows need. The
 weight is read from memory once; x is read from the L2 cache once per tile of outputs. L2 bandwidth
@@ -32,6 +34,8 @@ from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import gate
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
+from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
+from areal.models.common.fp8 import GROUP
 
 MAX_ROWS = 128
 _MAX_RESIDENT = 3  # programs of a multiprocessor
@@ -71,12 +75,16 @@ def padded_rows(num_rows: int) -> int:
 
 
 @functools.cache
-def plan_for(num_rows: int, weight_rows: int, dim: int, device: Device) -> Plan:
+def plan_for(
+    num_rows: int, weight_rows: int, dim: int, device: Device, element_bytes: int = 2
+) -> Plan:
     """All programs resident at once, in a single wave, with as many stages as fit then.
 
     One program adds the sums of all parts, so there are only as many parts as fill the device.
     """
     padded, processors = padded_rows(num_rows), device.num_processors
+    if element_bytes == 1:
+        return _fp8_plan(padded, weight_rows, dim, processors)
     rows = 64 if weight_rows <= 64 * _MAX_RESIDENT * processors else 128
     tiles = -(-weight_rows // rows)
     parts = _parts(processors // tiles, dim)
@@ -92,6 +100,17 @@ def plan_for(num_rows: int, weight_rows: int, dim: int, device: Device) -> Plan:
     return Plan(rows, block, warps=8 if rows == padded == 128 else 4, stages=stages, parts=parts)
 
 
+def _fp8_plan(padded: int, weight_rows: int, dim: int, processors: int) -> Plan:
+    """Tiles of 128 columns, which share a scale. A program waits for each product to scale it, so
+    there are two programs or more per multiprocessor, with few stages each."""
+    rows = 128 if padded == 16 and weight_rows >= 128 * processors else 64
+    tiles = -(-weight_rows // rows)
+    parts = 1
+    if tiles <= 1.5 * processors:
+        parts = max(1, min(round(2.2 * processors / tiles), dim // 512, 8))
+    return Plan(rows, GROUP, warps=4, stages=4 if padded == 16 else 3, parts=parts)
+
+
 def _parts(wanted: int, dim: int) -> int:
     """Adding the sums of parts takes as long as reading 1024 columns."""
     parts = max(1, min(wanted, dim // 256))
@@ -99,8 +118,8 @@ def _parts(wanted: int, dim: int) -> int:
 
 
 def skinny_linear(
-    x_MD: torch.Tensor,
-    weight_ND: torch.Tensor,
+    x_MD: torch.Tensor | Fp8Rows,
+    weight_ND: torch.Tensor | Fp8Weight,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     workspace: SkinnyWorkspace,
@@ -110,8 +129,8 @@ def skinny_linear(
 
 
 def skinny_gate_up(
-    x_MD: torch.Tensor,
-    weight_2FD: torch.Tensor,
+    x_MD: torch.Tensor | Fp8Rows,
+    weight_2FD: torch.Tensor | Fp8Weight,
     activation: str,
     out_MF: torch.Tensor,
     workspace: SkinnyWorkspace,
@@ -121,9 +140,17 @@ def skinny_gate_up(
 
 
 def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, activation) -> None:
+    x_scale_MG = weight_scale_BG = None
+    block_rows = 1
+    if isinstance(weight, Fp8Weight):
+        block_rows = weight.block_rows
+        weight, weight_scale_BG = weight.q_ND, weight.scale_BG
+        x_MD, x_scale_MG = x_MD.q_MD, x_MD.scale_MG
     (num_rows, dim), weight_rows, padded = x_MD.shape, len(weight), padded_rows(len(x_MD))
     assert num_rows <= MAX_ROWS, num_rows
-    plan = plan or plan_for(num_rows, weight_rows, dim, device_of(x_MD.device))
+    device, size = device_of(x_MD.device), x_MD.element_size()
+    plan = plan or plan_for(num_rows, weight_rows, dim, device, size)
+    assert size > 1 or plan.block == GROUP, plan
     tiles = triton.cdiv(weight_rows, plan.rows)
     # Whole tiles of D in every part; the last part may be shorter.
     span = triton.cdiv(triton.cdiv(dim, plan.parts), plan.block) * plan.block
@@ -132,8 +159,10 @@ def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, activation) -> None:
         assert tiles * parts * plan.rows * padded <= workspace.sums.numel(), plan
         assert tiles <= workspace.arrived.numel(), plan
     _skinny_kernel[(tiles, parts)](
-        x_MD, weight, bias_N, out_MN, workspace.sums, workspace.arrived,
-        num_rows, out_MN.shape[1], dim, span,
+        x_MD, x_scale_MG, weight, weight_scale_BG, bias_N, out_MN,
+        workspace.sums, workspace.arrived, num_rows, out_MN.shape[1], dim, span,
+        0 if x_scale_MG is None else x_scale_MG.stride(1),
+        BLOCK_ROWS=block_rows,
         BLOCK_M=padded,
         ROWS=plan.rows,
         BLOCK=plan.block,
@@ -192,10 +221,11 @@ def _call_ahead(
 
 @triton.jit
 def _skinny_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, sums_ptr, arrived_ptr, M, N, D, span,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, sums_ptr, arrived_ptr,
+    M, N, D, span, x_scale_stride,
+    BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
+    AHEAD: tl.constexpr, LANES: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     begin = part * span
@@ -210,6 +240,11 @@ def _skinny_kernel(
         cuda.gdc_launch_dependents()
     weight_tile_ptr = weight_ptr + weight_row[:, None] * D + column[None, :]
     x_tile_ptr = x_ptr + tl.minimum(row, M - 1)[:, None] * D + column[None, :]
+    if weight_scale_ptr is not None:  # the scales of a group of columns: [B], and [M] adjacent
+        weight_scale_ptr += weight_row // BLOCK_ROWS * tl.cdiv(D, BLOCK)
+        x_scale_ptr += tl.minimum(row, M - 1)
+        weight_scale = tl.load(weight_scale_ptr + begin // BLOCK)
+        x_scale = tl.load(x_scale_ptr + begin // BLOCK * x_scale_stride)
     sums = tl.zeros([ROWS, BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK):
         if WHOLE:
@@ -219,7 +254,15 @@ def _skinny_kernel(
             inside = (start + column < D)[None, :]
             weight = tl.load(weight_tile_ptr + start, inside, 0.0, eviction_policy="evict_first")
             x = tl.load(x_tile_ptr + start, inside, 0.0)
-        sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+        if weight_scale_ptr is None:
+            sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+        else:
+            # The next scales are on their way while these are used.
+            ahead = tl.minimum(start // BLOCK + 1, tl.cdiv(D, BLOCK) - 1)
+            next_weight_scale = tl.load(weight_scale_ptr + ahead)
+            next_x_scale = tl.load(x_scale_ptr + ahead * x_scale_stride)
+            sums += tl.dot(weight, tl.trans(x)) * (weight_scale[:, None] * x_scale[None, :])
+            weight_scale, x_scale = next_weight_scale, next_x_scale
     if PARTS == 1:
         _write(sums, bias_ptr, out_ptr, M, N, BLOCK_M, ROWS, BIAS, GATED, ACTIVATION)
     else:

@@ -88,8 +88,13 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
         if self.config.gradient_checkpointing:
             recompute_blocks(model)
         if self._mesh is not None:
-            offload = self.config.fsdp.offload_params
-            shard_model(model, self._mesh, compute_dtype=self._dtype(), offload=offload)
+            shard_model(
+                model,
+                self._mesh,
+                compute_dtype=self._dtype(),
+                reduce_dtype=self._reduce_dtype(),
+                offload=self.config.fsdp.offload_params,
+            )
         return model
 
     def _add_adapters(self, model: PackedModel, dtype: torch.dtype) -> None:

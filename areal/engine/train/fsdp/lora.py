@@ -22,7 +22,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from areal.models.lora import FILE_PREFIX, LoraAdapters
+from areal.models.lora import FILE_PREFIX, LoraAdapters, Trained
 
 _ADAPTER = "default"  # peft's name for the only adapter; not part of names in files
 
@@ -75,12 +75,12 @@ class Adapters(LoraAdapters):
         a_RD, b_NR = layer.lora_A.get_parameter(name), layer.lora_B.get_parameter(name)
         return a_RD, b_NR, layer.scaling[_ADAPTER]
 
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {
-            FILE_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+    def _trained(self) -> list[Trained]:
+        return [
+            Trained(parameter, name, [FILE_PREFIX + name.replace(f".{_ADAPTER}.", ".")])
             for name, parameter in self._hf.named_parameters()
             if parameter.requires_grad
-        }
+        ]
 
     def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
         for key, value in base_model.items():

@@ -261,12 +261,17 @@ def recompute_blocks(model: PackedModel) -> None:
 
 
 def shard_model(
-    model: PackedModel, mesh: ParallelMesh, *, compute_dtype: torch.dtype, offload: bool
+    model: PackedModel,
+    mesh: ParallelMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    offload: bool,
 ) -> None:
     """Shard the weights, still on the meta device."""
     options = {
         "mesh": mesh.in_replicas("fsdp"),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

@@ -1,0 +1,78 @@
+"""Can a request ever run? Checked before it is queued, from the model's and the cache's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal.api.io_struct import NO_ROOM
+from areal.engine.native.kv_cache import PagePool
+from areal.engine.native.sampler import MAX_STOP_IDS, check_bias
+from areal.engine.native.sequence import GenRequest
+from areal.models.common.args import DecoderArgs
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    args: DecoderArgs
+    pool: PagePool
+    eos_ids: frozenset[int]
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of one sequence."""
+        room = self.pool.num_usable * self.pool.page_size
+        return min(self.args.max_position_embeddings, room)
+
+    def check(self, request: GenRequest) -> None:
+        """ValueError, naming the field, if it could never run."""
+        ids, vocab_size = request.input_ids, self.args.vocab_size
+        if request.gconfig.stop and request.stop_watch is None:
+            raise ValueError("gconfig.stop holds texts: the request needs a stop_watch for them")
+        if request.grammar is not None and request.grammar_state is None:
+            raise ValueError("grammar: the request needs a grammar_state for it")
+        if not ids:
+            raise ValueError("input_ids is empty: a prompt needs at least one token")
+        stop_ids = request.gconfig.stop_token_ids
+        drawn = request.so_far.tokens if request.so_far is not None else []
+        fields = (("input_ids", ids), ("stop_token_ids", stop_ids), ("so_far", drawn))
+        for field, tokens in fields:
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                raise ValueError(
+                    f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
+                    f"got {min(tokens)} to {max(tokens)}"
+                )
+        if request.return_routed_experts and self.args.moe is None:
+            raise ValueError("return_routed_experts: this model has no experts; leave it out")
+        check_bias(request.gconfig.logit_bias, vocab_size)
+        if request.gconfig.min_new_tokens and len(stop_ids) + len(self.eos_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"min_new_tokens holds off at most {MAX_STOP_IDS} stop tokens, "
+                f"got {len(stop_ids)} stop_token_ids"
+            )
+        self._check_room(request, len(drawn))
+
+    def _check_room(self, request: GenRequest, num_drawn: int) -> None:
+        if len(request.input_ids) >= self._max_tokens(request):
+            raise ValueError(
+                f"input_ids has {len(request.input_ids)} tokens, which leaves {NO_ROOM}: the limit "
+                f"of prompt and output is {self._max_tokens(request)}, the smallest of "
+                f"gconfig.max_tokens ({request.gconfig.max_tokens}), the model's context "
+                f"({self.args.max_position_embeddings}) and the cache "
+                f"({self.pool.num_usable} pages of {self.pool.page_size}: raise num_pages)"
+            )
+        if num_drawn >= self.max_output(request):
+            raise ValueError(
+                f"so_far has {num_drawn} tokens, which leaves none to generate of the "
+                f"{self.max_output(request)} this request can have"
+            )
+
+    def max_output(self, request: GenRequest) -> int:
+        room = self._max_tokens(request) - len(request.input_ids)
+        return min(request.gconfig.max_new_tokens, room)
+
+    def _max_tokens(self, request: GenRequest) -> int:
+        """Most tokens of prompt and output that one request can hold with the cache to itself."""
+        size = self.pool.page_size
+        # The prefix's partial page is held once by the prefix and copied once by the sequence.
+        cache_pages = self.pool.num_usable - (1 if len(request.input_ids) % size else 0)
+        return min(request.gconfig.max_tokens, self.max_context, cache_pages * size)

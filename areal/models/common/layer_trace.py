@@ -1,0 +1,90 @@
+"""What each layer of a decoder computes for a few tokens, as numbers that two processes compare.
+
+    trace = trace_layers(model, [5, 7, 9])
+    trace["layers"]["layers.0"]     # 2 T numbers of the first block's output
+    trace["experts"]["layers.0"]    # [T][K] experts that its router chose, of a model with experts
+    trace["args"]["rope.theta"]     # the architecture the model was built with
+
+A hidden state is described by its direction (the cosine to a fixed vector) and the logarithm of its
+length: equal states have equal numbers, different ones almost surely differ, and 2 T numbers fit in
+a reply where the state itself would not. All values are JSON.
+
+Shape legend: T tokens, D model dim, V vocabulary, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from areal.models.common.args import DecoderArgs
+from areal.models.common.attention import PackedAttention
+from areal.models.common.decoder import Decoder
+from areal.models.common.moe import MoE
+
+
+@torch.inference_mode()
+def trace_layers(model: Decoder, tokens: Sequence[int]) -> dict[str, Any]:
+    """One forward of `tokens` as one sequence; the whole model must be in this process."""
+    device = model.embedding_weight.device
+    tokens_T = torch.tensor(list(tokens), device=device)
+    attend = PackedAttention(torch.tensor([0, len(tokens_T)], device=device), len(tokens_T))
+    layers: dict[str, list[float]] = {}
+    experts: dict[str, list[list[int]]] = {}
+    with ExitStack() as hooks:
+        for name, module in _watched(model):
+            _hook(hooks, module, lambda out, name=name: layers.update({name: _described(out)}))
+            feed_forward = getattr(module, "feed_forward", None)
+            if isinstance(feed_forward, MoE):
+                _hook(
+                    hooks,
+                    feed_forward.router,
+                    lambda out, name=name: experts.update({name: out[1].tolist()}),
+                )
+        hidden_TD = model(tokens_T, attend.positions_T, attend)
+    layers["logits"] = _described(model.logits(hidden_TD))
+    return {"layers": layers, "experts": experts, "args": _flat(model.args)}
+
+
+def _watched(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    assert model.tok_embeddings is not None and model.norm is not None, "the whole model is here"
+    yield "embedding", model.tok_embeddings
+    for index, block in model.layers.items():
+        yield f"layers.{index}", block
+    yield "norm", model.norm
+
+
+def _hook(hooks: ExitStack, module: nn.Module, take: Any) -> None:
+    handle = module.register_forward_hook(lambda _, __, out: take(out))
+    hooks.callback(handle.remove)
+
+
+def _described(x_TD: torch.Tensor) -> list[float]:
+    """Directions of all tokens, then logarithms of their lengths; float64, so that only the model's
+    own rounding is seen."""
+    x_TD = x_TD.double()
+    probe_D = torch.cos(torch.arange(1, x_TD.shape[1] + 1, dtype=x_TD.dtype, device=x_TD.device))
+    length_T = x_TD.norm(dim=1).clamp(min=1e-30)
+    direction_T = (x_TD @ probe_D) / (length_T * probe_D.norm())
+    return torch.cat([direction_T, length_T.log()]).tolist()
+
+
+def _flat(args: DecoderArgs) -> dict[str, Any]:
+    """JSON values by dotted name, of what changes a forward."""
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{name}.", cast("dict[str, Any]", value))
+            else:
+                many = isinstance(value, frozenset | tuple)
+                flat[f"{prefix}{name}"] = list(value) if many else value
+
+    add("", asdict(args))
+    return {name: value for name, value in flat.items() if name != "initializer_range"}

@@ -1,0 +1,109 @@
+"""Keeps a few samples of each step in run.db, to be looked at after their trajectories are pruned.
+
+In: the batch of a step and the tensors that training computed for it. Out: rows of the table
+`samples` with a value per token, and the text of every token in `pieces`, so that readers need no
+tokenizer.
+
+    ids mask versions logprobs      as the workflow returned them
+    advantages prox_logp ref_logp   as training computed them, where it did
+
+Bounded: at most `_MAX_STEPS` steps of a run, of each the first group of its batch, of that at most
+`_MAX_TOKENS` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from areal.api.io_struct import EPISODE_KEY
+from areal.api.json_text import well_formed
+from areal.rollout.trajectory import encode
+from areal.run.database import StoredSample
+
+if TYPE_CHECKING:
+    from areal.rollout.executor import Batch
+    from areal.run.database import RunDatabase
+
+_MAX_STEPS = 1000
+_MAX_TOKENS = 1 << 14  # of one step
+_COMPUTED = ("advantages", "prox_logp", "ref_logp")
+
+
+class SampleRecorder:
+    """Records samples of every n-th step, so that a long run keeps its first and its last alike."""
+
+    def __init__(self, database: RunDatabase, tokenizer: Any, *, total_steps: int) -> None:
+        self._database = database
+        self._tokenizer = tokenizer
+        self._every = -(-total_steps // _MAX_STEPS)
+        self._known: set[int] = set()  # tokens whose text is stored
+
+    def record(self, batch: Batch, data: Mapping[str, Any], step: int) -> None:
+        """`data` holds all samples of `batch`, in its order."""
+        if step % self._every:
+            return
+        task_id, group = batch.task_ids[0], batch.trajectories[0]
+        samples: list[StoredSample] = []
+        used: set[int] = set()
+        room = _MAX_TOKENS
+        for row in range(len(group["input_ids"])):
+            tensors = _per_token(group, data, row)
+            room -= len(tensors["ids"])
+            if room < 0 and samples:
+                break
+            samples.append(self._stored(task_id, row, step, group, tensors, data))
+            used.update(tensors["ids"].tolist())
+        new = used - self._known
+        self._known |= new
+        pieces = {token: self._text([token]) for token in new}
+        self._database.record_samples(samples, pieces)
+
+    def _stored(
+        self,
+        task_id: int,
+        row: int,
+        step: int,
+        group: Mapping[str, Any],
+        tensors: dict[str, torch.Tensor],
+        data: Mapping[str, Any],
+    ) -> StoredSample:
+        ids, trained = tensors["ids"].tolist(), tensors["mask"].tolist()
+        begin = trained.index(True) if True in trained else len(ids)
+        rewards = data.get("original_rewards", data["rewards"])
+        return StoredSample(
+            task_id=task_id,
+            sample=row,
+            episode=int(group[EPISODE_KEY][row]) if EPISODE_KEY in group else row,
+            step=step,
+            reward=float(rewards[row]),
+            length=sum(trained),
+            is_cut=bool(data["seq_no_eos"][row]) if "seq_no_eos" in data else False,
+            prompt=self._text(ids[:begin]),
+            output=self._text(ids[begin:]),
+            data=encode(tensors),
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        return well_formed(self._tokenizer.decode(ids))
+
+
+def _per_token(
+    group: Mapping[str, Any], data: Mapping[str, Any], row: int
+) -> dict[str, torch.Tensor]:
+    """The first group of a batch has the same rows in both."""
+    length = int(group["attention_mask"][row].sum())
+    tensors = {
+        "ids": group["input_ids"][row, :length].int(),
+        "mask": group["loss_mask"][row, :length].bool(),
+        "versions": group["versions"][row, :length].int(),
+        "logprobs": group["logprobs"][row, :length].float(),
+    }
+    for key in _COMPUTED:
+        if key in data:
+            # Position t of the batch is about token t + 1 (ppo/batch.py); nothing is about the 0th.
+            values = data[key][row, : length - 1].detach().cpu().float()
+            tensors[key] = torch.cat([values.new_zeros(1), values])
+    return tensors
