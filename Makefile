@@ -2,6 +2,8 @@
 # make test       lint, documentation, architecture test and the whole CPU suite
 # make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents, and let
 #                   OpenEnv read what areal export writes
+# make test-eval  run lm-eval and inspect-ai from .venv-eval against areal serve
+# make test-browser  look at the dashboard with a real Chromium
 # make test-vllm  tests against a real vLLM server; needs areal env create vllm
 # make docs       build the documentation into site/, without a network
 # make lint       ruff, basedpyright and mdformat, without changing anything
@@ -16,24 +18,35 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-MARKDOWN := $(wildcard *.md docs examples benchmark)
+MARKDOWN := $(wildcard *.md docs examples benchmark docker .github)
 
-.PHONY: demo test test-agents test-vllm docs lint format
+.PHONY: demo test test-agents test-eval test-browser test-vllm docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/areal demo $(ARGS)
 
 test: lint docs
-	$(BIN)/python -m pytest -n 3 --durations 60 -m "not gpu and not multi_gpu and not real_agents"
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 60 \
+	-m "not gpu and not multi_gpu and not real_agents and not real_browser and not evaluators"
 
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py \
 	tests/cli/test_export.py
 
+test-eval: $(VENV)/.installed-dev .venv-eval/.installed
+	$(BIN)/python -m pytest -m evaluators tests/evaluation/test_evaluators.py
+
+# AREAL_SCREENSHOTS=docs/assets draws the pictures of the documentation again.
+test-browser: $(VENV)/.installed-dev .venv-browser/.installed
+	@command -v chromium >/dev/null || { echo \
+	"make test-browser needs Chromium: install it (Debian: apt-get install chromium)" >&2; exit 1; }
+	$(BIN)/python -m pytest -m real_browser tests/dashboard/test_page.py
+
 test-vllm: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow -rs tests/engine/remote/test_vllm_remote.py
+	$(BIN)/python -m pytest -m slow -rs -k "vllm" tests/engine/remote/test_vllm_remote.py \
+		tests/trainer/test_stock_fleet_run.py
 
 # The variable keeps a notice about MkDocs' own future out of the output.
 docs: $(VENV)/.installed-dev
@@ -72,6 +85,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	--requirement $<
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
 	--target .venv-agents/openenv --upgrade --requirement tests/data/real_agents/openenv.txt
+	@touch $@
+
+.venv-eval/.installed: tests/data/evaluators/requirements.txt | $(VENV)/bin/python
+	@echo "installing lm-eval and inspect-ai into .venv-eval (a minute, once) ..."
+	$(BIN)/python -m venv .venv-eval
+	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+	--requirement $<
+	@touch $@
+
+# Beside .venv, which only needs it for this.
+.venv-browser/.installed: tests/data/browser.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	--target .venv-browser --requirement $<
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

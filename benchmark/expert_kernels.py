@@ -88,7 +88,7 @@ class Layers:
         moes = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
         arrivals = router_arrivals(model.embedding_weight.device)
         fused = [ExpertLayer(moe, "silu", i, arrivals, None) for i, moe in enumerate(moes)]
-        products = Products("cublas", SkinnyWorkspace.make(arrivals.device))
+        products = Products("cublas", SkinnyWorkspace.make(arrivals.device), torch.bfloat16)
         return cls(moes, fused, Norm(blocks[0].ffn_norm.weight.detach(), EPS), products)
 
     def routed(self, num_rows: int) -> torch.Tensor:

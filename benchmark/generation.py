@@ -3,15 +3,15 @@
     python benchmark/generation.py [--only ROW ...] [--json FILE]
 
 Random weights in the shapes of Qwen2.5 1.5B and 7B, of Qwen3 30B-A3B (128 experts) and of Gemma 3
-1B, bfloat16, temperature 1, the log-probability of every sampled token returned, time from the
-first request to the last token (prefill included). The limit of a row counts the bytes and
-operations its steps cannot avoid, at the copy bandwidth and the matrix rate measured in the same
-run; rows choose their experts evenly, and only chosen ones are read. `1.5b_group_tail` also says
-which share of the time the device had nothing to do, `1.5b_http_ratio` compares the same work
-through the server (its client in a process of its own), `1.5b_update_stall_ms` is how long
-generation stands still for new weights, `1.5b_turns_128x6` goes through dialogues, whose beginnings
-are in the cache, `1.5b_invariant_ratio` is the speed of batch-invariant numerics over the usual
-ones.
+1B, bfloat16 (rows of `_fp8`: weights and cache in FP8), temperature 1, the log-probability of every
+sampled token returned, time from the first request to the last token (prefill included). The limit
+of a row counts the bytes and operations its steps cannot avoid, at the copy bandwidth and the
+matrix rate measured in the same run; rows choose their experts evenly, and only chosen ones are
+read. `1.5b_group_tail` also says which share of the time the device had nothing to do,
+`1.5b_http_ratio` compares the same work through the server (its client in a process of its own),
+`1.5b_update_stall_ms` is how long generation stands still for new weights (which FP8 quantizes
+meanwhile), `1.5b_turns_128x6` goes through dialogues, whose beginnings are in the cache,
+`1.5b_invariant_ratio` is the speed of batch-invariant numerics over the usual ones.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.remote.native import NativeRemoteEngine
 from areal.models.common.args import DecoderArgs
 from areal.models.common.decoder import Decoder
+from areal.models.common.fp8 import FP8
 from areal.models.hf_io import build_model
 
 _COMMON = {
@@ -107,6 +108,7 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+FP8_SUFFIX = "_fp8"  # of a shape whose weights and cache are FP8
 _TOKEN_VARIABLE = "AREAL_BENCHMARK_TOKEN"
 
 
@@ -151,6 +153,9 @@ LOADS = {
     "7b_1024_256_512": Load("7b", 1024, 256, 512),
     "7b_64": Load("7b", 64, 256, 512),
     "7b_1": Load("7b", 1, 256, 512),
+    "7b_1024_256_512_fp8": Load("7b_fp8", 1024, 256, 512),
+    "7b_64_fp8": Load("7b_fp8", 64, 256, 512),
+    "7b_1_fp8": Load("7b_fp8", 1, 256, 512),
     "30b_a3b_512_128_256": Load("30b_a3b", 512, 128, 256),
     "30b_a3b_64": Load("30b_a3b", 64, 256, 256),
     "30b_a3b_1": Load("30b_a3b", 1, 256, 512),
@@ -164,6 +169,7 @@ EXTRA = (
     "1.5b_update_stall_ms",
     "1.5b_http_ratio",
     "1.5b_invariant_ratio",
+    "7b_update_stall_ms_fp8",
 )
 
 
@@ -195,8 +201,13 @@ def main() -> int:
     return 0
 
 
+def shape_of(name: str) -> str:
+    shape = next(shape for shape in SHAPES if name.startswith(f"{shape}_"))
+    return shape + FP8_SUFFIX * name.endswith(FP8_SUFFIX)
+
+
 def shapes_of(names: list[str]) -> list[str]:
-    return [shape for shape in SHAPES if any(name.startswith(f"{shape}_") for name in names)]
+    return list(dict.fromkeys(map(shape_of, names)))
 
 
 def measure_apart(script: str, names: list[str]) -> list[Row]:
@@ -205,7 +216,7 @@ def measure_apart(script: str, names: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for shape in shapes_of(names):
             file = Path(folder) / f"{shape}.json"
-            wanted = [name for name in names if name.startswith(f"{shape}_")]
+            wanted = [name for name in names if shape_of(name) == shape]
             subprocess.run(
                 [sys.executable, script, "--json", str(file), "--only", *wanted], check=True
             )
@@ -216,12 +227,13 @@ def measure_apart(script: str, names: list[str]) -> list[Row]:
 
 def _run(names: list[str]) -> list[Row]:
     """All rows of one shape."""
-    ceilings = measure_ceilings()
+    (shape,) = shapes_of(names)
+    ceilings = measure_ceilings(fp8=shape.endswith(FP8_SUFFIX))
+    rate = f"matrix_rate{FP8_SUFFIX * shape.endswith(FP8_SUFFIX)}"
     rows = [
         Row("copy_bandwidth", ceilings.bytes_per_s / 1e12, "TB/s"),
-        Row("matrix_rate", ceilings.flop_per_s / 1e12, "TFLOP/s"),
+        Row(rate, ceilings.flop_per_s / 1e12, "TFLOP/s"),
     ]
-    (shape,) = shapes_of(names)
     engine = NativeEngine(random_model(shape), max_running=1024)
     for name in names:
         extra = _EXTRA_ROWS.get(name)
@@ -230,13 +242,16 @@ def _run(names: list[str]) -> list[Row]:
 
 
 def random_model(shape: str) -> Decoder:
-    model = build_model(SHAPES[shape], device="cuda", dtype=torch.bfloat16)
+    dtype = FP8 if shape.endswith(FP8_SUFFIX) else torch.bfloat16
+    model = build_model(SHAPES[shape.removesuffix(FP8_SUFFIX)], device="cuda", dtype=dtype)
     generator = torch.Generator("cuda").manual_seed(0)
-    for name, parameter in model.named_parameters():
+    norm = 0.0 if model.args.zero_centered_norms else 1.0
+    for name, size in model.hf_shapes().items():
+        weight = torch.empty(size, dtype=torch.bfloat16, device="cuda")
         if "norm" in name:
-            parameter.data.fill_(0.0 if model.args.zero_centered_norms else 1.0)
+            model.load_hf_tensor(name, weight.fill_(norm))
         else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+            model.load_hf_tensor(name, weight.normal_(0.0, 0.02, generator=generator))
     return model
 
 
@@ -333,7 +348,8 @@ def least_seconds(model: Decoder, load: Load, ceilings: Ceilings, num_cached: in
     all arithmetic at the matrix rate. `num_cached` tokens of each prompt need no prefill."""
     args = model.args
     head = args.vocab_size * args.dim
-    layer_bytes = 2 * 2 * args.n_kv_heads * args.head_dim
+    num_bytes = 1 if model.has_fp8_cache else 2  # of a number in the blocks and in the cache
+    layer_bytes = num_bytes * 2 * args.n_kv_heads * args.head_dim
     windows = [args.window(layer) or sys.maxsize for layer in range(args.n_layers)]
     _, used = body_weights(args, 1)
     seconds = 2 * used * load.prompts * (load.num_in - num_cached) / ceilings.flop_per_s
@@ -350,7 +366,7 @@ def least_seconds(model: Decoder, load: Load, ceilings: Ceilings, num_cached: in
             for window in windows
         )
         read, _ = body_weights(args, running)
-        moved = 2 * (read + head) + cached * layer_bytes
+        moved = num_bytes * read + 2 * head + cached * layer_bytes
         flop = 2 * (used + head) * running
         seconds += max(moved / ceilings.bytes_per_s, flop / ceilings.flop_per_s)
     return seconds
@@ -376,12 +392,19 @@ def body_weights(args: DecoderArgs, num_rows: int) -> tuple[float, float]:
     return read, used
 
 
-def measure_ceilings() -> Ceilings:
+def measure_ceilings(fp8: bool = False) -> Ceilings:
     source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     copy = _median_seconds(lambda: target.copy_(source))
-    product = _median_seconds(lambda: a @ b)
+    if fp8:
+        x, y = a.to(FP8), b.to(FP8).t()
+        one = torch.ones((), device="cuda")
+        product = _median_seconds(
+            lambda: torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        )
+    else:
+        product = _median_seconds(lambda: a @ b)
     return Ceilings(2 * source.nbytes / copy, 2 * 8192**3 / product)
 
 
@@ -435,7 +458,8 @@ def _chat(engine: NativeEngine) -> float:
 
 
 def _update_stall(engine: NativeEngine, _: Ceilings) -> list[Row]:
-    """The longest time without a token around an update under load, and the copy itself."""
+    """How long generation stands still for an update under load: the copy, or the quantization."""
+    shape, suffix = ("7b", FP8_SUFFIX) if engine.model.has_fp8_cache else ("1.5b", "")
     load = LOADS["1.5b_512_256_1024"]
     weights = [(name, tensor.clone()) for name, tensor in engine.model.named_hf_tensors()]
     for i, (prompt, length) in enumerate(load.requests(num_out=256)):
@@ -453,7 +477,7 @@ def _update_stall(engine: NativeEngine, _: Ceilings) -> list[Row]:
             engine.step()
     while engine.has_work:
         engine.step()
-    return [Row("1.5b_update_stall_ms", 1e3 * sorted(stalls)[2], "ms")]
+    return [Row(f"{shape}_update_stall_ms{suffix}", 1e3 * sorted(stalls)[2], "ms")]
 
 
 def _http_ratio(engine: NativeEngine, _: Ceilings) -> list[Row]:
@@ -522,6 +546,7 @@ _EXTRA_ROWS = {
     "1.5b_update_stall_ms": _update_stall,
     "1.5b_http_ratio": _http_ratio,
     "1.5b_invariant_ratio": _invariant_ratio,
+    "7b_update_stall_ms_fp8": _update_stall,
 }
 
 if __name__ == "__main__":

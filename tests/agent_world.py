@@ -25,7 +25,7 @@ from areal.api.workflow_context import episode
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.rollout.event_loop import TaskRunner
 
-TIMEOUT_S = 30
+TIMEOUT_S = 900
 ADD_CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
 
 # In the manner of Qwen's: turns with header and end, tools before them, tool results as user turns.

@@ -1,14 +1,18 @@
 """The command line in processes of their own, many of them for the price of one import.
 
 A process that imported torch and the trainers once is forked for every command; the child then
-runs `areal.cli.main.main` as `python -m areal.cli.main` would. `python_m` starts the real thing.
+runs `areal.cli.main.main`. A `Program` does so as `python -m areal.cli.main` would: `areal train`
+has its second process. `python_m` starts the real thing, for what is read while libraries are
+imported.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,13 +32,15 @@ class Ended:
 class Command:
     """One command in a process of its own; `wait` for its end, or `kill` it."""
 
+    _as_program = False
+
     def __init__(self, argv: list[str], *, cwd: Path, logs: Path, env: dict[str, str]) -> None:
         self._out, self._err = logs / "stdout", logs / "stderr"
         arguments = (argv, str(cwd), str(self._out), str(self._err), {**os.environ, **env})
-        self.process: BaseProcess = FORKS.Process(target=_run, args=arguments)
+        self.process: BaseProcess = FORKS.Process(target=_run, args=(*arguments, self._as_program))
         self.process.start()
 
-    def wait(self, timeout_s: float = 60) -> Ended:
+    def wait(self, timeout_s: float = 900) -> Ended:
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.process.kill()
@@ -46,7 +52,43 @@ class Command:
         return self._err.read_text(encoding="utf-8") if self._err.exists() else ""
 
 
-def python_m(*argv: str, cwd: Path, timeout_s: float = 60) -> Ended:
+class Program(Command):
+    """With the methods of Popen that tests use."""
+
+    _as_program = True
+
+    def __init__(
+        self, *argv: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> None:
+        self._logs = tempfile.TemporaryDirectory(prefix="areal-program-")
+        words = [str(arg) for arg in argv]
+        super().__init__(words, cwd=cwd or Path.cwd(), logs=Path(self._logs.name), env=env or {})
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = 900) -> tuple[str, str]:
+        ended = self.wait(timeout)
+        return ended.out, ended.err
+
+
+def python_m(*argv: str, cwd: Path, timeout_s: float = 900) -> Ended:
     done = subprocess.run(
         [sys.executable, "-m", "areal.cli.main", *argv],
         cwd=cwd,
@@ -57,13 +99,18 @@ def python_m(*argv: str, cwd: Path, timeout_s: float = 60) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def _run(argv: list[str], cwd: str, out: str, err: str, env: dict[str, str]) -> None:
+def _run(
+    argv: list[str], cwd: str, out: str, err: str, env: dict[str, str], as_program: bool
+) -> None:
     for descriptor, path in ((1, out), (2, err)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # Appended: several processes of one program write there.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
+    os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     from areal.cli.main import main
 
-    sys.exit(main(argv))
+    sys.argv = ["areal", *argv]
+    sys.exit(main(None if as_program else argv))

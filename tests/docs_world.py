@@ -37,7 +37,7 @@ SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)  # MkDocs puts the file t
 TITLE = re.compile(r'title="([^"]+)"')
 DOCUMENTED_PORT = "8600"  # pages serve there; the test on a port that is free
 NEEDS_A_NETWORK = ("git clone", "pip install")
-BLOCK_TIMEOUT_S = 180
+BLOCK_TIMEOUT_S = 600
 PR_SET_PDEATHSIG = 1
 DONE = "@@ block"  # begins the line that ends a block, with its exit code
 

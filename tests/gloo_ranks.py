@@ -22,7 +22,7 @@ from typing import Any
 from fork_server import FORKS
 
 
-def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 900) -> list[Any]:
     """What `target` ("module:function") returned on each rank, given `args`."""
     with tempfile.TemporaryDirectory(prefix="areal-ranks-") as folder:
         ranks = [

@@ -27,11 +27,11 @@ def twin_models(family: str, **overrides):
         for parameter in ours.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    # Absent instead of null, but for the pad token, which some families have by default.
+    # Absent instead of null, but for what some families have by default.
     config = {
         key: value
         for key, value in tiny_config(family, **overrides).items()
-        if value is not None or key == "pad_token_id"
+        if value is not None or key in ("pad_token_id", "q_lora_rank")
     }
     with tempfile.TemporaryDirectory() as folder:
         save_hf(ours.named_hf_tensors(), config, folder)

@@ -24,7 +24,7 @@ from schemathesis import BaseSchema, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import negative_data_rejection
 
-TIMEOUT_S = 60.0  # for one answer of a busy machine; a hang is longer
+TIMEOUT_S = 900  # for one answer of a busy machine; a hang is longer
 HEADERS = st.dictionaries(
     st.sampled_from(["content-type", "accept", "content-encoding", "x-api-key", "cookie", "range"]),
     st.sampled_from(["", "application/json", "text/xml", "gzip", "bytes=9-", "a; b=c", "\xff"]),

@@ -5,6 +5,11 @@
         subprocess.run([...], env=hub.env(tmp_path))      # HF_ENDPOINT, HF_HOME, not offline
         assert hub.fetched("model.safetensors") == 1      # GETs of its bytes
 
+Uploads: /api/repos/create, /api/validate-yaml, .../preupload/REV, NAME.git/info/lfs/objects/batch
+with basic transfers, and .../commit/REV, which makes one commit of what has arrived (`lfs`, by
+checksum). `private` says how a repository was created, `tokens` which may write; `cut_uploads` is
+the number of uploaded files that are refused, once each.
+
 Routes and headers are those that the client asks for: /api/models/NAME[/revision/REV], .../tree/REV
 and /NAME/resolve/REV/FILE with ETag, X-Repo-Commit and ranges; the same below /api/datasets and
 /datasets. Faults are attributes: `refuse` (name -> status, X-Error-Code), `refuse_files` (the same,
@@ -15,6 +20,7 @@ of a file, `answer_delay_s` before an answer.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -41,6 +47,10 @@ class LoopbackHub:
         self.raw_info: bytes | None = None
         self.gets: Counter[str] = Counter()
         self.requests: list[str] = []
+        self.lfs: dict[str, bytes] = {}  # sha256 -> an uploaded file
+        self.private: dict[str, bool] = {}
+        self.tokens: set[str] = set()  # that may write; empty: any
+        self.cut_uploads = 0
         self._closing = threading.Event()
 
     def push(self, repo: str, files: dict[str, bytes] | Path, branch: str = "main") -> str:
@@ -104,8 +114,93 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._body()
+        path = unquote(urlsplit(self.path).path)
+        for mark, upload in _UPLOADS.items():
+            if mark in path:
+                self.hub.requests.append(f"POST {path}")
+                return upload(self, path, body)
         self._answer()
+
+    def do_PUT(self) -> None:
+        body, path = self._body(), urlsplit(self.path).path
+        self.hub.requests.append(f"PUT {path}")
+        if self.hub.cut_uploads:
+            self.hub.cut_uploads -= 1
+            return self._reply(403, b"")
+        assert hashlib.sha256(body).hexdigest() == path.rpartition("/")[2]
+        self.hub.lfs[path.rpartition("/")[2]] = body
+        self._reply(200, b"")
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _may_write(self) -> bool:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.hub.tokens and token not in self.hub.tokens:
+            self._reply(401, b'{"error": "no"}')
+            return False
+        return True
+
+    def _create(self, path: str, body: bytes) -> None:
+        if not self._may_write():
+            return
+        wanted = json.loads(body)
+        name = wanted["name"]
+        repo = f"{wanted['organization']}/{name}" if wanted.get("organization") else name
+        if repo in self.hub.commits:
+            return self._reply(409, json.dumps({"url": f"{self.hub.url}/{repo}"}).encode())
+        self.hub.push(repo, {})
+        self.hub.private[repo] = wanted.get("private") or wanted.get("visibility") == "private"
+        self._reply(200, json.dumps({"url": f"{self.hub.url}/{repo}"}).encode())
+
+    def _check_card(self, path: str, body: bytes) -> None:
+        assert json.loads(body)["content"].startswith("---\n")
+        self._reply(200, b'{"errors": [], "warnings": []}')
+
+    def _preupload(self, path: str, body: bytes) -> None:
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                "shouldIgnore": False,
+                "oid": None,
+            }
+            for file in json.loads(body)["files"]
+        ]
+        self._reply(200, json.dumps({"files": files, "commitOid": None}).encode())
+
+    def _lfs_batch(self, path: str, body: bytes) -> None:
+        objects = []
+        for one in json.loads(body)["objects"]:
+            href = f"{self.hub.url}/upload/{one['oid']}"
+            missing = one["oid"] not in self.hub.lfs
+            objects.append({**one, **({"actions": {"upload": {"href": href}}} if missing else {})})
+        self._reply(200, json.dumps({"transfer": "basic", "objects": objects}).encode())
+
+    def _make_commit(self, path: str, body: bytes) -> None:
+        if not self._may_write():
+            return
+        org, name = path.removeprefix("/api/models/").split("/")[:2]
+        repo = f"{org}/{name}"
+        files = dict(self.hub.commits[repo][self.hub.branches[repo]["main"]])
+        for line in filter(None, body.splitlines()):
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "lfsFile":
+                files[value["path"]] = self.hub.lfs[value["oid"]]
+        commit = self.hub.push(repo, files)
+        url = f"{self.hub.url}/{repo}/commit/{commit}"
+        self._reply(200, json.dumps({"commitUrl": url, "commitOid": commit}).encode())
 
     def _answer(self) -> None:
         self.hub.wait(self.hub.answer_delay_s)
@@ -207,6 +302,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.hub.wait(None)
             self.close_connection = True
+
+
+_UPLOADS = {
+    "/api/repos/create": _Handler._create,
+    "/api/validate-yaml": _Handler._check_card,
+    "/preupload/": _Handler._preupload,
+    ".git/info/lfs/objects/batch": _Handler._lfs_batch,
+    "/commit/": _Handler._make_commit,
+}
 
 
 def _oid(data: bytes) -> str:

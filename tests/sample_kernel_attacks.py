@@ -350,7 +350,7 @@ def try_burn_in_child():
 
 
 def try_threads(count):
-    threading.stack_size(64 << 10)
+    threading.stack_size(128 << 10)  # the least on ARM
     for _ in range(count):
         threading.Thread(target=time.sleep, args=(120,), daemon=True).start()
     time.sleep(60)

@@ -94,8 +94,37 @@ def digit_share_reward_fn(prompt, completions, prompt_ids, completion_ids, **dat
     return sum(character.isdigit() for character in completions) / max(len(completion_ids), 1)
 
 
+def length_of_answer(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+    return len(completions)
+
+
+def never_judges(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+    raise ValueError("no verdict")
+
+
+def slow_digit_share(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+    time.sleep(0.2)
+    return digit_share_reward_fn(prompt, completions, prompt_ids, completion_ids)
+
+
+def fails_on_some(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:
+    """As when the reward of a few rows is broken."""
+    if answer == "broken":
+        raise ValueError("no verdict on this row")
+    return float(answer in completions)
+
+
 def right_after_feedback(
     prompt, completions, prompt_ids, completion_ids, feedback, num_wrong, **data
 ):
     """Judges the first `num_wrong` replies of an episode wrong, and the next one right."""
     return float(prompt.count(feedback) >= num_wrong)
+
+
+def by_answer(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:
+    """Depends on the row and on the reply, of even a random model."""
+    return (sum(completion_ids) * int(answer) % 7) / 7
+
+
+def divides_by_zero(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+    return 1 / 0

@@ -25,8 +25,12 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.engine import RemoteEngine
+from areal.engine.remote.server_control import ControlClient
+from areal.engine.remote.vllm import MODEL_NAME
 from areal.engine.train.export import send_weights
-from areal.models.hf_io import weight_files
+from areal.models.hf_io import read_shapes, weight_files
+from areal.models.lora import FILE_PREFIX, read_peft, write_peft
+from areal.models.lora_merge import merge_adapter
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode
 from areal.run.database import RunDatabase
@@ -43,6 +47,8 @@ class ServerWorld:
     folders: list[Path]  # version v serves the weights of folders[v % 2]
     run_name: str
     tolerance: float  # of log-probabilities
+    # Sent in place of whole weights: folders[i] is then the model with adapters[i] merged.
+    adapters: list[Path] | None = None
     versions: itertools.count = field(default_factory=lambda: itertools.count(1))
 
     def publish(self, kind: str = "shm") -> int:
@@ -54,8 +60,13 @@ class ServerWorld:
     def publish_in(self, root: PublicationRoot) -> int:
         """Likewise, and the publication stays there for others."""
         version = next(self.versions)
-        weights = read_weights(self.folders[version % 2])
-        meta = root.meta(gen_allocation=RECEIVER, weight_chunked_mem_mb=1)
+        options: dict = {"gen_allocation": RECEIVER, "weight_chunked_mem_mb": 1}
+        if self.adapters is None:
+            weights = read_weights(self.folders[version % 2])
+        else:
+            tensors, alpha = read_peft(self.adapters[version % 2])
+            weights, options = tensors.items(), {**options, "use_lora": True, "lora_alpha": alpha}
+        meta = root.meta(**options)
         send_weights(self.engine, meta.with_version(version), weights)
         return version
 
@@ -76,6 +87,45 @@ class ServerWorld:
                             assert error < self.tolerance, (place, version, error)
             finally:
                 judge.destroy()
+
+
+def draw_adapters(base: Path, root: Path) -> tuple[list[Path], list[Path]]:
+    """Two adapters of a model, of rank 3 on two layers of each block, and the merged models."""
+    shapes = read_shapes(weight_files(base))
+    adapters, merged = ([root / f"{kind}{i}" for i in (0, 1)] for kind in ("adapter", "merged"))
+    for seed, (folder, whole) in enumerate(zip(adapters, merged, strict=True)):
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        for name, shape in shapes.items():
+            layer = f"{FILE_PREFIX}{name.removesuffix('.weight')}"
+            if layer.endswith((".q_proj", ".down_proj")):
+                a_RD, b_NR = (3, shape[1]), (shape[0], 3)
+                tensors[f"{layer}.lora_A.weight"] = torch.randn(a_RD, generator=generator) * 0.2
+                tensors[f"{layer}.lora_B.weight"] = torch.randn(b_NR, generator=generator) * 0.2
+        folder.mkdir(parents=True)
+        write_peft(tensors, folder, alpha=6.0, base_model=str(base))
+        merge_adapter(folder, base, whole)
+    return adapters, merged
+
+
+async def check_adapters(world: ServerWorld, control: ControlClient) -> None:
+    """Each version is an adapter of its own name, and the one before it is gone."""
+    await asyncio.to_thread(world.publish)
+    await check_update_in_the_middle(world)
+    await check_updates_while_generating(world)
+    protocol, version = world.engine._protocol, world.engine.get_version()
+    loaded = protocol.load_adapter(control, "mine", str(world.adapters[0]))
+    assert {name for name in loaded if name != MODEL_NAME} == {"mine", f"policy-v{version}"}
+    # Loaded once more, as after a connection that broke; what is not of the run stays.
+    with PublicationRoot("shm", run_name=world.run_name, disk_root=world.folders[0]) as root:
+        version = await asyncio.to_thread(world.publish_in, root)
+        meta = root.meta(use_lora=True, lora_alpha=6.0).with_version(version)
+        protocol.load_weights(control, protocol.weight_order(meta))
+    named = request(greedy=True, lora_name="mine")
+    assert (await world.engine.agenerate(named)).output_len == 6
+    await asyncio.to_thread(protocol.unload_adapter, control, "mine")
+    replies = [await world.engine.agenerate(request(seed=seed)) for seed in range(3)]
+    assert all(reply.output_versions == [version] * 6 for reply in replies)
+    world.check_logprobs(replies)
 
 
 def read_weights(folder: Path):
@@ -302,6 +352,9 @@ def check_grpo_run(root: Path, *overrides: str) -> None:
     for version in versions:
         saved = sorted(paths.checkpoints.glob(f"actor/*globalstep{version - 1}"))
         folder = saved[0] if version else Path(config.actor.path)
+        if version and config.actor.use_lora:
+            folder = root / f"merged{version}"
+            merge_adapter(saved[0], Path(config.actor.path), folder)
         _check_trained(folder, version, [trajectory for _, trajectory in trained])
 
 

@@ -4,7 +4,8 @@
 
 For tests of the adapter where SGLang itself cannot be installed. It answers as SGLang 0.5 was seen
 to: "abort" ends what runs with the tokens it has and holds what comes later, "in_place" holds it
-where it is. Started by a script in place of `python -m sglang.launch_server` (see sglang_python).
+where it is. With --enable-lora it serves adapters, each under a name that is not in use. Started
+by a script in place of `python -m sglang.launch_server` (see sglang_python).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop, Receiver
 from areal.engine.native.sequence import Finished, GenRequest, Progress
-from areal.engine.native.server import serve
 from areal.engine.native.wire import Refusal
 from areal.models.hf_io import weight_files
 from areal.utils.addresses import bind
+from areal.utils.http_server import serve
 
 SAMPLING = {
     "max_new_tokens",
@@ -56,9 +57,10 @@ def sglang_python(folder: Path) -> Path:
     return script
 
 
-def create_app(loop: EngineLoop, token: str, model_path: str) -> FastAPI:
+def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: int) -> FastAPI:
     app = FastAPI(openapi_url=None)
     numbers = itertools.count()
+    adapters: dict[str, str] = {}  # path by name
 
     @app.middleware("http")
     async def check_key(request: Request, call_next):
@@ -79,7 +81,8 @@ def create_app(loop: EngineLoop, token: str, model_path: str) -> FastAPI:
     async def generate(request: Request):
         body = await request.json()
         assert body["return_logprob"] is True
-        work = GenRequest(str(next(numbers)), body["input_ids"], gconfig(body["sampling_params"]))
+        options = gconfig(body["sampling_params"]).new(lora_name=body.get("lora_path", ""))
+        work = GenRequest(str(next(numbers)), body["input_ids"], options)
         if body["stream"]:
             return _Events(loop, replace(work, progress_tokens=1))
         async with Receiver(loop, request._receive) as receiver:
@@ -120,9 +123,39 @@ def create_app(loop: EngineLoop, token: str, model_path: str) -> FastAPI:
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
         return {"success": True, "message": "Succeeded to update model weights."}
 
+    async def change_adapters(change) -> JSONResponse:
+        try:
+            if not max_lora_rank:
+                raise ValueError("LoRA is not enabled.")
+            await asyncio.wrap_future(loop.call(change))
+        except (OSError, ValueError) as error:
+            return JSONResponse({"success": False, "error_message": str(error)}, status_code=400)
+        return JSONResponse({"success": True, "loaded_adapters": adapters})
+
     @app.post("/load_lora_adapter")
-    async def load_lora_adapter():
-        return {"success": False, "error_message": "LoRA is not enabled."}
+    async def load_lora_adapter(request: Request):
+        order = await request.json()
+        name, path = order["lora_name"], Path(order["lora_path"])
+
+        def load(engine: NativeEngine) -> None:
+            if json.loads((path / "adapter_config.json").read_text())["r"] > max_lora_rank:
+                raise ValueError("its rank is above --max-lora-rank")
+            engine.add_adapter(name, path)
+            adapters[name] = str(path)
+
+        return await change_adapters(load)
+
+    @app.post("/unload_lora_adapter")
+    async def unload_lora_adapter(request: Request):
+        name = (await request.json())["lora_name"]
+
+        def unload(engine: NativeEngine) -> None:
+            if name not in adapters:
+                raise ValueError(f"LoRA adapter {name} is not loaded.")
+            engine.remove_adapter(name)
+            del adapters[name]
+
+        return await change_adapters(unload)
 
     @app.get("/metrics")
     async def metrics():
@@ -210,7 +243,11 @@ def main() -> None:
     for name in ("model-path", "host", "config", "dtype"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--lora-target-modules", nargs="+")
     args, _ = parser.parse_known_args()
+    assert args.enable_lora == bool(args.max_lora_rank and args.lora_target_modules)
     api_key = read_private(Path(args.config))["api-key"]
     import torch
 
@@ -218,7 +255,8 @@ def main() -> None:
     with bind(args.host, args.port) as listener:
         engine = NativeEngine.from_pretrained(args.model_path, dtype=torch.float32)
         loop = EngineLoop(engine)
-        serve(create_app(loop, api_key, args.model_path), listener, on_ready=lambda: None)
+        app = create_app(loop, api_key, args.model_path, max_lora_rank=args.max_lora_rank or 0)
+        serve(app, listener, on_ready=lambda: None)
         loop.close()
 
 

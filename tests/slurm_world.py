@@ -22,7 +22,7 @@ import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("node1", "node2")
-START_S = 60
+START_S = 900
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
     def measure(model: Path) -> tuple[int, dict]:
         options = ("--model", model, *small, "--json", report)
         command = [sys.executable, BENCHMARKS / "algorithms.py", *options]
-        done = subprocess.run(command, check=False, timeout=300)
+        done = subprocess.run(command, check=False, timeout=900)
         written = json.loads(report.read_text())
         assert written.keys() == KEYS | {"steps", "curves", "errors"}
         return done.returncode, written
@@ -193,5 +193,5 @@ def test_peers_says_where_trl_is_missing(tmp_path):
     bare.chmod(0o755)
     for python, message in ((tmp_path / "none", "No such file"), (bare, "has no TRL: install trl")):
         command = [sys.executable, BENCHMARKS / "peers.py", "--trl-python", python]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert done.returncode == 2 and message in done.stderr

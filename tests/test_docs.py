@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from docs_world import ROOT, World, read_blocks
+from sandbox_support import needs_sandbox
 
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"  # generated
@@ -41,6 +42,7 @@ def stories() -> list:
         if blocks:
             slow = any(b.trains and b.not_run is None for b in blocks) and not is_recipe_page(page)
             marks = [pytest.mark.slow] if slow else []
+            marks += [needs_sandbox] if page.name == "sandbox.md" else []
             params.append(pytest.param(page, id=page_id(page), marks=marks))
     return params
 
@@ -68,7 +70,7 @@ def test_page_runs(page, world):
         world.run(block)
 
 
-# What the machines of the suite do not have, and nothing else: docs/index.md promises it.
+# What the suite does not have, and nothing else: docs/index.md promises it.
 MISSING = (
     "`git clone` needs a network",
     "`pip install` needs a network",
@@ -82,6 +84,11 @@ MISSING = (
     "needs a Kubernetes cluster with KubeRay",
     "needs SkyPilot and an account of a cloud",
     "needs a run that waits for clients",
+    "needs lm-eval and inspect-ai",
+    "it serves until Ctrl-C",
+    "it waits for lines",
+    "it needs a finished run",
+    "it needs a file of rows",
 )
 
 
@@ -132,7 +139,7 @@ def test_links_of_the_readme():
 
 def config_keys() -> set[str]:
     """Every dotted key of every trainer's config."""
-    from areal.api.config.loader import EXPERIMENTS
+    from areal.api.config.trainers import EXPERIMENTS
 
     keys: set[str] = set()
     for cls in EXPERIMENTS.values():

@@ -8,6 +8,7 @@ server takes to start; test_grpo_run.py has the server.
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import subprocess
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from metrics_page import undocumented
 from tiny import write_tiny_model
 from tiny_run import query
 
@@ -38,18 +40,22 @@ SCRIPTS = {  # script -> the recipe it is run with
     "multi_turn_math/train_multi_turn.py": "multi_turn_math/arithmetic_grpo.yaml",
     "sft/train_sft.py": "sft/arithmetic_sft.yaml",
 }
+LOOP = "math/rl_loop.py"  # reads no recipe
 PARTS = {  # what a recipe is made with or names, by itself no training
     "agents/cli_agent.py",  # and the next four: run by make test-agents, which has their packages
     "agents/online_client.py",
     "agents/with_anthropic.py",
     "agents/with_langgraph.py",
     "agents/with_openai_agents.py",
+    "games/guess.py",
     "smollm2/chain_sum.py",
     "smollm2/prepare.py",
+    "tir/warm_start.py",
 }
 SAMPLES = {  # data set of a hub, or made by a script -> what stands for it here
     "Anthropic/hh-rlhf": ("hh_rlhf_sample", "hh-rlhf"),
     "Jiayi-Pan/Countdown-Tasks-3to4": ("countdown_sample", "countdown"),
+    "data/torl_data": ("torl_sample", "torl_data"),
     "openai/gsm8k": ("gsm8k_sample", "gsm8k"),
     "runs/smollm2/data": ("chain_sum_sample", "examples.smollm2.chain_sum.load"),
 }
@@ -107,12 +113,37 @@ def test_the_script_runs(script, tiny_folder, tmp_path, monkeypatch):
     assert_trained(load_config([recipe, *small]))
 
 
+def test_the_loop_in_one_file_trains(tiny_folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend((EXAMPLES / LOOP).parent)
+    options = {
+        "--model": tiny_folder,
+        "--steps": STEPS,
+        "--prompts": 4,
+        "--samples": 4,
+        # Random weights never find a right answer; shares of digits differ from the first step.
+        "--reward": "sample_rewards.digit_share_reward_fn",
+    }
+    importlib.import_module("rl_loop").main([str(x) for pair in options.items() for x in pair])
+    lines = capsys.readouterr().out.splitlines()
+    steps = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
+    assert [step["step"] for step in steps] == ["1/2", "2/2"]
+    assert all(float(step["gradient"]) > 0 for step in steps)
+    assert all(0 <= float(step["staleness"]) <= 2 for step in steps)
+
+
+def test_the_loop_names_a_model_that_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend((EXAMPLES / LOOP).parent)
+    with pytest.raises(SystemExit):
+        importlib.import_module("rl_loop").main(["--model", str(tmp_path / "none")])
+    assert "none is no folder; run `areal demo` once" in capsys.readouterr().err
+
+
 def test_a_script_runs_as_users_start_it(tiny_folder, tmp_path):
     recipe = str(EXAMPLES / "sft" / "arithmetic_sft.yaml")
     small = small_overrides(load_config([recipe]), tiny_folder, tmp_path)
     script = EXAMPLES / "sft" / "train_sft.py"
     done = subprocess.run(
-        [sys.executable, str(script), recipe, *small], capture_output=True, text=True, timeout=120
+        [sys.executable, str(script), recipe, *small], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert_trained(load_config([recipe, *small]))
@@ -128,7 +159,7 @@ def test_the_documented_command_trains(tiny_folder, tmp_path):
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert_trained(load_config([str(recipe), *small]))
@@ -136,7 +167,7 @@ def test_the_documented_command_trains(tiny_folder, tmp_path):
 
 def test_every_script_and_recipe_is_listed():
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
-    assert found == set(SCRIPTS) | PARTS
+    assert found == {*SCRIPTS, *PARTS, LOOP}
     readme = (EXAMPLES / "README.md").read_text()
     for name in [
         *found,
@@ -228,10 +259,13 @@ def ppo_changes(config) -> dict[str, object]:
 
 
 def assert_trained(config) -> None:
-    """All steps are in the database with a finite loss, and the model is on disk."""
+    """All steps are in the database with a finite loss and documented names, the model on disk."""
     paths = RunPaths.of(config)
     loss = "actor/loss" if config.trainer == "ppo" else "loss"
-    rows = query(paths.root, f"SELECT json_extract(stats, '$.\"{loss}\"') FROM steps")
-    assert len(rows) == STEPS
-    assert all(value is not None and math.isfinite(value) for (value,) in rows), rows
-    assert (paths.model / "config.json").is_file()
+    steps = [json.loads(text) for (text,) in query(paths.root, "SELECT stats FROM steps")]
+    assert len(steps) == STEPS
+    assert all(math.isfinite(stats[loss]) for stats in steps), steps
+    assert undocumented(name for stats in steps for name in stats) == []
+    is_adapter = config.models()["actor"].use_lora
+    saved = "adapter_config.json" if is_adapter else "config.json"
+    assert (paths.model / saved).is_file()

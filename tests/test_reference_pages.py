@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from areal.api.config.loader import EXPERIMENTS
 from areal.api.config.section import all_keys
+from areal.api.config.trainers import EXPERIMENTS
 from areal.cli.main import COMMANDS
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "generate_config_reference.py"

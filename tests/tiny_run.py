@@ -16,6 +16,10 @@ import pytest
 from areal.cli.demo import make_model, recipe_path
 from areal.cli.train import load_config
 
+# What a test waits for a run that goes on as it should: on a busy machine every process takes
+# minutes to start.
+PATIENCE_S = 900.0
+
 SMALL = (
     "train_dataset.batch_size=8",
     "gconfig.n_samples=4",
@@ -55,13 +59,13 @@ def areal(*argv: str | Path, **popen) -> subprocess.Popen:
     )
 
 
-def wait_until(run: subprocess.Popen, condition: Callable[[], bool], timeout_s: float) -> None:
+def wait_until(run: subprocess.Popen, condition: Callable[[], bool]) -> None:
     """Until the run has come so far; fails with what it wrote when it ends before, or does not."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if run.poll() is not None or time.monotonic() > deadline:
             run.terminate()
-            pytest.fail(run.communicate(timeout=60)[1])
+            pytest.fail(run.communicate(timeout=PATIENCE_S)[1])
         time.sleep(0.1)
 
 

@@ -243,9 +243,9 @@ def test_a_key_ends_with_its_episode(world):
     with world.open(Keeper) as workflow:
         world.episode(workflow)
         with pytest.raises(Exception, match="401"):
-            world.runner.run(Turns(1).run({}, **keys)).result(10)
+            world.runner.run(Turns(1).run({}, **keys)).result(300)
     with pytest.raises(APIConnectionError):
-        world.runner.run(Turns(1).run({}, **keys)).result(10)
+        world.runner.run(Turns(1).run({}, **keys)).result(300)
 
 
 @pytest.mark.parametrize(

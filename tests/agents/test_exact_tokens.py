@@ -23,7 +23,7 @@ from areal.rollout.trajectory import as_tensors
 
 NUM_IN_FLIGHT = 16
 UPDATE_EVERY = 10  # histories
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 SHOWS_REASONING = CHAT_TEMPLATE.replace(
     "{{ message.content",

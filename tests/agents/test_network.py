@@ -149,7 +149,7 @@ def test_episodes_wait_while_there_are_enough_sessions(world):
 
     with world.open(Does(act), max_sessions=2) as workflow:
         running = [world.start(workflow) for _ in range(6)]
-        assert all(len(future.result(30)) == 1 for future in running)
+        assert all(len(future.result(300)) == 1 for future in running)
     assert most[0] == 2
 
 
@@ -170,22 +170,22 @@ def test_the_sessions_of_a_run_are_listed(world, tmp_path, capsys):
     options = SessionOptions(
         AgentConfig(), world.tokenizer, GenerationHyperparameters(max_new_tokens=2)
     )
-    place = InlineAgent(Does(act), {}, timeout_s=60)
+    place = InlineAgent(Does(act), {}, timeout_s=900)
     workflow = AgentEpisodes(place, options, folder=tmp_path / "agents", logs=None)
     with RunDatabase(tmp_path / "run.db") as database:
         database.record_event("started", "step 0")
         assert main(["agents", str(tmp_path)]) == 1
         assert "has begun no episode" in capsys.readouterr().err
         running = world.start(workflow)
-        world.runner.run(wait_for(asked)).result(40)
+        world.runner.run(wait_for(asked)).result(300)
         assert main(["agents", str(tmp_path), "--json"]) == 0
         (session,) = json.loads(capsys.readouterr().out)["sessions"]
         assert (session["task_id"], session["sample"], session["completions"]) == (3, 1, 1)
         assert main(["agents", str(tmp_path)]) == 0
         printed = capsys.readouterr().out
         assert session["id"] in printed and "3/1" in printed and "1 live sessions" in printed
-        world.runner.run(set_event(go_on)).result(10)
-        running.result(30)
+        world.runner.run(set_event(go_on)).result(300)
+        running.result(300)
         workflow.close()
         database.record_event("finished", "step 4")
     assert main(["agents", str(tmp_path)]) == 1

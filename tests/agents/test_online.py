@@ -41,7 +41,7 @@ class Outside:
     """A client that knows the address and the admin key only."""
 
     def __init__(self, workflow, world):
-        base_url = world.runner.run(workflow._proxy.get()).result(10).base_url
+        base_url = world.runner.run(workflow._proxy.get()).result(300).base_url
         self.root = base_url.removesuffix("/v1")
 
     def post(self, route: str, key: str, body: dict | None = None) -> httpx.Response:
@@ -77,7 +77,7 @@ def test_a_client_drives_an_episode(online, world):
     assert outside.post("set_reward", session["api_key"], reward).status_code == 200
     ended = outside.post("end_session", session["api_key"], {"reward": 2.0})
     assert ended.json() == {"interactions": 2}
-    interactions = running.result(10)
+    interactions = running.result(300)
     assert [item.reward for item in interactions.values()] == [2.0, 2.0]  # 1 + 0.5 * 2, and 2
     assert outside.post("end_session", session["api_key"]).status_code in (401, 409)
 
@@ -91,7 +91,7 @@ def test_sessions_start_while_episodes_wait(online, world):
     assert outside.post("start_session", SECRET).status_code == 429
     for key in keys:
         outside.post("end_session", key)
-    assert [future.result(10) for future in running] == [None, None]
+    assert [future.result(300) for future in running] == [None, None]
 
 
 def test_an_end_without_a_reward_is_a_rejection(online, world):
@@ -100,7 +100,7 @@ def test_an_end_without_a_reward_is_a_rejection(online, world):
     session = outside.start()
     talk(session)
     outside.post("end_session", session["api_key"])
-    assert running.result(10) is None
+    assert running.result(300) is None
 
 
 def test_a_reward_without_a_completion_ends_the_session(online, world):
@@ -109,7 +109,7 @@ def test_a_reward_without_a_completion_ends_the_session(online, world):
     session = outside.start()
     ended = outside.post("end_session", session["api_key"], {"reward": 1.0})
     assert ended.status_code == 200 and ended.json() == {"interactions": 0}
-    assert running.result(10) is None, "rejected, at once: its place is free again"
+    assert running.result(300) is None, "rejected, at once: its place is free again"
 
 
 def test_a_session_is_known_by_its_address(online, world):
@@ -119,14 +119,14 @@ def test_a_session_is_known_by_its_address(online, world):
         client.chat.completions.create(model="policy", messages=QUESTION)
     ended = httpx.post(f"{session['session_url']}/rl/end_session", json={"reward": 1.0})
     assert ended.json() == {"interactions": 1}
-    assert len(running.result(10)) == 1
+    assert len(running.result(300)) == 1
 
 
 def test_a_client_that_leaves_is_a_failure(online, world):
     running = world.start(online)
     talk(Outside(online, world).start())
     with pytest.raises(AgentTimeoutError, match="did not end session .* within 2 s"):
-        running.result(10)
+        running.result(300)
 
 
 def test_only_the_admin_key_starts_sessions(online, world):
@@ -137,7 +137,7 @@ def test_only_the_admin_key_starts_sessions(online, world):
     session = outside.start()
     assert outside.post("start_session", session["api_key"]).status_code == 401
     outside.post("end_session", session["api_key"])
-    assert running.result(10) is None
+    assert running.result(300) is None
 
 
 @pytest.mark.parametrize("secret", [None, "short"])
@@ -158,7 +158,7 @@ def test_a_row_that_is_no_json_fails_its_episode(online, world):
     answer = Outside(online, world).post("start_session", SECRET)
     assert answer.status_code == 500 and "cannot be sent as JSON" in answer.text
     with pytest.raises(AgentError, match="not JSON serializable"):
-        running.result(30)
+        running.result(300)
 
 
 def test_a_reward_may_come_late(world, monkeypatch):
@@ -179,7 +179,7 @@ def test_a_reward_may_come_late(world, monkeypatch):
         assert not running.done()
         rewards = {"reward": {first: 1.0, "1": 2.0}}
         assert outside.post("set_reward", session["api_key"], rewards).status_code == 200
-        assert [item.reward for item in running.result(10).values()] == [2.0, 2.0]
+        assert [item.reward for item in running.result(300).values()] == [2.0, 2.0]
 
 
 def test_a_reward_that_does_not_come_is_a_rejection(world, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_reward_that_does_not_come_is_a_rejection(world, monkeypatch):
         session = outside.start()
         talk(session)
         outside.post("end_session", session["api_key"])
-        assert running.result(10) is None
+        assert running.result(300) is None
         late = outside.post("set_reward", session["api_key"], {"reward": 1.0})
         assert late.status_code in (401, 409)
 
@@ -201,7 +201,7 @@ def test_a_rewarded_session_that_is_left_ends_by_itself(world, monkeypatch):
         session = outside.start()
         talk(session)
         assert outside.post("set_reward", session["api_key"], {"reward": 3.0}).status_code == 200
-        assert [item.reward for item in running.result(10).values()] == [3.0]
+        assert [item.reward for item in running.result(300).values()] == [3.0]
 
 
 def test_open_sessions_have_a_limit(world, monkeypatch):
@@ -213,7 +213,7 @@ def test_open_sessions_have_a_limit(world, monkeypatch):
             refused = outside.post("start_session", SECRET)
             assert refused.status_code == 429, refused.text
             outside.post("end_session", session["api_key"])
-        assert [future.result(10) for future in running] == [None, None]
+        assert [future.result(300) for future in running] == [None, None]
 
 
 def test_sessions_are_listed_for_the_admin_key(online, world):
@@ -231,5 +231,5 @@ def test_sessions_are_listed_for_the_admin_key(online, world):
     for key in ("wrong", session["api_key"]):
         assert httpx.get(f"{outside.root}/rl/sessions", headers={"x-api-key": key}).is_error
     outside.post("end_session", session["api_key"])
-    assert running.result(10) is None
+    assert running.result(300) is None
     assert outside.sessions() == []

@@ -129,7 +129,7 @@ def test_concurrent_sessions_never_mix(world):
     agent = Does(act)
     with world.open(agent) as workflow:
         running = [world.start(workflow) for _ in range(8)]
-        results = [future.result(30) for future in running]
+        results = [future.result(300) for future in running]
     speakers = [
         {item.messages[0]["content"].split()[0] for item in interactions.values()}
         for interactions in results

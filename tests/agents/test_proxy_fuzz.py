@@ -104,9 +104,9 @@ def proxy(world):
         await proxy.start()
         return proxy
 
-    proxy = world.runner.run(start()).result(30)
+    proxy = world.runner.run(start()).result(300)
     yield proxy
-    world.runner.run(proxy.stop()).result(30)
+    world.runner.run(proxy.stop()).result(300)
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +121,11 @@ def key_of_session(world, proxy):
         proxy.admit(session)
         return session
 
-    last = [world.runner.run(open_one()).result(30)]
+    last = [world.runner.run(open_one()).result(300)]
 
     def key():
         if last[0].ended.is_set():
-            last[0] = world.runner.run(open_one()).result(30)
+            last[0] = world.runner.run(open_one()).result(300)
         return last[0].key
 
     return key
@@ -133,7 +133,7 @@ def key_of_session(world, proxy):
 
 @pytest.fixture(scope="module")
 def client(proxy):
-    with httpx.Client(base_url=url_of(proxy), timeout=60) as client:
+    with httpx.Client(base_url=url_of(proxy), timeout=900) as client:
         yield client
 
 
@@ -224,7 +224,7 @@ def test_it_never_redirects(proxy, key_of_session):
                 f"Host: {host}\r\nAuthorization: Bearer {key_of_session()}\r\nConnection: close"
             )
             address = proxy.base_url.removeprefix("http://").removesuffix("/v1").split(":")
-            with socket.create_connection((address[0], int(address[1])), timeout=60) as connection:
+            with socket.create_connection((address[0], int(address[1])), timeout=900) as connection:
                 connection.sendall(f"GET {target} HTTP/1.1\r\n{fields}\r\n\r\n".encode())
                 answer = b"".join(iter(lambda: connection.recv(65536), b""))
             status = int(answer.split()[1])
@@ -237,7 +237,7 @@ def test_strangers_starve_no_agent(proxy, client, key_of_session):
     with contextlib.ExitStack() as stack:
         strangers = []
         for number in range(600):
-            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=900))
             stranger.sendall(b"POST /v1/messages HTTP/1.1\r\n" if number % 2 else b"")
             strangers.append(stranger)
         for path in LENGTHS:

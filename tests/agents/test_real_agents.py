@@ -119,7 +119,7 @@ def test_a_client_from_outside_is_trained(taught, tmp_path, monkeypatch):
     overrides = ("rollout.agent.mode=online", f"rollout.agent.port={port}")
     try:
         train(None, {**row, "answer": "50"}, taught, tmp_path, *overrides, turns=1, reward=1.0)
-        said, _ = client.communicate(timeout=30)
+        said, _ = client.communicate(timeout=300)
     finally:
         client.kill()
     assert client.returncode == 0 and int(said.split()[0]) >= EPISODES

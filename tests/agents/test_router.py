@@ -27,7 +27,7 @@ class Routed:
         self.folder = folder
         self.workflows = [self.open_worker() for _ in range(2)]
         self.router = AgentRouter(CONFIG, admin_key=SECRET, folder=folder)
-        world.runner.run(self.router.start()).result(30)
+        world.runner.run(self.router.start()).result(300)
 
     def open_worker(self):
         workflow = online_workflow(
@@ -37,17 +37,18 @@ class Routed:
             folder=self.folder,
             is_routed=True,
         )
-        self.world.runner.run(workflow._proxy.get()).result(30)
+        self.world.runner.run(workflow._proxy.get()).result(300)
         return workflow
 
     def close(self):
         for workflow in self.workflows:
             workflow.close()
-        self.world.runner.run(self.router.stop()).result(30)
+        self.world.runner.run(self.router.stop()).result(300)
 
     def post(self, route, key=SECRET, body=None):
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.post(f"{self.router.url}{route}", headers=headers, json=body or {}, timeout=30)
+        url = f"{self.router.url}{route}"
+        return httpx.post(url, headers=headers, json=body or {}, timeout=300)
 
     def start(self):
         answer = self.post("/rl/start_session")
@@ -78,7 +79,7 @@ def test_sessions_stay_with_their_worker(routed, world):
         assert routed.post("/rl/end_session", session["api_key"], reward).json() == {
             "interactions": 2
         }
-    rewards = [[item.reward for item in future.result(30).values()] for future in running]
+    rewards = [[item.reward for item in future.result(300).values()] for future in running]
     assert rewards == [[1.0, 1.0], [2.0, 2.0]]
 
 
@@ -89,7 +90,7 @@ def test_all_clients_pass_through(routed, world):
     root = routed.router.url
     message = {"model": "policy", "max_tokens": 9, "messages": QUESTION}
     headers = {"x-api-key": session["api_key"], "anthropic-version": "2023-06-01"}
-    reply = httpx.post(f"{root}/v1/messages?beta=true", headers=headers, json=message, timeout=30)
+    reply = httpx.post(f"{root}/v1/messages?beta=true", headers=headers, json=message, timeout=300)
     assert reply.json()["content"][0]["text"] == "one"
     with OpenAI(base_url=f"{session['session_url']}/v1", api_key="none") as client:
         parts = client.chat.completions.create(model="policy", messages=QUESTION, stream=True)
@@ -98,7 +99,7 @@ def test_all_clients_pass_through(routed, world):
         assert len([text for text in texts if text]) > 1, "a stream, not one piece"
         assert [model.id for model in client.models.list()] == ["policy"]
     routed.post("/rl/end_session", session["api_key"], {"reward": 1})
-    assert len(running.result(30)) == 2
+    assert len(running.result(300)) == 2
 
 
 def test_a_client_that_leaves_frees_its_generation(routed, world):
@@ -125,9 +126,9 @@ def test_a_client_that_leaves_frees_its_generation(routed, world):
             while not engine.cancelled:
                 await asyncio.sleep(0.01)
 
-    world.runner.run(until_freed()).result(40)
+    world.runner.run(until_freed()).result(300)
     routed.post("/rl/end_session", session["api_key"])
-    assert running.result(30) is None
+    assert running.result(300) is None
 
 
 def test_what_is_wrong_is_said_in_the_words_of_the_api(routed, world):
@@ -145,7 +146,7 @@ def test_what_is_wrong_is_said_in_the_words_of_the_api(routed, world):
         assert refused.status_code == 413 and "at most 262144 bytes" in refused.text
         assert ("type" in refused.json()) == (route == "/v1/messages")
     routed.post("/rl/end_session", session["api_key"])
-    assert running.result(30) is None
+    assert running.result(300) is None
     assert routed.post("/v1/chat/completions", session["api_key"]).status_code in (401, 409)
 
 
@@ -155,7 +156,7 @@ def test_a_worker_that_is_gone_has_no_sessions(routed, world):
     session = routed.start()
     entries = {entry.id: entry for entry in read_entries(routed.folder)}
     routed.workflows[0].close()
-    assert running.result(30) is None
+    assert running.result(300) is None
     (dead,) = set(entries) - {entry.id for entry in read_entries(routed.folder)}
     entries[dead].write(routed.folder)  # as after kill -9
     gone = routed.post("/v1/chat/completions", session["api_key"], {"messages": QUESTION})
@@ -166,7 +167,7 @@ def test_a_worker_that_is_gone_has_no_sessions(routed, world):
     again = routed.start()
     assert again["data"] == {"n": 7}
     routed.post("/rl/end_session", again["api_key"])
-    assert running.result(30) is None
+    assert running.result(300) is None
 
 
 def test_entries_are_private(tmp_path):

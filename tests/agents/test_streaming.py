@@ -227,7 +227,7 @@ def engines(world, tmp_path_factory):
     native, address = launch_native_server(world.folder, token=token, num_pages=400)
     python = sglang_python(tmp_path_factory.mktemp("env"))
     stock, other = launch_sglang_server(
-        world.folder, python=python, token=token, dtype="float32", setup_timeout_s=120
+        world.folder, python=python, token=token, dtype="float32", setup_timeout_s=900
     )
     found = {
         "in this process": world.engine,
@@ -308,7 +308,7 @@ def test_a_long_wait_is_not_silent(world, path, count):
         proxy.admit(session)
         extra = {"base_url": proxy.base_url, "api_key": session.key}
         async with (
-            httpx.AsyncClient(timeout=30) as client,
+            httpx.AsyncClient(timeout=300) as client,
             opened({**extra, "http_client": client}, path) as answer,
         ):
             assert answer.status_code == 200
@@ -320,7 +320,7 @@ def test_a_long_wait_is_not_silent(world, path, count):
         await proxy.stop()
         return session, "\n".join(read)
 
-    session, text = world.runner.run(act()).result(60)
+    session, text = world.runner.run(act()).result(300)
     (item,) = session.cache.values()
     events = [event for event in events_of(text) if event.get("type") != "ping"]
     assert FOLDS[path](events) == (item.response or item.completion)

@@ -40,6 +40,50 @@ def test_documented_examples_have_their_world_size(text: str, world_size: int) -
     assert AllocationMode.from_str(text).world_size == world_size
 
 
+@pytest.mark.parametrize(
+    ("text", "sections"),
+    [
+        ("d8", {"actor": {"backend": "fsdp:d8"}}),
+        (
+            "sglang:d12p1t1+d4p1t1",
+            {"rollout": {"backend": "sglang:d12"}, "actor": {"backend": "fsdp:d4"}},
+        ),
+        (
+            "vllm:d2t4+d2p2e2",
+            {"rollout": {"backend": "vllm:d2t4"}, "actor": {"backend": "archon:d2p2e2"}},
+        ),
+        (
+            "native[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4",
+            {
+                "rollout": {"backend": "native:d2"},
+                "actor": {"backend": "fsdp:d4"},
+                "critic": {
+                    "backend": "fsdp:d4",
+                    "scheduling_strategy": {"type": "colocation", "target": "actor"},
+                },
+            },
+        ),
+        (
+            "native:d2|archon[actor]:d2",
+            {
+                "rollout": {
+                    "backend": "native:d2",
+                    "scheduling_strategy": {"type": "colocation", "target": "actor"},
+                },
+                "actor": {"backend": "archon:d2"},
+            },
+        ),
+    ],
+)
+def test_a_string_sets_the_back_ends_of_sections(text: str, sections: dict) -> None:
+    assert AllocationMode.from_str(text).sections() == sections
+
+
+def test_two_parts_of_one_section_need_names() -> None:
+    with pytest.raises(AllocationValidationError, match="second part for actor"):
+        AllocationMode.from_str("fsdp:d4+archon:d4").sections()
+
+
 def test_dimensions_in_any_order_with_spaces() -> None:
     allocation = ModelAllocation.from_str(" fsdp [ actor ] : t2 d4 c 3 ")
     assert allocation.backend == "fsdp"
@@ -84,7 +128,7 @@ def test_colocated_engine_adds_no_devices() -> None:
         ("fsdp:4", ValueError, "positive number"),
         ("fsdp:d2d4", ValueError, "given twice"),
         ("fsdp[]:d2", ValueError, "backend:dims"),
-        ("sglang:d4+d4", ValueError, "'d4'"),
+        ("sglang:d4+d4x2", ValueError, "unknown dimension 'x'"),
         ("vllm:d4+[actor]:d4", ValueError, "'[actor]:d4'"),
         ("sglang:d4+", ValueError, "''"),
         ("megatron:(attn:d2)", ValueError, "(attn:DIMS|ffn:DIMS)"),

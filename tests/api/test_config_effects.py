@@ -11,9 +11,10 @@ import pytest
 from config_files import FILES
 
 from areal.api.cli_args import ConfigError, dump_yaml, load_experiment, load_expr_config
+from areal.api.config.effects import ROWS, rows_of
 from areal.api.config.experiment import PPOConfig
-from areal.api.config.loader import EXPERIMENTS, ROWS, rows_of
 from areal.api.config.section import field_types, section_class
+from areal.api.config.trainers import EXPERIMENTS
 from areal.api.workflow_api import RolloutWorkflow
 from areal.workflow import WORKFLOWS
 from areal.workflow.resolve import find_workflow
@@ -21,12 +22,14 @@ from areal.workflow.resolve import find_workflow
 # Keys that every run reads, or that their section refuses where it does not.
 ALWAYS = """
 experiment_name trial_name trainer allocation_mode seed total_train_epochs total_train_steps
+total_train_n_seqs
 tokenizer_path cluster.* scheduler.type train_dataset.* saver.freq_* recover.mode watchdog.seconds
-stats_logger.tensorboard.path perf_tracer.enabled
-{trained}.path {trained}.backend {trained}.init_from_scratch {trained}.is_critic
+stats_logger.tensorboard.path perf_tracer.enabled perf_tracer.profile_steps
+rollout.api_url {trained}.path {trained}.backend {trained}.init_from_scratch {trained}.is_critic
 {trained}.batch_invariant {trained}.enable_tree_training {trained}.mb_spec.* {trained}.dtype
 {trained}.gradient_checkpointing {trained}.use_lora {trained}.target_modules {trained}.fsdp.*
 {trained}.megatron.* {trained}.archon.enable_compile {trained}.archon.num_replicas
+{trained}.archon.fp8_forward
 {trained}.scheduling_strategy.* {trained}.setup_timeout {trained}.ppo_n_minibatches
 {trained}.optimizer.type {trained}.optimizer.lr {trained}.optimizer.weight_decay
 {trained}.optimizer.beta1 {trained}.optimizer.lr_scheduler_type {trained}.optimizer.warmup_steps
@@ -75,13 +78,17 @@ def test_every_key_says_when_it_has_an_effect() -> None:
         for key in KEYS
         if not rows_of(key) and not any(fnmatch.fnmatchcase(key, one) for one in always())
     ]
-    assert not undecided, f"add a row to areal/api/config/loader.py, or to ALWAYS: {undecided}"
+    assert not undecided, f"add a row to areal/api/config/effects.py, or to ALWAYS: {undecided}"
     patterns = [*always(), *(key for row in ROWS for key in row.keys)]
     stale = [one for one in patterns if not fnmatch.filter([*KEYS, *SECTIONS], one)]
     assert not stale, f"no such key any more: {stale}"
 
 
-SECTIONS = ("rollout.agent.limits", "workflow_kwargs.key")  # optional, and of any shape
+SECTIONS = (
+    "rollout.agent.limits",
+    "workflow_kwargs.key",
+    "env_kwargs.key",
+)  # optional, and of any shape
 
 
 def test_no_shipped_workflow_is_an_agent() -> None:
@@ -115,6 +122,7 @@ AGENT = "workflow=my.Agent"
         ("ppo", ["sglang={context_length: 9}"], "sglang.context_length has no effect: rollout.ba"),
         ("ppo", ["rollout.backend=vllm:d1", "native.max_running=8"], "native.max_running has no"),
         ("ppo", ["actor.weight_update_mode=direct", "native.threads=2"], "so there is no server"),
+        ("sft", ["actor.grad_reduce_dtype=bfloat16"], "backend is one rank, which sums nothing"),
         ("sft", ["scheduler.placement=SPREAD"], "scheduler.placement has no effect: scheduler.ty"),
         ("sft", ["actor.scheduling_spec=[{cpu: 2}]"], "this model runs in the controller itself"),
         (
@@ -141,9 +149,21 @@ AGENT = "workflow=my.Agent"
         ("ppo", [AGENT, "rollout.agent.set_reward_finish_timeout=9"], "mode is not online"),
         ("ppo", ["gconfig.skip_special_tokens=false"], "workflow 'rlvr' reads tokens"),
         ("ppo", ["rollout.agent.mode=online", "reward_fn=math_verify"], "clients run the episodes"),
+        ("ppo", ["env=my.Env"], "env has no effect: no workflow is env"),
+        (
+            "ppo",
+            ["env=my.Env", "workflow=env", "reward_fn=math_verify"],
+            "rewards are the environment",
+        ),
         ("ppo", ["gconfig={greedy: true, top_p: 0.9, n_samples: 2}"], "gconfig.greedy is true"),
         ("rw", ["actor.temperature=0.5"], "actor.temperature has no effect: is_critic is true"),
         ("ppo", ["critic.logprobs_chunk_size=64"], "critic.logprobs_chunk_size has no effect"),
+        (
+            "ppo",
+            ["actor.use_lora=true", "rollout.use_lora=true"],
+            "rollout.use_lora has no effect: native servers get adapters alone",
+        ),
+        ("ppo", ["rollout.lora_name=mine"], "rollout.lora_name has no effect: no adapter is sent"),
         ("sft", ["actor.lora_rank=8"], "actor.lora_rank has no effect: use_lora is false"),
         (
             "sft",
@@ -229,6 +249,7 @@ def test_a_key_that_must_be_a_mistake_is_refused(
         ("sft", ["valid_dataset={path: arithmetic, batch_size: 9}", "evaluator.freq_steps=5"]),
         ("sft", ["recover={mode: auto, freq_steps: 5, keep: 3}"]),
         ("sft", ["actor.use_lora=true", "actor.lora_rank=8"]),
+        ("ppo", ["actor.use_lora=true", "rollout.lora_name=mine"]),
         ("sft", ["actor.backend=archon:d2", "actor.scheduling_spec=[{cpu: 2}]"]),
         ("sft", ["actor.gradient_checkpointing=true", "actor.archon.ac_mode=full"]),
     ],

@@ -83,7 +83,7 @@ def test_unknown_key_is_answered_with_a_suggestion(grpo: str, override: str, say
         ("actor.optimizer.type=adamw", "must be one of adam, sgd, got 'adamw'"),
         ("recover.mode=fault", "must be one of disabled, on, off, auto, got 'fault'"),
         ("stats_logger.wandb.mode=on", "must be one of disabled, online, offline, got true"),
-        ("scheduler.type=pbs", "scheduler.type must be one of local, ray, got 'pbs'"),
+        ("scheduler.type=pbs", "scheduler.type must be one of local, ray, slurm, got 'pbs'"),
     ],
 )
 def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, says: str) -> None:
@@ -115,7 +115,8 @@ def test_wrong_type_names_key_value_and_expectation(grpo: str, override: str, sa
         ("actor.overlong_reward_penalty=true", "actor.overlong_tokens must be set"),
         ("actor.backend=native:d1", "actor.backend 'native:d1' is for inference"),
         ("actor.backend=archn:d1", "actor.backend: unknown backend 'archn'"),
-        ("allocation_mode=sglang:d4+fsdp:d4", "allocation_mode must hold 'archon:d1'"),
+        ("allocation_mode=fsdp[actr]:d4", "allocation_mode: 'fsdp:d4' is for actr, which is no"),
+        ("total_train_n_seqs=1", "total_train_n_seqs must be at least the rows of a step"),
         ("allocation_mode=what", "allocation_mode: cannot read 'what'"),
     ],
 )

@@ -57,7 +57,10 @@ def test_megatron_is_taken_with_recomputation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["actor.backend=fsdp:t2", "actor.use_lora=true"], "actor.use_lora cannot be sharded by t"),
+        (
+            ["actor.backend=fsdp:t2", "actor.use_lora=true"],
+            "actor.use_lora cannot be sharded by t with backend fsdp",
+        ),
         (["actor.backend=megatron:d1", "actor.dtype=float16"], "trains in bfloat16 or float32"),
         (["actor.backend=megatron:d1", "actor.use_lora=true"], "use_lora needs backend archon"),
         (["actor.backend=megatron:d1", "actor.optimizer.type=sgd"], "trains with adam"),

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.cli_args import GRPOConfig, SFTConfig, dump_yaml, experiment_class, load_expr_config
+from areal.api.cli_args import (
+    ConfigError,
+    GRPOConfig,
+    SFTConfig,
+    dump_yaml,
+    experiment_class,
+    load_expr_config,
+)
 
 GRPO = """
 experiment_name: arithmetic
@@ -152,6 +159,44 @@ def test_sft_config(tmp_path: Path) -> None:
     config, _ = load_expr_config([str(path)], SFTConfig)
     assert config.train_dataset.type == "sft"
     assert config.tokenizer_path == "tiny"
+
+
+def test_allocation_mode_sets_the_backends_that_are_not_written(grpo: str) -> None:
+    config = load(grpo, "allocation_mode=native:d2+d4", "actor.weight_update_mode=disk")
+    assert (config.rollout.backend, config.actor.backend) == ("native:d2", "fsdp:d4")
+
+
+def test_a_backend_that_disagrees_with_allocation_mode_is_named(grpo: str) -> None:
+    with pytest.raises(ConfigError, match="allocation_mode must hold 'archon:d2', the backend of"):
+        load(grpo, "allocation_mode=native:d1+archon:d1", "actor.backend=archon:d2")
+
+
+def test_a_refused_layout_is_at_the_line_of_allocation_mode(grpo: str) -> None:
+    line = len(GRPO.splitlines()) + 1
+    Path(grpo).write_text(f"{GRPO}allocation_mode: native:d1p2+archon:d1\n")
+    with pytest.raises(ConfigError, match=f"grpo.yaml:{line}: rollout.backend 'native:d1p2'"):
+        load(grpo)
+
+
+@pytest.mark.parametrize(("written", "stored"), [("null", "local"), ("slurm", "slurm")])
+def test_scheduler_types_of_other_files(grpo: str, written: str, stored: str) -> None:
+    config = load(grpo, f"scheduler.type={written}")
+    assert config.scheduler.type == stored
+    assert config.scheduler.by_ray == (stored == "slurm")
+
+
+def test_a_ref_that_nothing_needs_is_left_out(grpo: str, caplog) -> None:
+    config = load(grpo, "ref={path: elsewhere, backend: fsdp:d4}")
+    assert config.ref is None and list(config.models()) == ["actor"]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "ref has no effect: actor.kl_ctl and actor.kl_loss_coef are 0" in message
+
+
+@pytest.mark.parametrize(("steps", "rows", "bound"), [(9, 12, 3), (2, 12, 2), (None, 15, 3)])
+def test_the_smaller_bound_on_steps_counts(grpo: str, steps, rows: int, bound: int) -> None:
+    overrides = [f"total_train_steps={'null' if steps is None else steps}"]
+    config = load(grpo, *overrides, f"total_train_n_seqs={rows}", "train_dataset.batch_size=4")
+    assert config.max_train_steps == bound
 
 
 def test_allocation_mode_may_repeat_the_backends(grpo: str) -> None:

@@ -1,4 +1,4 @@
-"""`rollout.backend: vllm:d1` and `sglang:d1`: what a config may ask of a stock server."""
+"""`rollout.backend: vllm:dN` and `sglang:dN`: what a config may ask of stock servers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from config_files import complaint, load
+
+from areal.infra.jobs import all_jobs, server_job
 
 
 def test_the_chosen_section(tmp_path: Path) -> None:
@@ -69,13 +71,90 @@ def test_values_out_of_range(tmp_path: Path, override: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_stock_server_needs_the_actor_in_the_controller(tmp_path, kind):
-    ranks = ("actor.backend=archon:d2", "actor.weight_update_mode=disk")
-    said = complaint(tmp_path, "ppo", f"rollout.backend={kind}:d1", *ranks)
-    assert "actor.backend must be one rank in the controller" in said
-    assert "rollout.backend=native:d1" in said
+@pytest.mark.parametrize("actor", ["archon:d2", "fsdp:d2t2", "megatron:d2p2"])
+@pytest.mark.parametrize("placement", ["local", "ray"])
+def test_a_fleet_of_stock_servers(tmp_path, kind, actor, placement):
+    config = load(
+        tmp_path,
+        "ppo",
+        f"rollout.backend={kind}:d3t2p2",
+        "rollout.workers=2",
+        f"actor.backend={actor}",
+        "actor.weight_update_mode=disk",
+        f"scheduler.type={placement}",
+    )
+    rollout = config.rollout
+    assert (rollout.num_servers, rollout.tensor_parallel, rollout.pipeline_parallel) == (3, 2, 2)
+    job = server_job(config)
+    assert (job.replicas, job.default_gpus) == (3, 4)
 
 
 def test_other_models_may_stand_beside_a_stock_server(tmp_path: Path) -> None:
     config = load(tmp_path, "ppo", "rollout.backend=vllm:d1", "actor.kl_ctl=0.1", "ref={}")
     assert config.hosts() == {"actor": "controller", "ref": "controller"}
+
+
+ATTACHED = "rollout.api_url=[http://one:8000, two:8001]"
+BY_DISK = "actor.weight_update_mode=disk"
+
+
+@pytest.mark.parametrize("kind", ["native", "vllm", "sglang"])
+def test_servers_that_somebody_else_runs(tmp_path: Path, kind: str) -> None:
+    config = load(tmp_path, "ppo", f"rollout.backend={kind}:d2", ATTACHED, BY_DISK)
+    assert config.rollout.addresses == ["one:8000", "two:8001"]
+    assert [job.role for job in all_jobs(config)] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([ATTACHED, BY_DISK], "rollout.backend must be 'native:d2' for the servers of api_url"),
+        (["rollout.backend=vllm:d2t2", ATTACHED, BY_DISK], "backend must be 'vllm:d2' for the"),
+        (["rollout.backend=vllm:d2", ATTACHED], "actor.weight_update_mode must be disk when"),
+        (["rollout.api_url=[https://one:8000]"], "api_url must hold addresses like http://host"),
+        (["rollout.api_url=[http://one]"], "api_url must hold addresses like http://host:8000"),
+        (["rollout.api_url=[one:port]"], "api_url must hold addresses like http://host:8000"),
+    ],
+)
+def test_attached_servers_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    assert says in complaint(tmp_path, "ppo", *overrides)
+
+
+LORA = ["rollout.use_lora=true", "actor.use_lora=true"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.use_lora=true"], "rollout.use_lora must be false when actor.use_lora is"),
+        (
+            [*LORA, "rollout.backend=vllm:d1", "actor.weight_update_mode=xccl"],
+            "actor.weight_update_mode must be shm or disk when rollout.use_lora is true",
+        ),
+        (
+            [*LORA, "rollout.backend=sglang:d2", ATTACHED, BY_DISK],
+            "rollout.use_lora must be false when rollout.api_url is set",
+        ),
+        (
+            [*LORA, "rollout.backend=vllm:d1", "actor.lora_rank=513"],
+            "actor.lora_rank must be at most 512 when vLLM serves the adapters",
+        ),
+        ([*LORA, "rollout.lora_name=''"], "rollout.lora_name must not be empty"),
+    ],
+)
+def test_adapters_that_cannot_be_served(tmp_path: Path, overrides: list[str], says: str) -> None:
+    assert says in complaint(tmp_path, "ppo", *overrides)
+
+
+def test_options_that_are_only_passed_on(tmp_path: Path) -> None:
+    options = ["sglang.chunked_prefill_size=-1", "sglang.max_prefill_tokens=4096"]
+    options += ["sglang.disable_radix_cache=true", "sglang.extra_args=[--schedule-policy, lpm]"]
+    config = load(tmp_path, "ppo", "rollout.backend=sglang:d1", "sglang.random_seed=7", *options)
+    assert config.sglang.arguments == [
+        *("--chunked-prefill-size", "-1", "--max-prefill-tokens", "4096", "--disable-radix-cache"),
+        *("--schedule-policy", "lpm"),
+    ]
+    assert config.server.seed == 7
+    assert load(tmp_path, "ppo", "rollout.backend=sglang:d1").sglang.arguments == []
+    said = complaint(tmp_path, "ppo", "sglang.chunked_prefill_size=0")
+    assert "sglang.chunked_prefill_size must be above 0, or -1 for whole prompts" in said

@@ -20,8 +20,8 @@ from areal.api.cli_args import (
     PPOActorConfig,
     load_expr_config,
 )
-from areal.api.config.loader import EXPERIMENTS
 from areal.api.config.section import field_types, is_section, item_class, section_class
+from areal.api.config.trainers import EXPERIMENTS
 from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
 
 SCALARS = (bool, int, float, str)

@@ -141,7 +141,10 @@ def test_weights_by_xccl_know_their_receiver_and_need_no_folder() -> None:
         (lambda: WeightUpdateMeta(type="awex"), "unknown weight transport 'awex', expected one"),
         (lambda: WeightUpdateMeta.from_awex(), "awex is not part of areal: use from_fsdp_xccl"),
         (lambda: WeightUpdateMeta(type="xccl"), "gen_allocation: xccl needs"),
-        (lambda: WeightUpdateMeta.from_disk("/w", use_lora=True), "use_lora: .* leave it out"),
+        (
+            lambda: WeightUpdateMeta.from_disk("/w", use_lora=True, lora_name=""),
+            "use_lora: adapters travel with a lora_name",
+        ),
     ],
 )
 def test_an_update_that_nothing_can_do_is_refused(build, says: str) -> None:

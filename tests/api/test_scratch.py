@@ -65,7 +65,7 @@ def test_a_killed_owner_leaves_it_and_the_next_sweep_takes_it(root):
     assert (left / "file").exists()
     assert sweep(root) == [left]
     assert list(root.iterdir()) == [kept]
-    living.communicate("", timeout=60)
+    living.communicate("", timeout=900)
     assert list(root.iterdir()) == []
 
 

@@ -48,7 +48,7 @@ def check(hub: LoopbackHub, root: Path, *overrides: str, **env: str) -> tuple[in
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     text = (done.stdout + done.stderr).strip()
     assert "\n" not in text
@@ -100,8 +100,8 @@ def test_what_a_hub_refuses_is_refused(hub: LoopbackHub, tmp_path: Path) -> None
     hub.push("org/gated", {"config.json": b"{}"})
     hub.refuse["org/gated"] = (403, "GatedRepo")
     hub.push("org/bin", {"config.json": b"{}", "pytorch_model.bin": b""})
-    mistral = json.dumps(tiny_config() | {"model_type": "mistral"}).encode()
-    hub.push("org/mistral", {"config.json": mistral, "model.safetensors": b"w"})
+    olmo2 = json.dumps(tiny_config() | {"model_type": "olmo2"}).encode()
+    hub.push("org/olmo2", {"config.json": olmo2, "model.safetensors": b"w"})
     expected = {
         "actor.path=org/absent": "'org/absent' is neither a folder here nor a model of",
         "actor.path=org/tiny@v7": "org/tiny has no revision 'v7'",
@@ -109,7 +109,7 @@ def test_what_a_hub_refuses_is_refused(hub: LoopbackHub, tmp_path: Path) -> None
         "actor.path=org/bin": "org/bin has no model.safetensors",
         "teacher.path=org/absent": "teacher.path: 'org/absent' is neither",
         "tokenizer_path=org/absent": "tokenizer_path: 'org/absent' is neither",
-        "actor.path=org/mistral": "actor.backend: 'archon:d1' with 'org/mistral': model_type",
+        "actor.path=org/olmo2": "actor.backend: 'archon:d1' with 'org/olmo2': model_type",
     }
     for override, says in expected.items():
         code, line = check(hub, tmp_path, override)

@@ -147,19 +147,19 @@ def test_the_stages_of_megatron_are_equally_long(check, project: Path) -> None:
     [
         (
             ["actor.backend=fsdp:d1"],
-            "rollout.backend: 'native:d1' with './tiny': model_type 'mistral' is not supported",
+            "rollout.backend: 'native:d1' with './tiny': model_type 'olmo2' is not supported",
         ),
-        ([], "actor.backend: 'archon:d1' with './tiny': model_type 'mistral' is not supported"),
+        ([], "actor.backend: 'archon:d1' with './tiny': model_type 'olmo2' is not supported"),
         (
             ["actor.backend=fsdp:d1", "rollout.backend=vllm:d1", *KL, "ref.backend=archon:d1"],
-            "ref.backend: 'archon:d1' with './tiny': model_type 'mistral' is not supported",
+            "ref.backend: 'archon:d1' with './tiny': model_type 'olmo2' is not supported",
         ),
     ],
 )
 def test_a_family_that_an_engine_does_not_know(
     check, project: Path, overrides: list[str], says: str
 ) -> None:
-    config = tiny_config() | {"model_type": "mistral"}
+    config = tiny_config() | {"model_type": "olmo2"}
     (project / "tiny" / "config.json").write_text(json.dumps(config))
     code, line = check("ppo", *overrides)
     assert code == 2

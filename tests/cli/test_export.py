@@ -68,7 +68,7 @@ def run_episode(world, workflow, task_id, sample, engine, data=None, *, is_eval=
         with episode(task_id=task_id, sample=sample, is_eval=is_eval, run_seed=7):
             return await workflow.arun_episode(engine, data or {})
 
-    return world.runner.run(one()).result(30)
+    return world.runner.run(one()).result(300)
 
 
 def export(folder, *options):

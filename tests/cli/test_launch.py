@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from tiny_run import query
 
+from areal.api.cli_args import SchedulerConfig
 from areal.cli.demo import make_model
 from areal.cli.main import main
+from areal.infra.scheduler import open_scheduler
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "sft" / "train_sft.py"
 RECIPE = str(Path(__file__).parents[2] / "examples" / "sft" / "arithmetic_sft.yaml")
@@ -70,7 +72,7 @@ def test_dry_run_prints_the_script_and_does_nothing(root, capsys):
     [
         (["slurm", "--nodes", "0"], "cluster.n_nodes must be at least 1, got 0"),
         (["slurm", "--gpus-per-node", "-1"], "n_gpus_per_node must be at least 0, got -1"),
-        (["local", "cluster.n_nodes=2"], "scheduler.type must be ray when cluster.n_nodes is 2"),
+        (["local", "cluster.n_nodes=2"], "scheduler.type must be ray or slurm when"),
     ],
 )
 def test_numbers_of_machines_are_checked(root, capsys, command, says):
@@ -90,7 +92,7 @@ def launcher(place: str, script: Path, *command: str, **env: str) -> subprocess.
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 
@@ -131,6 +133,25 @@ def test_the_slurm_launcher_submits_a_job_that_runs_a_script(root, tmp_path):
     assert "#SBATCH --nodes=2\n" in script and f"--script {SCRIPT}" in script
 
 
+def test_train_submits_a_file_that_asks_for_slurm(root, tmp_path, monkeypatch, capsys):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("the config of a Ray run is refused without the extra `ray`")
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/sh\n[ "$1" = --parsable ] && [ -f "$2" ] && echo 43\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    command = argv(root, "trial_name=by_slurm", "scheduler.type=slurm", "cluster.n_nodes=2")
+    assert main(["train", *command]) == 0
+    assert capsys.readouterr().out.startswith("submitted job 43; its logs: ")
+    script = (root / "arithmetic" / "by_slurm" / "logs" / "slurm.sh").read_text()
+    assert "#SBATCH --nodes=2\n" in script and "scheduler.type=slurm" in script
+
+
+def test_a_script_that_asks_for_slurm_says_how_to_submit_it(tmp_path):
+    with pytest.raises(ValueError, match="areal launch slurm --script"):
+        open_scheduler(SchedulerConfig(type="slurm"), [], logs=tmp_path)
+
+
 @pytest.mark.slow
 def test_the_ray_launcher_runs_a_script(root):
     pytest.importorskip("ray", reason="it needs the extra `ray`")
@@ -156,7 +177,7 @@ def test_what_a_launcher_cannot_run(root, place, script, says):
         env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode in (1, 2) and says in done.stderr and "Traceback" not in done.stderr
 

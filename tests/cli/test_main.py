@@ -52,7 +52,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (
             ["zzz"],
-            "unknown command 'zzz'; commands are demo, train, launch, check, ledger, agents, ",
+            "unknown command 'zzz'; commands are demo, train, launch, check, plan, convert, ",
         ),
         (["--zzz"], "unknown argument '--zzz'"),
         (["check", "a.yaml", "--actor.lr=1"], "overrides have no dashes: key=value"),

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_process import Command, Ended, python_m
+from cli_process import Command, Ended, Program, python_m
 from small_disk import fill, mounted
-from tiny_run import SMALL, areal, query
+from tiny_run import SMALL, query
 from trainer.test_kill_and_resume import steps_done
 
 from areal.cli.demo import make_model, recipe_path
@@ -489,14 +489,14 @@ def test_disk_full_under_the_ledger(project, small_disk, freq_steps):
     order = project.grpo(f"cluster.fileroot={small_disk}", "total_train_steps=10000")
     order += ["rollout.max_head_offpolicyness=2", f"recover.freq_steps={freq_steps}"]
     env = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    process = areal(*order, cwd=project.folder, env=env)
+    process = Program(*order, cwd=project.folder, env=env)
     run_dir, ballast = small_disk / "arithmetic" / "grpo", small_disk / "ballast"
     deadline = time.monotonic() + 300
     while steps_done(run_dir) < 3:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
     fill(ballast)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     line = check_line(Ended(process.returncode, out, err), 1, str(run_dir))
     assert "No space left on device" in line or "disk is full" in line or "disk I/O error" in line
     assert "resuming from" not in err

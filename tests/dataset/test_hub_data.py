@@ -55,7 +55,7 @@ def load(hub: LoopbackHub, home: Path, *arguments: str, **env: str) -> list[str]
         env=hub.env(home, **env),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ray_cluster import ray_cluster
 from tiny_run import query
 
 from areal.api.scheduler_api import GPUAllocationError, Job
@@ -18,19 +19,10 @@ RECIPE = str(Path(__file__).parents[2] / "examples" / "sft" / "arithmetic_sft.ya
 
 @pytest.fixture(scope="module")
 def address():
-    pytest.importorskip("ray", reason="`areal launch ray` needs the extra `ray`")
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-        patch.setenv("RAY_ADDRESS", "")  # put back afterwards: the command sets it
-        cluster = Cluster()
-        try:
-            for _ in range(2):
-                cluster.add_node(num_cpus=1, num_gpus=0)
-            yield cluster.address
-        finally:
-            cluster.shutdown()
+    with ray_cluster() as cluster:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, num_gpus=0)
+        yield cluster.address
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +32,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def launch(root: Path, address: str, trial: str, *overrides: str, join_timeout: int = 100) -> int:
+def launch(root: Path, address: str, trial: str, *overrides: str, join_timeout: int = 900) -> int:
     import ray
 
     argv = [
@@ -87,6 +79,17 @@ def test_a_role_that_finds_no_room_beside_another(address, monkeypatch):
         scheduler.delete_workers()
     finally:
         ray.shutdown()
+
+
+def test_machines_that_are_alike_and_reach_each_other(address, capsys):
+    assert main(["validate", "--cluster", address]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("ok   machine ")]) == 2
+
+
+def test_a_cluster_that_is_not_there(capsys):
+    assert main(["validate", "--cluster", "127.0.0.1:1"]) == 1
+    assert "no Ray head answers at 127.0.0.1:1" in capsys.readouterr().out
 
 
 def test_two_machines_train_one_model(root, address):

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sglang_server
 from processes import parent_of
-from tiny_run import areal, overrides, query, wait_until
+from ray_cluster import ray_cluster
+from sglang_server import sglang_python
+from tiny_run import PATIENCE_S, areal, overrides, query, wait_until
 
 from areal.api.engine_api import EngineLostError
 from areal.api.scheduler_api import Job
@@ -29,29 +32,20 @@ from areal.sandbox.watch import descendants
 pytestmark = pytest.mark.slow
 
 ENDLESS = 100_000  # steps: a run ends when the test has seen what it waits for
-WAIT_S = 200.0
 ROLLOUT_WORKER = b"ray::_OverlappingRayWorker"
 
 
 @pytest.fixture
-def cluster_of(monkeypatch):
+def cluster_of():
     """Machines with so many CPUs each."""
-    pytest.importorskip("ray", reason="scheduler.type=ray needs the extra `ray`")
-    from ray.cluster_utils import Cluster
+    with ray_cluster() as cluster:
 
-    monkeypatch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    cluster = Cluster()
+        def add(*nums_cpus: int):
+            for num_cpus in nums_cpus:
+                cluster.add_node(num_cpus=num_cpus, num_gpus=0)
+            return cluster
 
-    def add(*nums_cpus: int) -> Cluster:
-        for num_cpus in nums_cpus:
-            cluster.add_node(num_cpus=num_cpus, num_gpus=0)
-        return cluster
-
-    try:
         yield add
-    finally:
-        cluster.shutdown()
 
 
 def servers_on(node) -> list[int]:
@@ -78,12 +72,12 @@ def words_of(pid: int) -> list[bytes]:
 
 
 def wait_for_steps(run, folder: Path, count: int) -> None:
-    wait_until(run, lambda: len(read_stats(folder)) >= count, timeout_s=300)
+    wait_until(run, lambda: len(read_stats(folder)) >= count)
 
 
 def wait_for_last(run, folder: Path, condition: Callable[[dict], bool]) -> None:
     """Until the statistics of the newest step are such."""
-    wait_until(run, lambda: condition(read_stats(folder)[-1]), timeout_s=300)
+    wait_until(run, lambda: condition(read_stats(folder)[-1]))
 
 
 def read_stats(folder: Path) -> list[dict]:
@@ -97,7 +91,7 @@ def read_stats(folder: Path) -> list[dict]:
 def stop(run) -> str:
     """What the run has written, when a signal has ended it in order."""
     run.terminate()
-    _, err = run.communicate(timeout=300)
+    _, err = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 130, err
     return err
 
@@ -123,7 +117,7 @@ def test_two_ranks_send_weights_through_a_group(tmp_path, cluster_of):
     cluster = cluster_of(2, 2)
     more = ["actor.backend=archon:d2", "actor.weight_update_mode=xccl", "trial_name=xccl"]
     run = launch(tmp_path, cluster.address, *more, "total_train_steps=2")
-    _, err = run.communicate(timeout=300)
+    _, err = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, err
     folder = tmp_path / "arithmetic" / "xccl"
     stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
@@ -158,6 +152,31 @@ def test_servers_and_rollout_workers_on_two_machines_are_replaced(tmp_path, clus
     check_ledger(folder)
 
 
+def test_stock_servers_with_two_ranks_and_rollout_workers(tmp_path, cluster_of):
+    cluster = cluster_of(3, 3)
+    more = ["actor.weight_update_mode=disk", "trial_name=stock", f"total_train_steps={ENDLESS}"]
+    more += ["rollout.max_head_offpolicyness=1", "rollout.workers=2", "actor.backend=fsdp:d2"]
+    more += ["rollout.backend=sglang:d2", f"sglang.python={sglang_python(tmp_path)}"]
+    run = launch(tmp_path, cluster.address, *more)
+    folder = tmp_path / "arithmetic" / "stock"
+    wait_for_steps(run, folder, 2)
+    servers = [pid for node in cluster.list_all_nodes() for pid in stock_servers_on(node)]
+    assert len(servers) == 2
+    os.kill(servers[0], signal.SIGKILL)
+    wait_for_last(run, folder, lambda stats: stats["server/restarts"] == 1)
+    os.kill(parent_of(servers[1]), signal.SIGKILL)  # takes its server with it
+    wait_for_last(run, folder, lambda stats: stats["server/restarts"] == 2)
+    wait_for_steps(run, folder, len(read_stats(folder)) + 2)
+    stop(run)
+    assert not any(stock_servers_on(node) for node in cluster.list_all_nodes())
+    assert read_stats(folder)[-1]["server/servers"] == 2
+    check_ledger(folder)
+
+
+def stock_servers_on(node) -> list[int]:
+    return processes_on(node, sglang_server.__file__)
+
+
 def has_replaced(stats: dict, *, servers: int, workers: int) -> bool:
     replaced = (stats["server/restarts"], stats["rollout/workers_replaced"])
     return replaced == (servers, workers)
@@ -176,13 +195,13 @@ def test_a_run_goes_on_without_one_of_its_machines(tmp_path, cluster_of):
     more += ["rollout.max_head_offpolicyness=1", "rollout.workers=2"]
     run = launch(tmp_path, cluster.address, *more)
     folder = tmp_path / "arithmetic" / "gone"
-    wait_until(run, lambda: newest_step(folder / "recover") is not None, timeout_s=300)
+    wait_until(run, lambda: newest_step(folder / "recover") is not None)
     node = next(node for node in cluster.worker_nodes if actors_on(node, ROLLOUT_WORKER))
     had_the_model = has_idle_host(node)
     cluster.remove_node(node, allow_graceful=False)
     if had_the_model:
         events = "SELECT kind FROM events"
-        wait_until(run, lambda: ("resumed",) in query(folder, events), timeout_s=300)
+        wait_until(run, lambda: ("resumed",) in query(folder, events))
     else:
         wait_for_last(run, folder, lambda stats: stats["rollout/workers_replaced"] == 1)
     wait_for_steps(run, folder, len(read_stats(folder)) + 3)
@@ -201,11 +220,11 @@ def test_a_server_whose_machine_is_gone(tmp_path, cluster_of):
     try:
         scheduler = RayScheduler()
         scheduler.create_workers(Job(role="rollout", replicas=1))
-        (worker,) = scheduler.get_workers("rollout", WAIT_S)
+        (worker,) = scheduler.get_workers("rollout", PATIENCE_S)
         make_model(tmp_path / "model")
         options = {"model_path": tmp_path / "model", "token": "secret", "num_pages": 64}
         server = HostedServer(
-            scheduler, worker, launch_native_server, options, setup_timeout_s=WAIT_S
+            scheduler, worker, launch_native_server, options, setup_timeout_s=PATIENCE_S
         )
         process = ServerProcess(server.launch)
         cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
@@ -215,7 +234,7 @@ def test_a_server_whose_machine_is_gone(tmp_path, cluster_of):
             process.start_again()
         cluster.add_node(num_cpus=1, num_gpus=0)
         address = process.start_again()
-        ControlClient(address, "secret", timeout_s=WAIT_S).wait_until_healthy(WAIT_S)
+        ControlClient(address, "secret", timeout_s=PATIENCE_S).wait_until_healthy(PATIENCE_S)
         scheduler.delete_workers()
     finally:
         ray.shutdown()

@@ -41,7 +41,7 @@ def launch(root: Path, env: dict[str, str], trial: str, *more: str) -> str:
     argv += ["valid_dataset=null", "evaluator={}", *more]
     paths = [str(RECIPE.parents[2]), os.environ.get("PYTHONPATH", "")]
     command = areal(*argv, env={**env, "PYTHONPATH": os.pathsep.join(paths)}, cwd=root)
-    out, err = command.communicate(timeout=100)
+    out, err = command.communicate(timeout=900)
     assert command.returncode == 0, err
     assert out.startswith("submitted job ")
     return out.split()[2].rstrip(";")
@@ -58,7 +58,7 @@ def scontrol(*argv: str, env: dict[str, str]) -> str:
 
 def slurm_command(*argv: str, env: dict[str, str]) -> str:
     done = subprocess.run(
-        argv, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=True
+        argv, env={**os.environ, **env}, capture_output=True, text=True, timeout=900, check=True
     )
     return done.stdout
 

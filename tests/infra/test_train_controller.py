@@ -82,7 +82,7 @@ def test_marks_statistics_and_errors_of_the_engine(scheduler):
     first = toys.later()
     waiting = in_thread("held", first, 2.0, -1)
     assert toys.rank() == 0 and not waiting.done()
-    waiting.result(60)
+    waiting.result(300)
     with pytest.raises(KeyError, match="rank 2 has had enough"):
         toys.later()(0.0, 2)
 
@@ -155,10 +155,10 @@ def test_ctrl_c_ends_everything_while_ranks_are_busy(tmp_path, cleans_up):
         pid = int(run.stdout.readline())
         run.send_signal(signal.SIGINT)
         try:
-            assert b"KeyboardInterrupt" in run.communicate(timeout=60)[1]
+            assert b"KeyboardInterrupt" in run.communicate(timeout=900)[1]
         finally:
             run.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(pid)

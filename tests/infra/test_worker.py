@@ -64,11 +64,11 @@ def test_a_result_that_cannot_be_sent_is_an_error_of_its_call(tmp_path):
     try:
         scheduler.create_workers(Job("toy", 1, overlapping=True))
         (worker,) = scheduler.get_workers("toy", 60)
-        scheduler.create_engine(worker.id, "infra.toy_engine.AsyncToy", "toy", timeout_s=60)
+        scheduler.create_engine(worker.id, "infra.toy_engine.AsyncToy", "toy", timeout_s=900)
 
         async def calls() -> list[Any]:
             asked = [
-                scheduler.acall_engine(worker.id, "give", "toy", what, timeout_s=60)
+                scheduler.acall_engine(worker.id, "give", "toy", what, timeout_s=900)
                 for what in ("a function", "text")
             ]
             return await asyncio.gather(*asked, return_exceptions=True)

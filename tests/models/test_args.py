@@ -65,3 +65,30 @@ def test_default_rope_ignores_null_scaling():
 def test_what_cannot_be_computed_exactly_is_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         args_of("qwen3", **overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"topk_method": "noaux_tc"}, "topk_method must be .* got 'noaux_tc'"),
+        ({"topk_method": "group_limited_greedy"}, "has no n_group, topk_group"),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
+            "n_group must divide the 8 experts, got 3",
+        ),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 1},
+            r"hold num_experts_per_tok \(2\) experts, got 1",
+        ),
+        ({"num_experts_per_tok": None}, "no num_experts_per_tok"),
+        ({"num_key_value_heads": 2}, r"num_attention_heads \(4\).* got 2"),
+        ({"norm_topk_prob": True}, "norm_topk_prob of a deepseek_v2 must be false"),
+        ({"attention_bias": True}, "attention_bias of a deepseek_v2 must be false"),
+        ({"first_k_dense_replace": 2}, r"below num_hidden_layers \(2\), got 2"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even"),
+        ({"v_head_dim": 15}, r"at most qk_nope_head_dim \+ qk_rope_head_dim \(14\), got 15"),
+    ],
+)
+def test_what_a_deepseek_v2_cannot_be(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        args_of("deepseek_v2", **overrides)

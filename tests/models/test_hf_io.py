@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 from areal.models import _FAMILIES, get_model_spec, known_model_types
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config, save_hf
 
-FAMILIES = ["qwen2", "qwen3", "llama", "gemma3_text"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text"]
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -29,6 +31,15 @@ def assert_same_weights(left, right) -> None:
     left, right = dict(left.named_hf_tensors()), dict(right.named_hf_tensors())
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_model_is_built_without_what_only_compilers_need():
+    """Sympy is a second of a server's start."""
+    code = "import sys, torch; from areal.models.hf_io import build_model\n"
+    code += "before = set(sys.modules)\n"
+    code += f"build_model({tiny_config()!r}, device='cpu', dtype=torch.float32)\n"
+    code += "sys.exit('sympy' in set(sys.modules) - before)\n"
+    assert subprocess.run([sys.executable, "-c", code], timeout=900).returncode == 0
 
 
 @FAMILY
@@ -176,7 +187,7 @@ def test_saving_nothing_is_refused(tmp_path):
 
 
 def test_unknown_model_type_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'gpt2' is not supported.*llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="'gpt2' is not supported.*llama, mistral, qwen2, qwen3"):
         build_model({"model_type": "gpt2"}, device="cpu", dtype=torch.float32)
 
 

@@ -37,6 +37,21 @@ def make_router(probs, *, top_k=2, norm_topk_prob=False, expert_bias=True) -> Ro
     return router
 
 
+def test_grouped_routing_by_hand():
+    # The best two experts are of groups 0 and 2; within the best group alone, others are next.
+    probs = [[0.3, 0.05, 0.04, 0.11, 0.25, 0.25], [0.1, 0.2, 0.1, 0.1, 0.35, 0.15]]
+    args = MoEArgs(
+        num_experts=6, top_k=2, hidden_dim=1, norm_topk_prob=False, layers=frozenset(),
+        num_groups=3, top_groups=1, weight_scale=2.0,
+    )  # fmt: skip
+    router = Router(2, args)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor(probs).log().T)
+    weights, experts = router(torch.eye(2))
+    assert experts.tolist() == [[0, 1], [4, 5]]
+    assert weights.flatten().tolist() == pytest.approx([0.6, 0.1, 0.7, 0.3])
+
+
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_small_configs_equal_transformers(data):
@@ -58,12 +73,15 @@ def test_random_small_configs_equal_transformers(data):
     )
 
 
-def test_we_load_what_transformers_saves(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen3_moe", {"mlp_only_layers": [0]}), ("deepseek_v2", {})]
+)
+def test_we_load_what_transformers_saves(tmp_path, family, overrides):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**tiny_config("qwen3_moe", mlp_only_layers=[0]))
+        AutoConfig.for_model(**tiny_config(family, **overrides))
     )
     theirs.save_pretrained(tmp_path)
     ours = build_model(tmp_path, device="cpu", dtype=torch.float32)

@@ -25,6 +25,12 @@ YARN_ALL = {
     "mscale_all_dim": 0.5,
     "truncate": False,
 }
+GROUPS = {
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 
 CASES = {
@@ -49,6 +55,18 @@ CASES = {
     "moe-weights-as-they-are": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     "moe-all-experts": ("qwen3_moe", {"num_experts_per_tok": 4, "tie_word_embeddings": False}),
     "moe-no-head-dim-key": ("qwen3_moe", {"head_dim": None, "attention_bias": True}),
+    "deepseek-lite": ("deepseek_v2", {}),
+    "deepseek-latent-queries": ("deepseek_v2", {"q_lora_rank": 9, "rms_norm_eps": 1e-2}),
+    "deepseek-groups": ("deepseek_v2", {**GROUPS, "first_k_dense_replace": 0}),
+    "deepseek-yarn": ("deepseek_v2", {"rope_scaling": YARN_ALL, "v_head_dim": 14}),
+    "deepseek-yarn-equal": (
+        "deepseek_v2",
+        {"rope_scaling": {**YARN_ALL, "mscale_all_dim": 0.8}, "tie_word_embeddings": True},
+    ),
+    "deepseek-yarn-no-mscale": ("deepseek_v2", {"rope_scaling": YARN}),
+    "mistral-window": ("mistral", {}),
+    "mistral-all": ("mistral", {"sliding_window": None, "num_key_value_heads": 4}),
+    "mistral-tied": ("mistral", {"tie_word_embeddings": True, "sliding_window": 400}),
     "gemma3-pattern": ("gemma3_text", {"num_hidden_layers": 5, "sliding_window_pattern": 2}),
     "gemma3-layer-types": (
         "gemma3_text",
@@ -69,10 +87,21 @@ def test_logits_of_packed_sequences_equal_transformers(case):
     assert_same_logits(ours, theirs, lengths=[1, 5, 90, 33, 12])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "gemma3_text"])
-def test_gradients_equal_transformers(family):
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {}),
+        ("mistral", {}),
+        ("qwen3_moe", {}),
+        ("gemma3_text", {}),
+        ("deepseek_v2", {**GROUPS, "q_lora_rank": 9}),
+    ],
+)
+def test_gradients_equal_transformers(family, overrides):
     # No pad token: transformers stops the gradient of its embedding, and ours has no padding.
-    ours, theirs = twin_models(family, pad_token_id=None)
+    ours, theirs = twin_models(family, pad_token_id=None, **overrides)
     assert_same_gradients(ours, theirs, lengths=[3, 40, 17])
 
 

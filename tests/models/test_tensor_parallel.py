@@ -30,6 +30,9 @@ def shares(whole, size=2):
         ("llama", {"num_key_value_heads": 4, "attention_bias": True}),
         ("qwen3_moe", {"mlp_only_layers": [1]}),
         ("gemma3_text", {}),
+        ("mistral", {}),
+        ("deepseek_v2", {}),
+        ("deepseek_v2", {"q_lora_rank": 9}),
     ],
 )
 def test_the_shares_are_the_whole(family, overrides):
@@ -76,8 +79,9 @@ def test_a_model_that_cannot_be_cut(overrides, num_ranks, message):
         share_of(tiny_model("qwen3_moe", **overrides).args, num_ranks)
 
 
-def test_experts_of_the_shares_add_up_to_the_whole():
-    whole = tiny_model("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_experts_of_the_shares_add_up_to_the_whole(family):
+    whole = tiny_model(family, first_k_dense_replace=0)
     x = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
     # What a rank has before it adds up: the sum needs a group.
     partial = [MoE.forward(share.layers["0"].feed_forward, x) for share in shares(whole)]

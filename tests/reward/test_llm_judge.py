@@ -146,7 +146,7 @@ def test_a_served_model_always_gives_a_number(tmp_path):
         pad_token_id=tokenizer.pad_token_id,
         max_position_embeddings=2048,
     )
-    child, address = launch_native_server(tmp_path, token="secret", setup_timeout_s=120)
+    child, address = launch_native_server(tmp_path, token="secret", setup_timeout_s=900)
     try:
         judge = LLMJudge(f"http://{address}/v1", api_key="secret")
         scores = {judge("2+2=", text, [], [], answer="4") for text in ("four", "5", "")}

@@ -61,8 +61,8 @@ def rollout(model):
 
 def test_rows_are_submitted_and_waited_for(rollout, kwargs):
     first, second = (rollout.submit(row, RLVRWorkflow, kwargs, group_size=2) for row in ROWS[:2])
-    assert rollout.wait_for_task(second, timeout=60)["input_ids"].shape[0] == 2
-    (trajectory,) = rollout.wait(1, timeout=60)
+    assert rollout.wait_for_task(second, timeout=900)["input_ids"].shape[0] == 2
+    (trajectory,) = rollout.wait(1, timeout=900)
     assert first != second and trajectory["versions"].max() == 0
 
 
@@ -155,7 +155,7 @@ def test_weights_of_a_folder_load_in_the_background(model, rollout, tmp_path):
     actor.initialize()
     meta = WeightUpdateMeta.from_disk(tmp_path / "weights").with_version(1)
     publish(actor.hf_weights(), meta.path, meta.version)
-    assert rollout.update_weights_from_disk(meta).result(timeout=60) is None
+    assert rollout.update_weights_from_disk(meta).result(timeout=900) is None
     assert rollout.get_version() == 1
     with pytest.raises(NotImplementedError, match="TrainEngine.connect_engine"):
         rollout.update_weights_from_distributed(meta, [])

@@ -30,7 +30,7 @@ def train(world: World, steps: int, first: int = 0) -> list[Batch]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

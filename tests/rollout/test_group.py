@@ -251,13 +251,28 @@ async def test_an_exception_of_a_group_fails_each_sample_once():
     assert len(errors) == 3 and workflow.episodes == [0, 1, 2]
 
 
-async def test_a_group_without_all_its_rows_is_refused():
-    class Short(AtOnce):
+@pytest.mark.parametrize("failures", [{}, {1: OSError("connection reset")}])
+async def test_a_group_without_all_its_rows_is_refused(failures):
+    class Short(RolloutWorkflow):
         async def arun_group(self, engine, data, num_samples):
-            return GroupResult(trajectory([5]))
+            return GroupResult(trajectory([5]), failures)
 
         async def arun_episode(self, engine, data):
             raise AssertionError
 
-    with pytest.raises(ValueError, match="a row for each that did not fail"):
+    expected = f"each of {3 - len(failures)} samples that did not fail, got 1 rows"
+    with pytest.raises(ValueError, match=expected):
         await group_runner(Short(), 3).run(0, {})
+
+
+async def test_a_group_may_reject_all_samples_that_did_not_fail():
+    class Rejecting(AtOnce):
+        async def arun_group(self, engine, data, num_samples):
+            return GroupResult(None, {1: self.error} if self.left else {})
+
+    for num_failures, rewards in ((0, None), (1, [1.0])):
+        workflow = Rejecting(num_failures)
+        workflow.arun_episode = AtOnce.arun_episode.__get__(workflow)
+        workflow.left = num_failures
+        group = await group_runner(workflow, 3, max_retries=2).run(0, {})
+        assert (group and group["rewards"].tolist()) == rewards

@@ -35,7 +35,7 @@ def test_groups_run_in_actors_and_survive_a_killed_one(tmp_path):
             world.ledger,
             world.gate,
             run_seed=3,
-            limits=FailureLimits(retry_delay_s=0.0, timeout_s=120.0),
+            limits=FailureLimits(retry_delay_s=0.0, timeout_s=900),
             workers=workers,
         )
         try:

@@ -42,7 +42,7 @@ def test_a_server_is_launched_used_updated_and_ended(config, model, tmp_path, mo
         assert len(rollout.rollout_batch(ROWS, RLVRWorkflow, kwargs)) == len(ROWS)
         meta = WeightUpdateMeta.from_disk(tmp_path / "weights").with_version(1)
         publish(read_weights(model), meta.path, meta.version)
-        rollout.update_weights_from_disk(meta).result(timeout=60)
+        rollout.update_weights_from_disk(meta).result(timeout=900)
         rollout.set_version(1)
         (trajectory,) = rollout.rollout_batch(ROWS[:1], RLVRWorkflow, kwargs)
         assert trajectory["versions"].max() == 1

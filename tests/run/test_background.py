@@ -12,7 +12,7 @@ from areal.run.recover import BackgroundWriter
 def test_a_write_ends_once():
     writer, may_end = BackgroundWriter("test"), threading.Event()
     assert not writer.poll() and not writer.wait()
-    writer.start(lambda: may_end.wait(60))
+    writer.start(lambda: may_end.wait(300))
     assert not writer.poll()
     may_end.set()
     assert writer.wait()
@@ -35,7 +35,7 @@ def test_closing_waits_for_the_last_write_and_logs_its_failure(caplog):
     writer, may_end, ended = BackgroundWriter("test"), threading.Event(), []
 
     def write() -> None:
-        may_end.wait(60)
+        may_end.wait(300)
         ended.append(True)
         raise OSError("No space left on device")
 

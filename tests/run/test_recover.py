@@ -213,7 +213,7 @@ def test_kill_in_the_middle_of_a_save_keeps_the_point_before(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "RecoverStore(Path(sys.argv[1]), None, identity={}, keep=1).save(2, 'mark', die, {})\n"
     )
-    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=900)
     assert child.returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2  # the half-written sibling is still there
     assert load(store(tmp_path)) == {"good": True}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 
 import pytest
 import torch
+from metrics_page import undocumented
 from tiny_run import grpo_config, query
 
+from areal.cli.main import main
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode
 from areal.run.database import RunDatabase
@@ -70,6 +73,48 @@ def test_the_server_rests_while_the_trainer_trains_on_policy(finished_run):
         for other_start, other_end in generate
     )
     assert eta > 0 or overlap == 0
+
+
+def test_every_prompt_has_its_life_in_the_trace(finished_run, tmp_path, capsys):
+    _, paths = finished_run
+    assert main(["trace", str(paths.root), "--out", str(tmp_path / "trace.json")]) == 0
+    assert "controller" in capsys.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    begun, ended = defaultdict(list), defaultdict(list)
+    for event in events:
+        if event.get("cat") == "episode":
+            found = begun if event["ph"] == "b" else ended
+            found[event["id2"]["global"]].append((event["ts"], event["name"]))
+    stages = ["queued", "rollout", "prompt", "tokens", "reward", "waiting", "trained"]
+    lanes = {f"prompt {task}" for task in range(STEPS * BATCH)}
+    assert lanes <= begun.keys() and any(lane.startswith("eval ") for lane in begun)
+    for lane in lanes:
+        assert [name for _, name in sorted(begun[lane])] == stages
+        assert sorted(name for _, name in ended[lane]) == sorted(stages)
+    server = [e for e in events if e["ph"] == "X" and e["name"] == "load weights"]
+    assert [e["args"]["version"] for e in server] == list(range(1, STEPS + 1))
+
+
+def test_an_evaluation_of_its_checkpoints_is_what_it_logged(finished_run, tmp_path):
+    """Offline in one process, in the run through a server: the same number, bit for bit."""
+    _, paths = finished_run
+    out = ["--out", str(tmp_path / "e.db"), "--json", str(tmp_path / "e.json")]
+    assert main(["eval", str(paths.root), "--checkpoints", *out]) == 0
+    found = json.loads((tmp_path / "e.json").read_text())["evaluations"]
+    rows = dict(query(paths.root, "SELECT step, stats FROM steps"))
+    logged = {step + 1: json.loads(text).get("eval/reward") for step, text in rows.items()}
+    scores = {one["step"]: one["metrics"]["avg@1"]["value"] for one in found}
+    assert scores == {3: logged[3], 6: logged[6], None: logged[6]}
+
+
+def test_each_step_says_what_was_reached_and_what_was_predicted(finished_run):
+    _, paths = finished_run
+    for (text,) in query(paths.root, "SELECT stats FROM steps WHERE step >= 0"):
+        stats = json.loads(text)
+        assert stats["tokens_per_second"] > 0 and stats["tokens_per_second_predicted"] > 0
+        assert undocumented(stats) == []
+    log = (paths.logs / "main.log").read_text(encoding="utf-8")
+    assert log.count(" tok/s | predicted ") == STEPS
 
 
 def test_files_of_a_run(finished_run):

@@ -9,12 +9,12 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from tiny_run import areal, overrides, query
+from cli_process import Program
+from tiny_run import overrides, query
 
 from areal.cli.demo import recipe_path
 from areal.rollout.ledger import Ledger
@@ -24,8 +24,8 @@ STEPS, BATCH = 24, 8
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def start(root: Path, trial: str, eta: int, *more: str) -> subprocess.Popen:
-    return areal(
+def start(root: Path, trial: str, eta: int, *more: str) -> Program:
+    return Program(
         "train",
         recipe_path("arithmetic_grpo.yaml"),
         *overrides(root, f"trial_name={trial}", f"total_train_steps={STEPS}"),
@@ -36,14 +36,14 @@ def start(root: Path, trial: str, eta: int, *more: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen) -> None:
-    out, err = process.communicate(timeout=180)
+def finish(process: Program) -> None:
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err[-2000:]
 
 
-def kill_during(process: subprocess.Popen, run_dir: Path, after_steps: int, delay_s: float) -> None:
+def kill_during(process: Program, run_dir: Path, after_steps: int, delay_s: float) -> None:
     """kill -9 once `after_steps` steps are recorded and `delay_s` more has passed."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while process.poll() is None and steps_done(run_dir) < after_steps:
         assert time.monotonic() < deadline, "the run does not move"
         time.sleep(0.01)
@@ -63,16 +63,17 @@ def steps_done(run_dir: Path) -> int:
 
 
 def children_of_run(root: Path) -> list[str]:
-    """Command lines of living processes that mention `root`."""
-    lines = []
+    """Living processes that mention `root` in their command line, or have a file open there."""
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            held = [os.path.realpath(file) for file in (process / "fd").iterdir()]
         except OSError:
             continue
-        if str(root) in line and int(process.name) != os.getpid():
-            lines.append(line)
-    return lines
+        if any(str(root) in text for text in (line, *held)) and int(process.name) != os.getpid():
+            found.append(f"{process.name}: {line} {held}")
+    return found
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_killed_run_resumes(eta, tmp_path):
     for after_steps in (1, 5, 8):
         process = start(tmp_path, "killed", eta)
         kill_during(process, run_dir, after_steps, draw.uniform(0, 0.3))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while children_of_run(tmp_path):
             assert time.monotonic() < deadline, children_of_run(tmp_path)
             time.sleep(0.05)
@@ -108,7 +109,7 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path):
     while steps_done(run_dir) < 4:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert not children_of_run(tmp_path)

@@ -7,6 +7,7 @@ import random
 import resource
 
 import pytest
+from metrics_page import undocumented
 from tiny_run import query
 
 from areal.api.config.offline import DPOActorConfig, DPOConfig, RWConfig, SFTConfig
@@ -97,6 +98,7 @@ def test_a_run_learns_evaluates_saves_and_resumes(kind, root):
         step: json.loads(text) for step, text in query(whole.root, "SELECT step, stats FROM steps")
     }
     assert sorted(stats) == [-1, *range(8)]
+    assert undocumented(name for of_step in stats.values() for name in of_step) == []
     assert sorted(step for step in stats if "eval/loss" in stats[step]) == [-1, 1, 3, 5, 7]
     assert stats[7]["eval/loss"] < stats[-1]["eval/loss"]
     if kind != "sft":

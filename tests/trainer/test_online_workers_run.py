@@ -33,7 +33,7 @@ class Client(threading.Thread):
         self.on_session = lambda: None
 
     def run(self) -> None:
-        with httpx.Client(timeout=60) as http:
+        with httpx.Client(timeout=900) as http:
             while not self.is_over.is_set():
                 try:
                     self.one_session(http)
@@ -79,7 +79,7 @@ def test_clients_of_two_workers_have_one_address(tmp_path, monkeypatch, capsys):
 
     def list_sessions():
         """While its own session is open, so that those of both workers are there in the end."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not of_two and time.monotonic() < deadline:
             assert main(["agents", str(paths.root), "--json"]) == 0
             listed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["sessions"]
@@ -92,7 +92,7 @@ def test_clients_of_two_workers_have_one_address(tmp_path, monkeypatch, capsys):
         run_experiment(config)
     finally:
         client.is_over.set()
-        client.join(60)
+        client.join(300)
     (trained,) = query(paths.root, "SELECT count(*) FROM tasks WHERE state = 'trained'")
     assert trained[0] == 8
     assert len(client.servers) == 2, "both workers had sessions"

@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_run import areal, grpo_config, overrides, query, wait_until
+from cli_process import Program
+from tiny_run import grpo_config, overrides, query, wait_until
 from trainer.test_offline_runs import config_of, rows_of
 
 from areal.api.scheduler_api import SchedulingStrategy
@@ -142,14 +143,14 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_point_by_itself(roo
             [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         )
     }
-    run = areal(*argv, env=env)
+    run = Program(*argv, env=env)
     run_dir = root / "arithmetic" / "killed"
     # Not for a number of steps: a point is written while the steps after it go on.
-    wait_until(run, lambda: newest_step(run_dir / "recover") is not None, timeout_s=200)
+    wait_until(run, lambda: newest_step(run_dir / "recover") is not None)
     workers = ranks_of(run.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
-    _, err = run.communicate(timeout=200)
+    _, err = run.communicate(timeout=900)
     assert run.returncode == 0, err
     assert "actor/1: actor/1" in err and "was ended by signal SIGKILL" in err
     assert "resuming from the recover point of step" in err

@@ -43,7 +43,7 @@ class Witness:
 
     def write(self, number: int, path) -> None:
         self.writing.set()
-        assert self.allowed.wait(60), "training waits for the write"
+        assert self.allowed.wait(300), "training waits for the write"
         if number == self.fails_at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path.mkdir()
@@ -82,7 +82,7 @@ def test_steps_finish_while_a_point_is_written_and_the_end_waits_for_it(root):
 
         def on_step(done, total, stats) -> None:
             if done == 4:
-                assert witness.writing.wait(60)
+                assert witness.writing.wait(300)
             if done == 5:  # two steps after the point of the third was begun
                 states.append(point_names(config))
                 witness.allowed.set()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_process import Program
 from tiny_run import areal, overrides, query
 
 from areal.cli.demo import recipe_path
@@ -17,8 +18,8 @@ from areal.utils.stacks import descendants
 ASCII_TERMINAL = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-def train(root, *more, env=None):
-    return areal(
+def train(root, *more, env=None, program=Program):
+    return program(
         "train",
         recipe_path("arithmetic_grpo.yaml"),
         *overrides(root, "recover.retries=0", *more),
@@ -41,8 +42,9 @@ def test_half_a_character_in_an_error_is_a_failure_like_others(tmp_path):
         "workflow_kwargs.reward_kwargs={max_retries: 0}",
         "rollout.max_failure_ratio=0.9",
         env={**ASCII_TERMINAL, "PYTHONIOENCODING": "ascii"},
+        program=areal,  # these variables are read when an interpreter starts
     )
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     reasons = query(run_dir(tmp_path), "SELECT why FROM tasks WHERE state = 'failed'")
     assert any("half a \\ud83d smile" in why for (why,) in reasons)
@@ -54,8 +56,9 @@ def test_and_the_cause_on_the_last_line_of_a_run_that_it_ends(tmp_path):
         "reward_fn=sample_faults.half_a_character",
         "workflow_kwargs.reward_kwargs={max_retries: 0}",
         env={**ASCII_TERMINAL, "PYTHONIOENCODING": "ascii"},
+        program=areal,
     )
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 1
     last = err.strip().splitlines()[-1]
     assert last.startswith("areal: error: ") and "ValueError: half a \\ud83d smile" in last
@@ -70,7 +73,7 @@ def test_a_reward_cannot_read_or_lock_the_database_of_its_run(tmp_path):
         "workflow_kwargs.reward_kwargs={limits: {env: [RUNS_OF_TEST]}, max_retries: 0}",
         env={"RUNS_OF_TEST": str(tmp_path)},
     )
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
 
 
@@ -93,7 +96,7 @@ def test_a_run_survives_kills_of_its_reward_processes(tmp_path):
                     kills += 1
             except OSError:
                 continue
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert kills == 9
     states = dict(query(run_dir(tmp_path), "SELECT state, count(*) FROM tasks GROUP BY state"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tiny_run import areal, overrides, query
+from cli_process import Program
+from tiny_run import overrides, query
 
 from areal.cli.demo import recipe_path
 
@@ -19,7 +20,7 @@ SECRETS = {
 def test_no_secret_is_left_behind(tmp_path):
     given = {"judge_api_key": SECRETS["key"], "judge_url": "${oc.env:JUDGE_URL}"}
     arguments = ", ".join(f"{name}: '{value}'" for name, value in given.items())
-    process = areal(
+    process = Program(
         "train",
         recipe_path("arithmetic_grpo.yaml"),
         *overrides(tmp_path, "workflow=leaky_parts.LeakyWorkflow", "trial_name=leaky"),
@@ -34,7 +35,7 @@ def test_no_secret_is_left_behind(tmp_path):
             "JUDGE_PASSWORD": SECRETS["environment"],
         },
     )
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 1, err
     assert "the judge refused <hidden> <hidden> <hidden>" in err
 

@@ -10,7 +10,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from tiny_run import areal, overrides, query, wait_until
+from cli_process import Program
+from tiny_run import overrides, query, wait_until
 
 from areal.cli.demo import recipe_path
 from areal.rollout.ledger import Ledger
@@ -56,13 +57,15 @@ def test_a_run_outlives_one_of_its_servers(tmp_path, backend, mode, says):
     ]
     tests = str(Path(__file__).parents[1])
     env = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
-    run = areal("train", recipe_path("arithmetic_grpo.yaml"), *overrides(tmp_path, *more), env=env)
+    run = Program(
+        "train", recipe_path("arithmetic_grpo.yaml"), *overrides(tmp_path, *more), env=env
+    )
     folder = tmp_path / "arithmetic" / "two"
-    wait_until(run, lambda: num_steps(folder) >= 2, timeout_s=200)
+    wait_until(run, lambda: num_steps(folder) >= 2)
     servers = servers_of(run.pid)
     assert len(servers) == 2
     os.kill(servers[0], signal.SIGKILL)
-    _, err = run.communicate(timeout=200)
+    _, err = run.communicate(timeout=900)
     assert run.returncode == 0, err
     assert says in err
     logs = {file.name for file in (folder / "logs").glob("server*.log")}

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cli_process import Command, Ended
-from tiny_run import areal, overrides, query
+from cli_process import Command, Ended, Program
+from tiny_run import overrides, query
 from trainer.test_ranks_run import ranks_of
 
 from areal.cli.demo import recipe_path
@@ -53,7 +52,7 @@ def run_dir(root: Path) -> Path:
 
 
 def wait_for_a_step(root: Path, at_least: int = 1) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 900
     while time.monotonic() < deadline:
         try:
             if query(run_dir(root), "SELECT count(*) FROM steps")[0][0] >= at_least:
@@ -65,7 +64,7 @@ def wait_for_a_step(root: Path, at_least: int = 1) -> None:
 
 
 def test_a_workflow_that_waits_for_ever(tmp_path):
-    line = last_line(start(tmp_path, IN_PROCESS, "workflow=broken_parts.WaitsForEver").wait(120))
+    line = last_line(start(tmp_path, IN_PROCESS, "workflow=broken_parts.WaitsForEver").wait(900))
     assert "the trainer waits for phase rollout > 0 of 8 groups are ready at version 0" in line
     assert "task-0/0 and " in line and "wait for workflow WaitsForEver since" in line
     text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
@@ -81,7 +80,7 @@ def test_a_reward_that_never_returns(tmp_path):
             IN_PROCESS,
             "reward_fn=broken_parts.hanging_reward",
             "workflow_kwargs.reward_kwargs={timeout_seconds: 100}",
-        ).wait(120)
+        ).wait(900)
     )
     assert "wait for workflow RLVRWorkflow > reward hanging_reward since" in line
     assert "in hanging_reward" in (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
@@ -91,7 +90,7 @@ def test_a_call_that_holds_the_interpreter(tmp_path):
     """No thread of the run could say so: it is seen, named and ended from outside."""
     run = supervised(tmp_path, MOVES_FIRST, "dynamic_filter_fn=broken_parts.endless_filter")
     try:
-        err = run.communicate(timeout=180)[1]
+        err = run.communicate(timeout=900)[1]
     finally:
         run.kill()
     line = last_line(Ended(run.returncode, "", err))
@@ -107,7 +106,7 @@ def test_a_signal_ends_a_run_whose_interpreter_is_held(tmp_path):
     try:
         wait_until(lambda: is_held(run_dir(tmp_path)))
         run.terminate()
-        err = run.communicate(timeout=120)[1]
+        err = run.communicate(timeout=900)[1]
     finally:
         run.kill()
     assert run.returncode == 130
@@ -115,14 +114,14 @@ def test_a_signal_ends_a_run_whose_interpreter_is_held(tmp_path):
     assert "did not react to a signal" in line and "endless_filter (" in line
 
 
-def supervised(root: Path, *more: str) -> subprocess.Popen:
+def supervised(root: Path, *more: str) -> Program:
     """The command itself, with its second process."""
     small = overrides(root, *ENDLESS, IN_PROCESS, *more)
-    return areal("train", recipe_path("arithmetic_grpo.yaml"), *small, cwd=TESTS)
+    return Program("train", recipe_path("arithmetic_grpo.yaml"), *small, cwd=TESTS)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.1)
@@ -140,7 +139,7 @@ def is_held(folder: Path) -> bool:
 def test_a_data_set_that_hangs(tmp_path):
     """Before there is a run: nothing has been loaded yet."""
     line = last_line(
-        start(tmp_path, IN_PROCESS, "train_dataset.path=broken_parts.hanging_loader").wait(120)
+        start(tmp_path, IN_PROCESS, "train_dataset.path=broken_parts.hanging_loader").wait(900)
     )
     assert "the trainer waits for data set broken_parts.hanging_loader, train since" in line
     assert "in hanging_loader" in (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
@@ -155,7 +154,7 @@ def test_rollout_workers_that_are_stopped(tmp_path):
     assert len(workers) == 2
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
-    line = last_line(command.wait(180))
+    line = last_line(command.wait(900))
     assert "for rollout worker " in line
     assert all(f"stopped: process {pid} " in line for pid in workers)
 
@@ -173,7 +172,7 @@ def test_a_watcher_that_is_killed_is_replaced(tmp_path):
     command = start(tmp_path, IN_PROCESS, "workflow=broken_parts.WaitsForEver", MOVES_FIRST)
     wait_until(lambda: watchers_of(command.process.pid))
     os.kill(watchers_of(command.process.pid)[0], signal.SIGKILL)
-    line = last_line(command.wait(180))
+    line = last_line(command.wait(900))
     assert "wait for workflow WaitsForEver since" in line
 
 
@@ -188,10 +187,12 @@ def watchers_of(root: int) -> list[int]:
 def test_a_program_that_holds_the_database_locked(tmp_path):
     command = start(tmp_path, IN_PROCESS, MOVES_FIRST)
     wait_for_a_step(tmp_path)
-    with closing(sqlite3.connect(run_dir(tmp_path) / "run.db", timeout=30)) as connection:
+    with closing(sqlite3.connect(run_dir(tmp_path) / "run.db", timeout=300)) as connection:
         connection.execute("BEGIN IMMEDIATE")
-        line = last_line(command.wait(120))
-    assert f"for the lock of {run_dir(tmp_path) / 'run.db'} since" in line
+        line = last_line(command.wait(900))
+    # In whichever phase, and whether the trainer or another thread of it came first.
+    path = re.escape(str(run_dir(tmp_path) / "run.db"))
+    assert re.search(rf"(the lock of|another thread that writes) {path} since", line), line
 
 
 @pytest.mark.slow
@@ -200,7 +201,7 @@ def test_a_server_that_accepts_and_never_answers(tmp_path):
     wait_for_a_step(tmp_path)
     (server,) = servers_of(tmp_path)
     os.kill(server, signal.SIGSTOP)
-    line = last_line(command.wait(120))
+    line = last_line(command.wait(900))
     assert "native server 127.0.0.1:" in line
     text = (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
     assert f"process {server} (stopped)" in text and "did not answer" in text
@@ -211,14 +212,14 @@ def test_a_rank_that_stops_in_a_collective_ends_the_run_for_good(tmp_path):
     """The supervisor does not start it again, though there is a recover point to go on from."""
     small = overrides(tmp_path, *ENDLESS, MOVES_FIRST, "recover.retries=3")
     env = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    run = areal(
+    run = Program(
         "train", recipe_path("arithmetic_grpo.yaml"), *small, "actor.backend=archon:d2", env=env
     )
     try:
         wait_for_a_step(tmp_path, at_least=4)
         workers = ranks_of(run.pid)
         os.kill(workers[1], signal.SIGSTOP)
-        err = run.communicate(timeout=120)[1]
+        err = run.communicate(timeout=900)[1]
     finally:
         run.kill()
     line = last_line(Ended(run.returncode, "", err))
@@ -228,7 +229,7 @@ def test_a_rank_that_stops_in_a_collective_ends_the_run_for_good(tmp_path):
     assert f"process {workers[1]} (stopped)" in text and f"process {workers[0]}:" in text
     (waiting,) = re.findall(rf"== process {workers[0]}:.*?(?=\n== |\Z)", text, flags=re.DOTALL)
     assert "infra/worker.py" in waiting, "where the other one waits"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 900
     while any(runs(pid) for pid in workers):
         assert time.monotonic() < deadline, "a stopped rank has outlived its run"
         time.sleep(0.05)
@@ -270,7 +271,7 @@ def test_a_server_that_answers_garbage_is_named(tmp_path):
     program = tmp_path / "python"  # called as the interpreter of an environment with SGLang
     program.write_text(f"#!{sys.executable}\n{GARBAGE_SERVER}")
     program.chmod(0o755)
-    ended = start(tmp_path, "rollout.backend=sglang:d1", f"sglang.python={program}").wait(120)
+    ended = start(tmp_path, "rollout.backend=sglang:d1", f"sglang.python={program}").wait(900)
     assert ended.code == 1, ended.err[-3000:]
     line = ended.err.splitlines()[-1]
     assert line.startswith("areal: error: ") and "groups failed" in line

@@ -252,11 +252,11 @@ os._exit(0)  # no clean-up
 """
     env = {**os.environ, "MY_SECRET_KEY": "0123456789"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=900, env=env
     )
     has_secret, pid = done.stdout.split()
     assert has_secret == "False", done.stderr
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while is_running(int(pid)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -276,5 +276,5 @@ def test_a_child_ends_in_silence_when_its_parent_was_killed_amid_a_call(length):
     with ours, theirs:
         child = subprocess.Popen(argv, stderr=subprocess.PIPE, pass_fds=[theirs.fileno()])
         ours.sendall(CALL[:length])
-    assert child.communicate(timeout=60)[1] == b""
+    assert child.communicate(timeout=900)[1] == b""
     assert child.returncode == 0

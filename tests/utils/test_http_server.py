@@ -69,7 +69,7 @@ def served(limits=QUICK, keep_alive_s=60):
         yield listener.getsockname()
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(300)
         listener.close()
 
 
@@ -199,7 +199,7 @@ def test_a_server_raises_its_file_limit():
         "server_config(new_app(), keep_alive_s=5)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
     assert done.stdout.strip() == "(4096, 4096)", done.stderr
 
 
@@ -230,5 +230,5 @@ with served(ConnectionLimits()) as address:
             assert child.stdout.readline() == "opened\n"
     finally:
         child.stdin.close()
-        child.wait(60)
+        child.wait(300)
         child.stdout.close()

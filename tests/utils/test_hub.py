@@ -65,7 +65,7 @@ def start(hub: LoopbackHub, home: Path, *names: str, **env: str) -> subprocess.P
 
 def fetch_all(hub: LoopbackHub, home: Path, *names: str, **env: str) -> list[str]:
     """For each name what a process printed: commit and files, or the error; one line."""
-    out, err = start(hub, home, *names, **env).communicate(timeout=120)
+    out, err = start(hub, home, *names, **env).communicate(timeout=900)
     assert out.count("\n") == len(names), out + err
     return out.splitlines()
 
@@ -138,7 +138,7 @@ def test_processes_of_one_machine_fetch_once(hub: LoopbackHub, tmp_path: Path) -
     commit = hub.push(NAME, {**FILES, "model.safetensors": b"w" * 2_000_000})
     hub.delay_s = 0.05
     processes = [start(hub, tmp_path, NAME) for _ in range(3)]
-    outs = [process.communicate(timeout=120)[0] for process in processes]
+    outs = [process.communicate(timeout=900)[0] for process in processes]
     assert {out.split()[0] for out in outs} == {commit}
     assert hub.fetched("model.safetensors") == 1
 
@@ -157,7 +157,7 @@ def test_a_killed_download_goes_on(hub: LoopbackHub, tmp_path: Path) -> None:
     commit = hub.push(NAME, {**FILES, "model.safetensors": b"w" * 5_000_000})
     hub.stall["model.safetensors"] = 1_000_000
     process = start(hub, tmp_path, NAME)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not hub.fetched("model.safetensors"):
         assert time.monotonic() < deadline, process.poll()
         time.sleep(0.05)
@@ -193,7 +193,7 @@ def test_a_hub_that_is_away_does_not_matter_to_what_is_cached(tmp_path: Path) ->
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     cached, other = done.stdout.splitlines()
     assert cached.split()[0] == commit
@@ -214,7 +214,7 @@ def test_a_model_without_tokenizer_is_cached_too(tmp_path: Path) -> None:
             env={**env, **more},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=900,
         )
         assert done.stdout.split() == [commit, "config.json", "model.safetensors"]
 
@@ -358,7 +358,7 @@ def test_a_download_moves_also_for_those_who_wait_for_it(hub: LoopbackHub, tmp_p
         for _ in range(2)
     ]
     began = time.monotonic()
-    outs = [process.communicate(timeout=300)[0] for process in processes]
+    outs = [process.communicate(timeout=900)[0] for process in processes]
     took = time.monotonic() - began
     assert took > 8
     assert all(float(out) < max(5.5, 0.6 * took) for out in outs), (took, outs)

@@ -20,7 +20,7 @@ def run_python(code: str, **env: str) -> str:
         env={**clean, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=900,
     )
     return done.stderr
 

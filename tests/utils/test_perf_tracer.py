@@ -11,13 +11,18 @@ import time
 
 import pytest
 
+from areal.api.workflow_context import episode
 from areal.utils import perf_tracer, stats_tracker
 from areal.utils.perf_tracer import (
+    MergedTrace,
     atrace_scope,
+    enter_stage,
+    episode_scope,
     instant,
     merge_traces,
     phase,
     read_trace,
+    trace_generation,
     trace_perf,
     trace_scope,
 )
@@ -124,13 +129,13 @@ def test_traces_of_two_processes_merge_in_time_order(trace, tmp_path):
             "perf_tracer.stop()\n"
         )
         server = trace.with_name("server.jsonl")
-        subprocess.run([sys.executable, "-c", code, str(server)], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code, str(server)], check=True, timeout=900)
     perf_tracer.save()
     with server.open("a") as file:
         file.write('{"ph": "X", "na')  # a process killed while it wrote
-    count = merge_traces(trace.parent, tmp_path / "trace.json")
+    merged = merge_traces(trace.parent, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert len(events) == count
+    assert merged == MergedTrace(len(events), ["controller", "server"])
     by_name = {e["name"]: e for e in events if e["ph"] == "X"}
     assert by_name.keys() == {"first", "second"}
     assert by_name["first"]["pid"] != by_name["second"]["pid"]
@@ -152,3 +157,69 @@ def test_second_start_appends(tmp_path):
         instant(name)
         perf_tracer.stop()
     assert [e["name"] for e in read_trace(path) if e["ph"] == "i"] == ["before", "after"]
+
+
+def test_stages_of_a_lane_follow_each_other(trace):
+    enter_stage(["prompt 1", "prompt 2"], "queued")
+    enter_stage(["prompt 1"], "rollout")
+    enter_stage(["prompt 1", "prompt 3"], None)  # the third was in no stage
+    pairs = [
+        (e["id2"]["global"], e["name"], e["ph"]) for e in spans(trace, "b") + spans(trace, "e")
+    ]
+    wanted = [("prompt 1", name) for name in ("queued", "rollout")]
+    assert sorted(pairs) == sorted((*pair, ph) for pair in wanted for ph in "be")
+
+
+def test_spans_of_an_episode_are_in_its_lane(trace):
+    with episode_scope("nowhere"):
+        pass
+    with episode(task_id=4, sample=1, is_eval=False, run_seed=0), episode_scope("reward"):
+        trace_generation(time.perf_counter() - 2.0, time.perf_counter(), ttft=0.5)
+    with episode(task_id=4, sample=0, is_eval=True, run_seed=0, is_group=True):
+        trace_generation(time.perf_counter() - 1.0, time.perf_counter(), ttft=0.0)
+    begun = {(e["id2"]["global"], e["name"]): e["ts"] for e in spans(trace, "b")}
+    ended = {(e["id2"]["global"], e["name"]): e["ts"] for e in spans(trace, "e")}
+    seconds = {key: (ended[key] - begun[key]) / 1e6 for key in begun}
+    assert seconds.keys() == {
+        ("prompt 4.1", "prompt"),
+        ("prompt 4.1", "tokens"),
+        ("prompt 4.1", "reward"),
+        ("eval 4", "tokens"),
+    }
+    assert seconds["prompt 4.1", "prompt"] == pytest.approx(0.5)
+    assert seconds["prompt 4.1", "tokens"] == pytest.approx(1.5, abs=0.1)
+
+
+def test_a_process_below_a_traced_run_writes_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(perf_tracer.FOLDER_VARIABLE, str(tmp_path))
+    perf_tracer.start_below("actor/0")
+    try:
+        with trace_scope("train_batch"):
+            pass
+    finally:
+        perf_tracer.stop()
+    (file,) = tmp_path.glob("actor_0-*.jsonl")
+    assert [event["name"] for event in read_trace(file) if event["ph"] == "X"] == ["train_batch"]
+
+
+def test_lines_that_are_no_events_are_left_out(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(
+        b'[1]\n{"ph": "i", "ts": "soon"}\n\xff\xfe\n{"ph": "i", "ts": 1, "name": "a"}\n'
+    )
+    assert [event["name"] for event in read_trace(file)] == ["a"]
+    merge_traces(tmp_path, tmp_path / "out.json")
+
+
+def test_a_trace_that_cannot_be_written_stops_nobody(tmp_path, caplog):
+    path = tmp_path / "controller.jsonl"
+    perf_tracer.start(path, process="controller")
+    path.mkdir()  # as a full disk would: nothing can be appended
+    try:
+        for _ in range(2):
+            with trace_scope("work"):
+                pass
+            perf_tracer.save()
+    finally:
+        perf_tracer.stop()
+    assert caplog.text.count("events are lost") == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import time
 
@@ -64,3 +66,17 @@ def test_a_long_stage_is_reported_while_it_lasts(caplog):
         done.set()
         reporter.join()
     assert "a server: 10 s so far" in caplog.text
+
+
+def test_what_was_imported_is_never_looked_at_by_the_collector():
+    gc.unfreeze()
+    before = gc.get_freeze_count()
+    with startup.importing():
+        assert not gc.isenabled()
+        importlib.import_module("wave")
+    assert gc.isenabled() and gc.get_freeze_count() > before
+    gc.unfreeze()
+    with pytest.raises(ImportError), startup.importing():
+        importlib.import_module("no_such_module_anywhere")
+    assert gc.isenabled()
+    gc.unfreeze()

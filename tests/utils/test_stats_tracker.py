@@ -181,9 +181,9 @@ def test_reduction_over_ranks_tolerates_missing_keys(tmp_path):
     ]
     for process in ranks:
         process.start()
-    exported = [results.get(timeout=60) for _ in ranks]
+    exported = [results.get(timeout=900) for _ in ranks]
     for process in ranks:
-        process.join(timeout=30)
+        process.join(timeout=300)
     assert exported[0] == exported[1]
     assert exported[0] == {
         "n": 4.0,

@@ -298,7 +298,7 @@ def test_prompts_of_a_loop_that_was_closed_are_tokenised_on_the_next(tokenizer):
     first.run_forever()
     assert not asking.done()
     try:
-        second = asyncio.wait_for(turn.prompt(row), timeout=60)
+        second = asyncio.wait_for(turn.prompt(row), timeout=900)
         assert asyncio.run(second).ids == chat_input_ids(row["messages"], tokenizer, False)
     finally:
         turn.close()

@@ -65,20 +65,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(folder):
-    child, address = launch_native_server(folder, token=TOKEN, num_pages=800, setup_timeout_s=60)
+    child, address = launch_native_server(folder, token=TOKEN, num_pages=800, setup_timeout_s=900)
     yield f"http://{address}"
     child.terminate()
 
 
 @pytest.fixture(scope="module")
 def http(url):
-    with httpx.Client(base_url=url, headers={"x-api-key": TOKEN}, timeout=30) as client:
+    with httpx.Client(base_url=url, headers={"x-api-key": TOKEN}, timeout=300) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=300) as client:
         yield client
 
 

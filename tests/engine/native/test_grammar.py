@@ -375,7 +375,7 @@ def test_a_grammar_that_proves_too_complex_is_an_error_of_its_requests_alone():
         loop.submit([request("bad", too_wide()), request("good", GRAMMARS[1])], results.put)
         found = {}
         while len(found) < 2:
-            found |= {one.rid: one for one in results.get(timeout=60)}
+            found |= {one.rid: one for one in results.get(timeout=900)}
     finally:
         loop.close()
     assert isinstance(found["bad"], Refusal) and found["bad"].kind == "request"

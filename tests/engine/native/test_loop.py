@@ -57,14 +57,14 @@ class Inbox:
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.001)
 
 
 def num_generated(loop):
-    return loop.call(lambda engine: engine.stats()["tokens_generated"]).result(10)
+    return loop.call(lambda engine: engine.stats()["tokens_generated"]).result(300)
 
 
 def test_each_request_gets_its_reply(loop):
@@ -124,7 +124,7 @@ def test_weights_change_between_two_steps(loop):
     inbox = Inbox()
     loop.submit([request("a", max_new_tokens=LONG)], inbox)
     wait_until(lambda: num_generated(loop) > 5)
-    loop.call(lambda engine: engine.load_weights(other.items(), 4, recompute_kv=False)).result(10)
+    loop.call(lambda engine: engine.load_weights(other.items(), 4, recompute_kv=False)).result(300)
     assert loop.version == 4
     versions = inbox.take_all(1)["a"].finished.output_versions
     assert set(versions) == {0, 4} and versions == sorted(versions)
@@ -134,10 +134,10 @@ def test_abort_gives_what_it_has(loop):
     inbox = Inbox()
     loop.submit([request("a", max_new_tokens=LONG), request("b", max_new_tokens=LONG)], inbox)
     wait_until(lambda: num_generated(loop) > 5)
-    assert loop.abort(["a", "unknown"]).result(10) == 1
+    assert loop.abort(["a", "unknown"]).result(300) == 1
     a = inbox.take_all(1)["a"].finished
     assert a.stop_reason == "abort" and 0 < len(a.output_tokens) < LONG
-    assert loop.abort().result(10) == 1
+    assert loop.abort().result(300) == 1
     assert inbox.take_all(1)["b"].finished.stop_reason == "abort"
 
 
@@ -146,13 +146,13 @@ def test_discarded_requests_free_their_pages_in_silence(loop):
     loop.submit([request("a", max_new_tokens=LONG)], inbox)
     wait_until(lambda: num_generated(loop) > 5)
     loop.discard(["a"])
-    assert loop.call(lambda engine: engine.stats()["running"]).result(10) == 0
+    assert loop.call(lambda engine: engine.stats()["running"]).result(300) == 0
     assert inbox.deliveries.empty()
 
 
 def test_an_error_in_a_call_is_the_callers(loop):
     with pytest.raises(ZeroDivisionError):
-        loop.call(lambda engine: 1 / 0).result(10)
+        loop.call(lambda engine: 1 / 0).result(300)
     inbox = Inbox()
     loop.submit([request("a")], inbox)
     assert isinstance(inbox.take_all(1)["a"], Reply)
@@ -160,7 +160,7 @@ def test_an_error_in_a_call_is_the_callers(loop):
 
 def test_broken_weights_are_a_fault_not_data(loop):
     broken = {name: tensor * float("nan") for name, tensor in tiny_model().named_hf_tensors()}
-    loop.call(lambda engine: engine.load_weights(broken.items(), 1, recompute_kv=True)).result(10)
+    loop.call(lambda engine: engine.load_weights(broken.items(), 1, recompute_kv=True)).result(300)
     inbox = Inbox()
     loop.submit([request("a")], inbox)
     refusal = inbox.take_all(1)["a"]

@@ -51,8 +51,10 @@ class AheadRunner(TorchRunner):
 def ahead(monkeypatch):
     """Builds engines with an AheadRunner."""
 
-    def make_runner(model, table, *, max_prefill_tokens, batch_invariant, **cache):
-        return AheadRunner(model, table, max_prefill_tokens=max_prefill_tokens or 64, **cache)
+    def make_runner(model, table, adapters, *, max_prefill_tokens, batch_invariant, **cache):
+        return AheadRunner(
+            model, table, adapters, max_prefill_tokens=max_prefill_tokens or 64, **cache
+        )
 
     def make(model=None, **options) -> NativeEngine:
         with monkeypatch.context() as patch:

@@ -68,7 +68,9 @@ def pages_in_use_after_forgetting(engine: NativeEngine) -> float:
     return engine.stats()["pages_in_use"]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma3_text", "deepseek_v2"]
+)
 def test_logprobs_equal_a_full_forward_for_mixed_lengths(family):
     model, rng = tiny_model(family), random.Random(0)
     engine = make_engine(model)
@@ -90,7 +92,7 @@ def test_logprobs_equal_a_full_forward_for_mixed_lengths(family):
         assert_matches_full_forward(model, req, done[req.rid])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "deepseek_v2"])
 def test_logprobs_equal_a_full_forward_with_chunked_prefill(family):
     model, rng = tiny_model(family), random.Random(1)
     engine = make_engine(model, max_prefill_tokens=7)

@@ -19,10 +19,11 @@ SHAPES = {
     "wide": {"vocab_size": 300, "hidden_size": 896, "intermediate_size": 1024, "head_dim": 64},
     "moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
     "window": {"sliding_window": 9, "sliding_window_pattern": 2},
+    "latent": {"q_lora_rank": 9},
 }
 
 
-FAMILIES = {"moe": "qwen3_moe", "window": "gemma3_text"}
+FAMILIES = {"moe": "qwen3_moe", "window": "gemma3_text", "latent": "deepseek_v2"}
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def alone(shape: str, prompt: list[int], gconfig: GenerationHyperparameters) -> 
 
 @settings(max_examples=10)
 @given(
-    shape=st.sampled_from(["odd", "demo", "moe", "window"]),
+    shape=st.sampled_from(["odd", "demo", "moe", "window", "latent"]),
     engine_options=engines,
     crowd=st.lists(st.tuples(st.integers(0, 9), requests), min_size=1, max_size=12),
     copies=st.integers(0, 3),

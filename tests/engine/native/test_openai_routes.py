@@ -13,6 +13,7 @@ import time
 import httpx
 import openai
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from tiny import tiny_model, write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE, write_byte_tokenizer
@@ -49,7 +50,7 @@ def tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    child, address = launch_native_server(folder, token=TOKEN, num_pages=800, setup_timeout_s=60)
+    child, address = launch_native_server(folder, token=TOKEN, num_pages=800, setup_timeout_s=900)
     yield address
     child.terminate()
 
@@ -77,7 +78,7 @@ def generate(control, ids, **options):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
@@ -330,9 +331,46 @@ def test_what_is_wrong_has_openais_shape(client, stream, options, error, param, 
     assert caught.value.type == "invalid_request_error"
 
 
-def test_echo_is_refused_and_bodies_that_are_none(client, address):
+def test_echo_has_the_prompts_log_probabilities(client, folder, tokenizer):
+    """Those of transformers, also the most likely token at each place, as lm-eval needs them."""
+    from transformers import AutoModelForCausalLM
+
+    text = "Grüße, all"
+    ids = tokenizer(text)["input_ids"]
+    twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"model": "tiny", "echo": True, "temperature": 0, "logprobs": 1}
+    texts, numbers = [], []
+    for prompt, count in ((text, 1), (ids, 1), ([text, ids], 0)):
+        reply = client.completions.create(**options, prompt=prompt, max_tokens=count)
+        assert reply.usage.completion_tokens == count
+        for choice in reply.choices:
+            texts.append(choice.text)
+            numbers.append(choice.logprobs)
+    with torch.no_grad():
+        logprobs = twin(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    best = logprobs.max(-1).values.tolist()
+    assert texts[2:] == [text, text] and texts[0] == texts[1] and texts[0].startswith(text)
+    for found in numbers:
+        count = len(found.tokens) - len(ids)
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+        likely = [max(top.values()) for top in found.top_logprobs[1:]]
+        assert likely == pytest.approx(best[: len(ids) - 1 + count], abs=1e-4)
+        assert "".join(found.tokens[: len(ids)]) == "".join(numbers[0].tokens[: len(ids)])
+
+
+def test_echo_without_log_probabilities_and_with_several_samples(client):
+    reply = client.completions.create(model="tiny", prompt=["ab", "cd"], echo=True, n=2, **SAMPLING)
+    assert [choice.text[:2] for choice in reply.choices] == ["ab", "ab", "cd", "cd"]
+    assert reply.choices[0].logprobs is None
+    alone = client.completions.create(model="tiny", prompt=["ab", "cd"], n=2, **SAMPLING)
+    assert [choice.text[2:] for choice in reply.choices] == [c.text for c in alone.choices]
+
+
+def test_echo_of_a_chat_is_refused_and_bodies_that_are_none(client, address):
     with pytest.raises(openai.BadRequestError, match="echo: not supported"):
-        client.completions.create(model="tiny", prompt="a", echo=True)
+        client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"echo": True})
     headers = {"Authorization": f"Bearer {TOKEN}"}
     for method, path, body, status in [
         ("POST", "/v1/completions", "{", 400),
@@ -386,7 +424,7 @@ async def test_thirty_streams_while_weights_change(address, control, tmp_path):
         publish(weights, tmp_path / str(version), version)
 
     async with openai.AsyncOpenAI(
-        base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0, timeout=60
+        base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0, timeout=900
     ) as client:
 
         async def ask(number):

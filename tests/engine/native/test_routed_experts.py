@@ -23,8 +23,8 @@ OPTIONS = {"page_size": 4, "num_pages": 100, "max_running": 8}
 TOKEN = "token-of-this-run"
 
 
-def make_model(seed=0, **overrides):
-    return tiny_model("qwen3_moe", seed=seed, num_hidden_layers=3, **SHAPE | overrides)
+def make_model(seed=0, family="qwen3_moe", **overrides):
+    return tiny_model(family, seed=seed, num_hidden_layers=3, **SHAPE | overrides)
 
 
 @torch.no_grad()
@@ -57,9 +57,10 @@ def check(model, sent: GenRequest, finished: Finished) -> None:
     np.testing.assert_array_equal(routed, expected)
 
 
-def test_prompts_and_outputs_have_the_experts_that_computed_them():
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_prompts_and_outputs_have_the_experts_that_computed_them(family):
     """Also a prompt that two samples share, and one whose beginning is in the cache."""
-    engine = NativeEngine(make_model(), **OPTIONS)
+    engine = NativeEngine(make_model(family=family), **OPTIONS)
     shared = [5, 9, 11, 2, 7, 3]
     first = [request("a", shared), request("bb", shared), request("c", [4])]
     for sent in first:
@@ -118,7 +119,7 @@ def test_a_dense_model_has_none_to_return():
 
 async def test_they_travel_from_a_server_as_they_are(tmp_path):
     folder = write_tiny_model(tmp_path, "qwen3_moe", **SHAPE)
-    child, address = launch_native_server(folder, token=TOKEN, num_pages=64, setup_timeout_s=60)
+    child, address = launch_native_server(folder, token=TOKEN, num_pages=64, setup_timeout_s=900)
     remote = NativeRemoteEngine([address], TOKEN, return_routed_experts=True, setup_timeout_s=10)
     local = NativeLocalEngine(folder, num_pages=64, return_routed_experts=True)
     gconfig = GenerationHyperparameters(max_new_tokens=150, ignore_eos=True, seed=3)

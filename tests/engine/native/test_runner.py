@@ -17,8 +17,9 @@ from areal.engine.native.make_runner import kernels_take
         ("llama", {"head_dim": 8}, True),
         ("llama", {"head_dim": 48}, True),
         ("qwen3_moe", {"head_dim": 16}, True),
+        ("deepseek_v2", {}, False),
         ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 30.0}, True),
     ],
 )
-def test_the_kernels_take_decoders_without_experts(family, overrides, taken):
+def test_the_kernels_take_all_but_latent_attention(family, overrides, taken):
     assert kernels_take(tiny_model(family, **overrides)) == taken

@@ -15,6 +15,8 @@ from areal.engine.native.engine import NativeEngine
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.sequence import GenRequest
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
+from areal.models.common.layer_trace import trace_layers
+from areal.weight_sync.bucket import checksum_of
 
 TOKEN = "token-of-this-run"
 ROWS = [[5, 7, 9, 11, 3], [2], [4, 4, 4], [60, 1, 33, 8]]
@@ -79,6 +81,22 @@ def test_a_token_outside_the_vocabulary_is_named(local, remote):
         local.compute_logp(data)
     with pytest.raises(RuntimeError, match="must lie in"):
         remote.compute_logp(data)
+
+
+def test_servers_show_the_weights_and_layers_they_compute_with(folder, local, remote):
+    """Equal on every server of one model, and other for another model."""
+    (here,), servers = local.weight_checksums().values(), remote.weight_checksums()
+    assert len(servers) == 2 and all(theirs == here for theirs in servers.values())
+    other = tiny_model("qwen3", seed=1)
+    assert here.keys() == other.hf_shapes().keys()
+    assert here["model.norm.weight"] == checksum_of(other.norm.weight)  # ones in both
+    (trace,), traces = local.layer_trace(ROWS[0]).values(), remote.layer_trace(ROWS[0])
+    assert len(traces) == 2 and all(theirs == trace for theirs in traces.values())
+    assert list(trace["layers"]) == ["embedding", "layers.0", "layers.1", "norm", "logits"]
+    assert trace["args"]["rope.theta"] == 10000.0 and trace["experts"] == {}
+    assert trace != trace_layers(other, ROWS[0])
+    with pytest.raises(RuntimeError, match="must lie in"):
+        remote.layer_trace([9999])
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]])

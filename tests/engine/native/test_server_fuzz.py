@@ -91,21 +91,21 @@ def server(tmp_path_factory):
     write_tiny_model(root / "tiny", vocab_size=VOCAB_SIZE, max_position_embeddings=320)
     write_byte_tokenizer(root / "tiny")
     child, address = launch_native_server(
-        root / "tiny", token=TOKEN, num_pages=200, log_path=root / "log", setup_timeout_s=120
+        root / "tiny", token=TOKEN, num_pages=200, log_path=root / "log", setup_timeout_s=900
     )
     yield Served(f"http://{address}", root / "log")
     child.terminate()
 
 
 def post(server, path, body=None):
-    return requests.post(server.url + path, headers=bearer(TOKEN), json=body, timeout=60)
+    return requests.post(server.url + path, headers=bearer(TOKEN), json=body, timeout=900)
 
 
 def serves(server):
     for path, body in HONEST.items():
         answer = post(server, path, body)
         assert answer.status_code == 200, (path, answer.text)
-    health = requests.get(f"{server.url}/health", headers=bearer(TOKEN), timeout=60).json()
+    health = requests.get(f"{server.url}/health", headers=bearer(TOKEN), timeout=900).json()
     assert health["status"] == "ok"
     assert "Traceback" not in server.log.read_text()
 
@@ -255,7 +255,7 @@ def test_strangers_starve_nobody(server):
     with contextlib.ExitStack() as stack:
         strangers = []
         for number in range(600):
-            stranger = socket.create_connection((address.hostname, address.port), timeout=60)
+            stranger = socket.create_connection((address.hostname, address.port), timeout=900)
             strangers.append(stack.enter_context(stranger))
             stranger.sendall(begins[number % 3])
         until = time.monotonic() + 25
@@ -298,7 +298,7 @@ def test_no_server_redirects(server):
 
 def raw_request(server, method, target, host):
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=900) as connection:
         head = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
         connection.sendall(f"{head}Authorization: Bearer {TOKEN}\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -322,7 +322,7 @@ def test_noise(server):
 @given(st.text(max_size=20), st.sampled_from(["/busy_intervals", "/stats", "/v1/models/"]))
 def test_queries(server, text, path):
     answer = requests.get(
-        server.url + path, params={"since": text}, headers=bearer(TOKEN), timeout=60
+        server.url + path, params={"since": text}, headers=bearer(TOKEN), timeout=900
     )
     http_fuzz.check(answer.status_code, answer.text, text)
 
@@ -335,7 +335,7 @@ def test_queries(server, text, path):
 )
 def test_only_the_token_opens(server, value, path, method):
     answer = requests.request(
-        method, server.url + path, headers={"Authorization": value}, data=b"{}", timeout=60
+        method, server.url + path, headers={"Authorization": value}, data=b"{}", timeout=900
     )
     assert answer.status_code in (400, 401)  # 400: no header that HTTP knows
     assert answer.status_code == 401 or b"Invalid HTTP request" in answer.content

@@ -174,7 +174,7 @@ def test_what_is_said_of_earlier_tokens_is_checked(more, message):
 
 def test_every_sampling_option_travels():
     of_a_group = {"n_samples", "reward_normalization", "drop_incomplete_group"}
-    refused_or_about_text = {"lora_name", "use_beam_search", "skip_special_tokens"}
+    refused_or_about_text = {"use_beam_search", "skip_special_tokens"}
     assert set(Options.model_fields) | of_a_group | refused_or_about_text == {
         f.name for f in fields(GenerationHyperparameters)
     }
@@ -185,7 +185,10 @@ def test_every_sampling_option_travels():
     [
         ({"image_data": ["eA=="]}, "image_data"),
         ({"vision_msg_vllm": [{"role": "user"}]}, "vision_msg_vllm"),
-        ({"gconfig": GenerationHyperparameters(lora_name="mine")}, "gconfig.lora_name.*'mine'"),
+        (
+            {"gconfig": GenerationHyperparameters(lora_name="\ud83d")},
+            "gconfig.lora_name.*surrogate",
+        ),
         ({"gconfig": GenerationHyperparameters(stop=["\ud83d"])}, "gconfig.stop.*surrogate"),
     ],
 )

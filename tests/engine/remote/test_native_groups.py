@@ -22,7 +22,7 @@ TOKEN = "token-of-this-run"
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    child, address = launch_native_server(model, token=TOKEN, num_pages=800, setup_timeout_s=60)
+    child, address = launch_native_server(model, token=TOKEN, num_pages=800, setup_timeout_s=900)
     yield address
     child.terminate()
 

@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(model):
-    child, address = launch_native_server(model, token=TOKEN, num_pages=800, setup_timeout_s=60)
+    child, address = launch_native_server(model, token=TOKEN, num_pages=800, setup_timeout_s=900)
     yield address
     child.terminate()
 
@@ -114,7 +114,7 @@ async def test_cancelled_calls_leave_the_server(engine):
 
 
 async def wait_for_stat(engine, name, value):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while (await asyncio.to_thread(engine.stats))[name] != value:
         assert time.monotonic() < deadline, f"{name} never became {value}"
         await asyncio.sleep(0.01)
@@ -162,7 +162,7 @@ async def test_busy_intervals_name_the_server(engine, address):
 
 
 def test_wrong_token_fails_at_once(address):
-    engine = NativeRemoteEngine([address], "wrong", setup_timeout_s=60)
+    engine = NativeRemoteEngine([address], "wrong", setup_timeout_s=900)
     with pytest.raises(RuntimeError, match="401.*Authorization"):
         engine.initialize()
 
@@ -178,7 +178,7 @@ def test_servers_that_never_come_up():
 
 def test_launch_shows_why_a_server_did_not_start(tmp_path):
     with pytest.raises(RuntimeError, match=r"native server .*exit code 2(.|\n)*config.json"):
-        launch_native_server(tmp_path, token=TOKEN, setup_timeout_s=60)
+        launch_native_server(tmp_path, token=TOKEN, setup_timeout_s=900)
 
 
 def test_destroy_from_another_thread_cancels_who_waits(address):

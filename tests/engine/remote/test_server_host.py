@@ -19,7 +19,7 @@ from areal.infra.scheduler.local import LocalScheduler
 from areal.sandbox.watch import descendants
 
 TOKEN = "a-token-nobody-guesses"
-WAIT_S = 120.0
+WAIT_S = 900
 
 
 @pytest.fixture(scope="module")

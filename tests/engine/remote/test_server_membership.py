@@ -26,7 +26,7 @@ from areal.engine.train.export import send_weights
 from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
-WAIT_S = 120
+WAIT_S = 900
 LONG = {"max_position_embeddings": 2048}
 
 

@@ -30,7 +30,7 @@ class Launches:
 
     def __call__(self):
         child, address = launch_native_server(
-            self._model, token=TOKEN, num_pages=200, log_path=self._log, setup_timeout_s=120
+            self._model, token=TOKEN, num_pages=200, log_path=self._log, setup_timeout_s=900
         )
         self.pids.append(child.pid)
         return child, address

@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 from server_checks import (
+    RECEIVER,
     ServerWorld,
     Told,
+    check_adapters,
     check_generation,
     check_grpo_run,
     check_pause,
@@ -16,15 +18,21 @@ from server_checks import (
     check_streams,
     check_update_in_the_middle,
     check_updates_while_generating,
+    draw_adapters,
     request,
 )
 from sglang_server import sglang_python
 from tiny import write_tiny_model
 
+from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.remote.engine import RemoteEngine
+from areal.engine.remote.server_control import ControlClient
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
+from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
+ADAPTERS = ("rollout.backend=sglang:d1", "actor.use_lora=true", "rollout.use_lora=true")
+FLEET = ("rollout.backend=sglang:d2", "rollout.workers=2", "actor.backend=fsdp:d2")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,7 @@ def folders(tmp_path_factory):
 def address(folders, tmp_path_factory):
     python = sglang_python(tmp_path_factory.mktemp("env"))
     child, address = launch_sglang_server(
-        folders[0], python=python, token=TOKEN, dtype="float32", setup_timeout_s=120
+        folders[0], python=python, token=TOKEN, dtype="float32", lora_rank=4, setup_timeout_s=900
     )
     yield address
     child.terminate()
@@ -64,10 +72,27 @@ async def test_one_server_through_its_life(world):
     counts = {"running": 0, "waiting": 0, "restarts": 0, "servers": 1}
     counts |= {"requests_resent": 0, "tokens_kept": 0, "replies_refused": 0}
     assert world.engine.stats() == {"version": version, **counts}
-    with pytest.raises(RuntimeError, match="LoRA is not enabled"):
+    with pytest.raises(RuntimeError, match="adapter_config.json"):
         world.engine.load_adapter("mine", "adapter")
     ((start, end),) = list(world.engine.busy_intervals(0.0).values())[0][-1:]
     assert start < end
+
+
+async def test_adapters_alone_travel_under_versioned_names(address, folders, tmp_path):
+    protocol = SGLangProtocol(folders[0], lora_name="policy")
+    control = ControlClient(address, TOKEN, timeout_s=60, kind=protocol.kind)
+    protocol.load_model(control, str(folders[0]))  # another test may have left other weights
+    engine = RemoteEngine(protocol, [address], TOKEN, request_timeout_s=60)
+    engine.initialize()
+    adapters, merged = draw_adapters(folders[0], tmp_path)
+    world = ServerWorld(engine, merged, "adapters-test", tolerance=1e-4, adapters=adapters)
+    await check_adapters(world, control)
+    await asyncio.to_thread(engine.destroy)
+    meta = WeightUpdateMeta(type="shm", path=str(tmp_path), use_lora=True)
+    with pytest.raises(ValueError, match="adapters of 'policy' from version 1 on"):
+        protocol.weight_order(meta)
+    with pytest.raises(ValueError, match="adapters of '' from version 1 on, got 'policy'"):
+        SGLangProtocol(folders[0]).weight_order(meta.with_version(1))
 
 
 async def test_copies_in_other_processes_learn_of_updates(address, folders, tmp_path):
@@ -87,7 +112,10 @@ async def test_copies_in_other_processes_learn_of_updates(address, folders, tmp_
         told = [Told(one) for one in asked[:2]]  # the others are answered at once
         tasks = [asyncio.create_task(asking.agenerate(one)) for one in asked]
         await asyncio.sleep(0.1)
-        version = await asyncio.to_thread(publishing.publish)
+        with PublicationRoot("shm", run_name="copies-test", disk_root=tmp_path / "disk") as root:
+            version = await asyncio.to_thread(publishing.publish_in, root)
+            meta = root.meta(gen_allocation=RECEIVER).with_version(version)
+            await asyncio.to_thread(owner.note_weights, meta)
         replies += await asyncio.gather(*tasks)
         for one, reply in zip(told, replies[-4:], strict=False):
             one.check(reply)
@@ -113,11 +141,10 @@ def test_a_server_that_ends_says_why(folders, tmp_path):
     script.write_text("#!/bin/sh\necho 'No module named sglang' >&2\nexit 1\n")
     script.chmod(0o755)
     with pytest.raises(RuntimeError, match="(?s)exit code 1.*No module named sglang"):
-        launch_sglang_server(folders[0], python=script, token=TOKEN, setup_timeout_s=60)
+        launch_sglang_server(folders[0], python=script, token=TOKEN, setup_timeout_s=900)
 
 
 @pytest.mark.slow
-def test_asynchronous_grpo_through_it(tmp_path):
-    check_grpo_run(
-        tmp_path, "rollout.backend=sglang:d1", f"sglang.python={sglang_python(tmp_path)}"
-    )
+@pytest.mark.parametrize("layout", [ADAPTERS, FLEET], ids=["adapters", "fleet"])
+def test_asynchronous_grpo_through_it(tmp_path, layout):
+    check_grpo_run(tmp_path, f"sglang.python={sglang_python(tmp_path)}", *layout)

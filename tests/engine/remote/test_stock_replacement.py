@@ -35,7 +35,7 @@ class Launches:
             token=TOKEN,
             dtype="float32",
             log_path=self._log,
-            setup_timeout_s=120,
+            setup_timeout_s=900,
         )
         self.children.append(child)
         return child, address

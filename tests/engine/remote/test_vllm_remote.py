@@ -18,6 +18,7 @@ import torch
 from server_checks import (
     RECEIVER,
     ServerWorld,
+    check_adapters,
     check_generation,
     check_grpo_run,
     check_pause,
@@ -26,6 +27,7 @@ from server_checks import (
     check_streams,
     check_update_in_the_middle,
     check_updates_while_generating,
+    draw_adapters,
     read_weights,
     request,
 )
@@ -34,6 +36,7 @@ from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import WeightUpdateMeta
 from areal.cli.demo import make_model
 from areal.engine.remote.engine import RemoteEngine
+from areal.engine.remote.server_control import ControlClient
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
 from areal.models.hf_io import build_model, read_hf_config, save_hf
@@ -87,7 +90,7 @@ def process(folders, children, tmp_path_factory):
         max_model_len=256,
         cpu_cache_gb=1,
         enforce_eager=True,
-        enable_lora=True,
+        lora_rank=4,
         log_path=tmp_path_factory.mktemp("logs") / "vllm.log",
         setup_timeout_s=SETUP_TIMEOUT_S,
     )
@@ -134,6 +137,43 @@ async def test_no_route_opens_without_the_token(process):
                         method, url, headers=headers, json={}, allow_redirects=False
                     ) as answer:
                         assert answer.status == 401, (method, route, answer.status)
+
+
+async def test_adapters_alone_travel_under_versioned_names(process, folders, tmp_path):
+    protocol = VLLMProtocol(folders[0], lora_name="policy")
+    options = {"max_context": 256, "request_timeout_s": 300}
+    engine = RemoteEngine(protocol, [process.address], TOKEN, **options)
+    engine.initialize()
+    adapters, merged = draw_adapters(folders[0], tmp_path)
+    world = ServerWorld(engine, merged, "vllm-lora", tolerance=1e-3, adapters=adapters)
+    control = ControlClient(process.address, TOKEN, timeout_s=60, kind=protocol.kind)
+    await check_adapters(world, control)
+    await asyncio.to_thread(engine.destroy)
+    control.post("/update_weight_version", new_version="0")  # of the model itself
+
+
+def test_which_servers_of_others_a_run_may_use(process, folders, tmp_path):
+    protocol = VLLMProtocol(folders[0])
+    good = ControlClient(process.address, TOKEN, timeout_s=900, kind=protocol.kind)
+    assert protocol.identify(good)  # the folder with a head of its own
+    child, address = launch_vllm_server(
+        folders[0],
+        python=PYTHON,
+        token=TOKEN,
+        scratch=tmp_path / "scratch",
+        dtype="float32",
+        max_model_len=256,
+        cpu_cache_gb=1,
+        enforce_eager=True,
+        extra_args=["--logprobs-mode", "raw_logprobs"],
+        setup_timeout_s=SETUP_TIMEOUT_S,
+    )
+    try:
+        control = ControlClient(address, TOKEN, timeout_s=900, kind=protocol.kind)
+        with pytest.raises(RuntimeError, match="start it with --logprobs-mode processed_logprobs"):
+            protocol.identify(control)
+    finally:
+        child.terminate()
 
 
 async def test_one_server_through_its_life(world, children, tmp_path):

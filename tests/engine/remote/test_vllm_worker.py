@@ -60,7 +60,7 @@ def launched(folder, tmp_path_factory):
                 scratch=root / f"scratch{index}",
                 tensor_parallel=2 - index,
                 log_path=root / f"server{index}.log",
-                setup_timeout_s=120,
+                setup_timeout_s=900,
             )
             children.append(child)
             return child, address

@@ -116,7 +116,7 @@ Job = tuple[str, str, dict[str, Any], str]  # folder, backend, changes of the en
 
 
 def assert_parity(num_ranks: int, jobs: list[Job]) -> None:
-    run_ranks(num_ranks, "engine.train.archon_world:rank_works", jobs, timeout_s=180)
+    run_ranks(num_ranks, "engine.train.archon_world:rank_works", jobs, timeout_s=900)
     for folder, backend, changes, out in jobs:
         changes.pop("num_replicas", None)
         expected, got = work(open_engine(folder, "archon:d1", **changes)), torch.load(out)
@@ -133,9 +133,9 @@ def rank_works(jobs: list[Job]) -> None:
             torch.save(found, out)
 
 
-def rank_saves_adapters(folder: str, scratch: str, lora: dict[str, Any]) -> None:
+def rank_saves_adapters(folder: str, scratch: str, backend: str, lora: dict[str, Any]) -> None:
     """Two steps; the merged weights and the adapter alone are left in `scratch`."""
-    engine = open_engine(folder, "archon:d2", **lora)
+    engine = open_engine(folder, backend, **lora)
     for number in range(2):
         train(engine, make_batch(number))
     weights = weights_of(engine)

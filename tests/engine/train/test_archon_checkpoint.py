@@ -70,7 +70,7 @@ def check(folder: str, scratch: Path, num_ranks: int, backends: list[str]) -> No
     go_on(straight, range(2, 4))
     expected = weights_of(straight)
 
-    found = run_ranks(num_ranks, BODY, folder, str(scratch), backends, timeout_s=120)
+    found = run_ranks(num_ranks, BODY, folder, str(scratch), backends, timeout_s=900)
     assert found == [[[7, pytest.approx(lr)]] * len(backends)] * num_ranks
     for backend in backends:
         got = torch.load((scratch / backend.replace(":", "_")).with_suffix(".pt"))

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train import checkpoint
+from areal.models.hf_io import read_hf_config, save_hf
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -118,12 +119,67 @@ def test_what_cannot_be_adapted_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="target_modules.*'no_such_layer'.*down_proj, gate_proj"):
         open_engine(folder, "archon:d1", **LORA, target_modules=["q_proj", "no_such_layer"])
     experts = write_tiny_model(tmp_path / "experts", "qwen3_moe")
-    with pytest.raises(ValueError, match="no adapters for experts; use backend fsdp"):
-        open_engine(experts, "archon:d1", **LORA)
     with pytest.raises(
-        ValueError, match="use_lora cannot be sharded by t or p: use d or c.*archon:t2"
+        ValueError, match="target_modules.*'router'.*there are down_proj, gate_proj"
     ):
-        archon_world.open_engine(str(folder), "archon:t2", **LORA)
+        open_engine(experts, "archon:d1", **LORA, target_modules=["router"])
+
+
+def test_experts_have_adapters_where_they_are_named(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", "qwen3_moe")
+    before = weights_of(open_engine(folder, "archon:d1"))
+    for targets, adapted in (
+        ([], {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (["gate_proj"], {"gate_proj"}),
+    ):
+        engine = open_engine(folder, "archon:d1", **LORA, target_modules=targets)
+        assert all("lora_" in name for name in engine.optimizer.masters())
+        engine.train_batch(make_batch(), loss_fn, loss_tokens)
+        after = weights_of(engine)
+        changed = {name.split(".")[-2] for name in before if not before[name].equal(after[name])}
+        assert changed == adapted
+
+
+def test_gradients_of_expert_adapters_are_those_of_their_merged_weights(tmp_path):
+    """d loss / d B = scaling * G A', d loss / d A = scaling * B' G, where G is the gradient of the
+    weight W + scaling * B A in an engine that trains all of it."""
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    folder = write_tiny_model(tmp_path / "model", "qwen3_moe")
+    adapted = open_engine(folder, "archon:d1", **LORA, target_modules=targets, optimizer=PLAIN_SGD)
+    adapted.train_batch(
+        make_batch(), loss_fn, loss_tokens
+    )  # else B is zero, and so is d loss / d A
+    start = weights_of(adapted)
+    adapted.save(hf(tmp_path / "before"))
+    save_hf(iter(start.items()), read_hf_config(folder), tmp_path / "merged")
+    whole = open_engine(tmp_path / "merged", "archon:d1", optimizer=PLAIN_SGD)
+    for engine in (adapted, whole):
+        engine.train_batch(make_batch(1), loss_fn, loss_tokens)
+    adapted.save(hf(tmp_path / "after"))
+    before, after = (load_file(tmp_path / name / ADAPTER_FILES[1]) for name in ("before", "after"))
+    ends = weights_of(whole)
+    found = {name: (before[name] - after[name]) / PLAIN_SGD.lr for name in before}
+    scaling, expected = LORA["lora_alpha"] / LORA["lora_rank"], {}
+    layers = {name.rpartition(".lora_")[0] for name in before}
+    assert len(layers) == 2 * 4 * len(targets)  # layers, experts
+    for layer in layers:
+        name = layer.removeprefix("base_model.model.") + ".weight"
+        gradient = (start[name] - ends[name]) / PLAIN_SGD.lr
+        a_RD, b_NR = (before[f"{layer}.lora_{matrix}.weight"] for matrix in "AB")
+        expected[f"{layer}.lora_A.weight"] = scaling * b_NR.T @ gradient
+        expected[f"{layer}.lora_B.weight"] = scaling * gradient @ a_RD.T
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-2
+    assert_close(found, expected, atol=1e-4)
+
+
+def test_adapters_of_a_pipeline_are_saved_from_every_stage(folder, tmp_path):
+    lora = {**LORA, "pp_schedule": "1F1B"}
+    body = "engine.train.archon_world:rank_saves_adapters"
+    run_ranks(2, body, str(folder), str(tmp_path), "archon:p2", lora, timeout_s=900)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    expected = torch.load(tmp_path / "end.pt")
+    assert_close(dict(merged.named_parameters()), expected, atol=1e-6)
 
 
 def test_two_ranks_train_as_one(folder, tmp_path):
@@ -134,7 +190,7 @@ def test_two_ranks_train_as_one(folder, tmp_path):
 
     expected = rows(archon_world.open_engine(str(folder), "archon:d1", **LORA))
     body = "engine.train.archon_world:rank_saves_adapters"
-    run_ranks(2, body, str(folder), str(tmp_path), LORA, timeout_s=120)
+    run_ranks(2, body, str(folder), str(tmp_path), "archon:d2", LORA, timeout_s=900)
     assert_close(torch.load(tmp_path / "end.pt"), expected, atol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()

@@ -132,3 +132,45 @@ def test_four_ranks_of_pipelines_beside_each_other(check_parity):
         ("deep", "archon:p4", schedule("1F1B")),
         ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B")),
     )
+
+
+LORA = {"use_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
+EXPERTS = {**LORA, "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+
+
+def test_two_ranks_with_adapters(check_parity):
+    check_parity(
+        2,
+        ("llama", "archon:t2", {**LORA}),
+        ("deep", "archon:p2", schedule("1F1B", **LORA)),
+        ("qwen3_moe", "archon:d2e2", {**EXPERTS}),
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_with_other_adapters(check_parity):
+    check_parity(
+        2,
+        ("qwen3", "archon:t2", {**LORA, "lora_rank": 3}),
+        ("gemma3", "archon:t2", {**LORA}),
+        ("qwen3", "archon:t2", {**LORA, "is_critic": True}),
+        ("qwen3_moe", "archon:t2", {**EXPERTS}),
+        ("qwen3_moe", "archon:d2", {**EXPERTS}),
+        ("deep_untied", "archon:p2", schedule("Interleaved1F1B", **LORA)),
+        ("deep", "archon:p2", schedule("ZBVZeroBubble", **LORA)),
+        ("deep_moe", "archon:p2", schedule("Interleaved1F1B", **EXPERTS)),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks_with_adapters(check_parity):
+    check_parity(
+        4,
+        ("qwen3", "archon:d2t2", {**LORA}),
+        ("qwen3", "archon:c2t2", {**LORA}),
+        ("deep", "archon:p2t2", schedule("1F1B", **LORA)),
+        ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B", **EXPERTS)),
+        ("qwen3_moe", "archon:d4e2", {**EXPERTS}),
+        ("qwen3_moe", "archon:(attn:d2t2|ffn:d2t2)", {**EXPERTS}),
+        ("qwen3_moe", "archon:(attn:d2t2|ffn:t2e2)", {**EXPERTS}),
+    )

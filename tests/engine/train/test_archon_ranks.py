@@ -192,11 +192,6 @@ TWO_REPLICAS = {"backend": "archon:d4e4", "archon": ArchonEngineConfig(num_repli
         ("archon:d2", {}, "RANK, WORLD_SIZE"),
         ("archon:d4e4", TWO_REPLICAS, "do not divide the 2 that hold .* replicas, 2"),
         ("archon:t2", {"batch_invariant": True}, "batch_invariant needs one rank"),
-        (
-            "archon:p2",
-            {"use_lora": True},
-            "use_lora cannot be sharded by t or p: use d or c instead",
-        ),
         ("archon:d2c2", {"enable_tree_training": True}, "computes a tree on one rank: use d alone"),
     ],
 )

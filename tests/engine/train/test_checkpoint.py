@@ -59,11 +59,11 @@ def test_a_snapshot_is_of_its_moment_while_steps_finish_beside_its_write(folder,
 
     def write_late() -> None:
         is_writing.set()
-        assert may_write.wait(60)
+        assert may_write.wait(300)
         write(path)
 
     writer.start(write_late)
-    assert is_writing.wait(60)
+    assert is_writing.wait(300)
     go_on(engine, range(2, 4))
     assert not writer.poll() and not path.exists()  # two steps are done, the write is not
     may_write.set()
@@ -210,7 +210,7 @@ def test_kill_at_any_moment_of_a_write_leaves_the_last_point_whole(folder, tmp_p
         cwd=tests,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.split()) == 6

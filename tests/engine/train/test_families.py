@@ -17,9 +17,11 @@ from areal.engine.train.archon import ArchonEngine
 FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
 CASES = {
     "llama": {},
+    "mistral": {},
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": {"use_expert_bias": True},
+    "deepseek_v2": {},
     "gemma3_text": {"final_logit_softcapping": 4.0},
 }
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config, write_tiny_model
+from tiny_run import grpo_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal.api.config.inference import InferenceEngineConfig, NativeServerConfig
+from areal.api.config.inference import InferenceEngineConfig
+from areal.api.config.inference_servers import NativeServerConfig
 from areal.api.config.train_engine import ArchonEngineConfig, TrainEngineConfig
 from areal.engine import train_engine_class
-from areal.engine.train.fit import check_generation, check_training
+from areal.engine.train.fit import check_generation, check_models, check_training
 
 EXPERTS = "qwen3_moe"
 
@@ -30,13 +32,14 @@ def refusal(hf_config: dict[str, Any], backend: str, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("backend", "family", "overrides", "says"),
     [
-        ("archon:d1", "mistral", {}, "'mistral' is not supported: known types are gemma3_text"),
+        ("archon:d1", "olmo2", {}, "'olmo2' is not supported: known types are deepseek_v2"),
         ("archon:d1", "qwen3", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ("archon:d1", "qwen2", {"use_sliding_window": True}, "sliding window"),
         ("archon:d1", "qwen3", {"quantization_config": {"bits": 4}}, "quantized weights"),
         ("archon:d1", "llama", {"rope_scaling": {"rope_type": "odd"}}, "rope type 'odd'"),
         ("archon:t4", "qwen3", {}, "t4 cannot cut this model: num_key_value_heads"),
         ("archon:t2", "qwen3", {"vocab_size": 63}, "vocab_size of its config.json"),
+        ("archon:t2", "deepseek_v2", {}, "t2: archon does not cut multi-head latent attention"),
         ("archon:c8", "qwen3", {}, "c8 cannot cut this model"),
         ("archon:p2", "qwen3", {}, "cuts this model of 2 layers into 4 stages"),
         ("archon:d2e2", "qwen3", {}, "spreads experts, but this model has none"),
@@ -51,6 +54,7 @@ def refusal(hf_config: dict[str, Any], backend: str, **options: Any) -> str:
         ("fsdp:d4t4", "qwen3", {}, "t4 cannot cut this model: num_key_value_heads"),
         ("fsdp:c8", "mistral", {}, "c8 cannot cut this model"),
         ("megatron:d1", "gemma3_text", {}, "got 'gemma3_text': use backend archon or fsdp"),
+        ("megatron:d1", "deepseek_v2", {}, "got 'deepseek_v2': use backend archon or fsdp"),
         ("megatron:d1", "qwen3", {"attention_bias": True}, "has no attention_bias with a bias"),
         ("megatron:d1t8", "qwen3", {}, "t8 cannot cut this model: num_attention_heads"),
         ("megatron:d1p4", "qwen3", {}, "num_hidden_layers of its config.json must be a multiple"),
@@ -61,16 +65,29 @@ def refusal(hf_config: dict[str, Any], backend: str, **options: Any) -> str:
 def test_a_model_that_does_not_fit(
     backend: str, family: str, overrides: dict[str, Any], says: str
 ) -> None:
-    known = family in ("qwen2", "qwen3", "llama", "gemma3_text", EXPERTS)
+    known = family in ("qwen2", "qwen3", "llama", "gemma3_text", "deepseek_v2", EXPERTS)
     config = tiny_config(family if known else "qwen3", **overrides) | {"model_type": family}
     assert says in refusal(config, backend)
+
+
+def test_stock_servers_get_no_adapters_of_experts(tmp_path):
+    config = grpo_config(
+        tmp_path,
+        "rollout.backend=vllm:d1",
+        "rollout.use_lora=true",
+        "actor.use_lora=true",
+        "actor.target_modules=[q_proj, up_proj]",
+    )
+    check_models(config, {"actor": tiny_config("qwen3")})
+    with pytest.raises(ValueError, match=r"rollout.use_lora must be false .* \(up_proj\)"):
+        check_models(config, {"actor": tiny_config(EXPERTS)})
 
 
 @pytest.mark.parametrize(
     ("backend", "family", "options", "says"),
     [
-        ("archon:d1", EXPERTS, {"use_lora": True}, "archon has no adapters for experts"),
         ("archon:d1", EXPERTS, {"batch_invariant": True}, "no such kernel for experts"),
+        ("archon:d1", "deepseek_v2", {"batch_invariant": True}, "no such kernel for experts"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -107,19 +124,19 @@ def test_what_the_native_server_cannot_generate_with() -> None:
                 InferenceEngineConfig(backend=backend), NativeServerConfig(**native), config
             )
 
-    mistral = tiny_config("qwen3") | {"model_type": "mistral"}
-    refuse("native:d1", mistral, "model_type 'mistral' is not supported")
+    olmo2 = tiny_config("qwen3") | {"model_type": "olmo2"}
+    refuse("native:d1", olmo2, "model_type 'olmo2' is not supported")
     refuse("native:d1t4", tiny_config(), "num_key_value_heads of the model's config.json")
     refuse("native:d1", tiny_config(EXPERTS), "kernel for experts", batch_invariant=True)
     for backend in ("vllm:d1", "sglang:d1"):
-        check_generation(InferenceEngineConfig(backend=backend), NativeServerConfig(), mistral)
+        check_generation(InferenceEngineConfig(backend=backend), NativeServerConfig(), olmo2)
 
 
 @pytest.mark.parametrize(
     ("backend", "family", "overrides", "options"),
     [
         ("archon:d1", "qwen3", {"hidden_act": "gelu"}, {}),
-        ("archon:d1", EXPERTS, {}, {"use_lora": True}),
+        ("archon:d1", EXPERTS, {}, {"batch_invariant": True}),
         ("fsdp:d1", "qwen3", {"model_type": "falcon"}, {}),
     ],
 )

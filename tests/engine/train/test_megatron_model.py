@@ -166,7 +166,7 @@ def test_a_checkpoint_goes_through_tensor_pipeline_and_expert_ranks(tmp_path):
         "megatron:d1c2": ["qwen3"],
     }
     target = "engine.train.test_megatron_model:rank_round_trip"
-    assert run_ranks(2, target, str(tmp_path), layouts, timeout_s=180) == [[], []]
+    assert run_ranks(2, target, str(tmp_path), layouts, timeout_s=900) == [[], []]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -200,6 +200,6 @@ sys.modules["megatron"] = None  # as if it were not installed
 from areal.engine import train_engine_class
 train_engine_class("megatron:d1")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
     assert done.returncode == 1
     assert "pip install areal[megatron]" in done.stderr.splitlines()[-1]

@@ -38,7 +38,7 @@ def world(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         written = write_model(folder / family, family, num_hidden_layers=4, **overrides)
         torch.save(written, folder / f"{family}.pt")
     target = "engine.train.test_megatron_pipeline:rank_reports"
-    return folder, run_ranks(2, target, str(folder), timeout_s=240)
+    return folder, run_ranks(2, target, str(folder), timeout_s=900)
 
 
 def rank_reports(folder: str) -> dict[str, Any]:

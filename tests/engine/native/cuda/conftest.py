@@ -1,6 +1,7 @@
 """Where the kernels run: on the CUDA device if there is one, else in Triton's interpreter.
 
-The interpreter is right in float32 only; bfloat16 joins the dtypes on a device.
+The interpreter is right in float32 only; bfloat16 joins the dtypes on a device. Its conversions to
+FP8 lose the carry of a rounding into the exponent, so torch converts in its place.
 """
 
 from __future__ import annotations
@@ -21,6 +22,22 @@ def _interpret_kernels() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter._convert_float = _convert
+
+
+def _convert(values, from_dtype, to_dtype, rounding):
+    source, target = _TORCH_DTYPES[from_dtype.name], _TORCH_DTYPES[to_dtype.name]
+    converted = torch.frombuffer(bytearray(values.tobytes()), dtype=source).to(target)
+    return converted.view(_BITS[target.itemsize]).numpy().reshape(values.shape)
+
+
+_TORCH_DTYPES = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 if not torch.cuda.is_available():

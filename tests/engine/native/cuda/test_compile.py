@@ -13,14 +13,20 @@ TESTS = Path(__file__).resolve().parents[3]
 SHARED_BYTES = 227 * 1024  # that a program may take on an H200
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Kernels that models have in common are compiled once."""
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96"])
-def test_prefill_and_decode_compile_for_an_h200(model, tmp_path):
+def test_prefill_and_decode_compile_for_an_h200(model, cache):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(TESTS), str(TESTS.parent)]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), model],
-        env={**env, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**env, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         timeout=600,

@@ -15,7 +15,7 @@ from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, load_hf
 
 OPTIONS = {"head_dim": 16, "vocab_size": 65, "attention_bias": True}
-WAIT_S = 60
+WAIT_S = 900
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="two ranks need two devices; here they share the CPU"

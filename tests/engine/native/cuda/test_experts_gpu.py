@@ -111,7 +111,7 @@ def test_a_layer_computes_the_same_bits_at_every_launch(num_rows):
     layer = ExpertLayer(moe, "silu", 0, router_arrivals(torch.device("cuda")), None)
     x_TD = torch.randn(num_rows, SHAPE["hidden_size"], device="cuda").bfloat16()
     routed_TLK = torch.zeros(num_rows, 1, SHAPE["num_experts_per_tok"], device="cuda").int()
-    products = Products("cublas", SkinnyWorkspace.make(torch.device("cuda")))
+    products = Products("cublas", SkinnyWorkspace.make(x_TD.device), x_TD.dtype)
     first_TKD = layer.forward(x_TD, routed_TLK, products)
     first_routed = routed_TLK.clone()
     for _ in range(50):

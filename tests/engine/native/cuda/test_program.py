@@ -67,7 +67,7 @@ class EagerRunner:
     max_prefill_tokens = 20
     shared_launches = 0
 
-    def __init__(self, model, table, *, max_prefill_tokens, **program) -> None:
+    def __init__(self, model, table, adapters, *, max_prefill_tokens, **program) -> None:
         self._model = model
         self._program = DeviceProgram(model, table, max_rows=len(table.num_tokens), **program)
 
@@ -138,8 +138,10 @@ def make_engine(monkeypatch, device):
         # Few rows take 64 splits, which the interpreter would visit one by one.
         monkeypatch.setattr(program_module, "splits_for", lambda *_: 2)
 
-    def make(family="qwen3", seed=0, shape=None, **options) -> NativeEngine:
+    def make(family="qwen3", seed=0, shape=None, fp8=False, **options) -> NativeEngine:
         model = small_model(family, seed, **(shape or {})).to(device)
+        if fp8:
+            model.store_in_fp8()
         options = {"page_size": 4, "num_pages": 100, "max_running": 12} | options
         return NativeEngine(model, **options)
 
@@ -358,6 +360,28 @@ def test_greedy_tokens_and_stops_are_those_of_the_plain_engine(make_engine, monk
     }
     assert all(len(f.output_tokens) > 4 for f in found.values())
     assert "stop" in {f.stop_reason for f in found.values()}
+
+
+def test_a_model_in_fp8_and_its_updates(make_engine, device):
+    """Weights and cache are quantized as the model's own forward quantizes them.
+
+    Tensor cores add FP8 products with 14 bits: some activations round to another FP8 value."""
+    tolerance = 1e-2 if device.type == "cpu" else 0.6
+    engine = make_engine(fp8=True, shape={"hidden_size": 160, "intermediate_size": 200})
+    requests = mixed_requests(4, most=6)
+    for version in range(2):
+        for request in requests:
+            engine.add(request)
+        done = run(engine)
+        for request in requests:
+            out = done[request.rid]
+            args = (request.input_ids, out.output_tokens, 0.8)
+            expected = full_forward_logprobs(engine.model, *args)
+            assert out.output_logprobs == pytest.approx(expected, abs=tolerance)
+            assert set(out.output_versions) == {version}
+        shape = {"hidden_size": 160, "intermediate_size": 200}
+        weights = small_model(seed=1, **shape).to(device).named_hf_tensors()
+        engine.load_weights(weights, version + 1, recompute_kv=True)
 
 
 # Drafts.

@@ -25,6 +25,12 @@ from areal.engine import train_engine_class
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
 
+DEEPSEEK = {  # keys and values of another width
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": None, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -81,6 +87,7 @@ def test_loss_and_gradients_equal_archon_and_transformers(tmp_path, family: str,
         ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("granite", {"attention_multiplier": 0.3}),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("deepseek_v2", DEEPSEEK),
     ],
 )
 def test_families_archon_does_not_need_to_know(tmp_path, family: str, changes: dict):

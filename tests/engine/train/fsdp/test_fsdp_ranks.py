@@ -113,7 +113,7 @@ def step_of_each(paths: dict, out: str, cases: list[tuple[str, str, list, dict]]
 def test_ranks_equal_one_rank(folder, untied, tmp_path, world_size: int, cases: list):
     paths = {"tied": str(folder), "untied": str(untied)}
     by_rank = run_ranks(
-        world_size, f"{MODULE}:step_of_each", paths, str(tmp_path), cases, timeout_s=200
+        world_size, f"{MODULE}:step_of_each", paths, str(tmp_path), cases, timeout_s=900
     )
     batch = make_batch()
     for number, (model, _, _, changes) in enumerate(cases):
@@ -169,7 +169,7 @@ def save_and_send(path: str, out: str) -> list[str]:
 
 def test_a_checkpoint_of_two_ranks_goes_on_on_one(folder, tmp_path):
     first, second = run_ranks(
-        2, f"{MODULE}:save_and_send", str(folder), str(tmp_path), timeout_s=120
+        2, f"{MODULE}:save_and_send", str(folder), str(tmp_path), timeout_s=900
     )
     one = open_engine(folder)
     one.train_batch(make_batch(), loss_fn, loss_tokens)
