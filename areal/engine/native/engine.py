@@ -54,7 +54,7 @@ from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, default_dtype, load_hf
-from areal.models.lora import read_peft
+from areal.models.lora_files import read_peft
 from areal.utils.hub import model_folder
 
 DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # can be offloaded

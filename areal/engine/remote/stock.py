@@ -50,7 +50,7 @@ from areal.engine.remote.server_control import (
     ServerRefusedError,
     error_text,
 )
-from areal.models.lora import write_peft
+from areal.models.lora_files import write_peft
 from areal.utils.device import best_device
 from areal.utils.fs import atomic_folder
 from areal.utils.hub import model_folder
