@@ -26,7 +26,7 @@ from torch import nn
 
 from areal.models.common.lora_layers import ExpertLora, LoraLinear
 from areal.models.common.moe import Experts
-from areal.models.lora_files import FILE_PREFIX, ADAPTER_FILE, base_model_keys, write_peft_config
+from areal.models.lora_files import ADAPTER_FILE, FILE_PREFIX, base_model_keys, write_peft_config
 from areal.models.parallelize import whole, write_own_part
 
 if TYPE_CHECKING:
