@@ -26,7 +26,7 @@ STAMP = re.compile(r"\A<!-- translates sha256:([0-9a-f]{64}) -->\n")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- (?:not run|curve): .+? -->")
 HEADING = re.compile(r"^(#+) .+$", re.MULTILINE)
-CODE_SPAN = re.compile(r"`([^`]+)`")
+CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
 
 
 def english_pages() -> list[Path]:
@@ -103,7 +103,7 @@ def _levels(text: str) -> list[str]:
 
 def _spans(text: str) -> set[str]:
     """Inline code and formulas; a line of the source may break inside of one."""
-    return {" ".join(span.split()) for span in CODE_SPAN.findall(FENCE.sub("", text))}
+    return {" ".join(span.split()) for _, span in CODE_SPAN.findall(FENCE.sub("", text))}
 
 
 def stamp(english: Path) -> None:
