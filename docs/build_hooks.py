@@ -4,7 +4,8 @@ In: the text of a page. Out: MathML in place of a fenced block `math` (formulas 
 line) and of inline $`x`$, which is how GitHub writes them too; an image in place of a comment
 `<!-- curve: name -->` when docs/assets/curves/name.png exists, and nothing when it does not. The
 stamp at the top of a translated page (docs/zh_lag.py) is left out: MkDocs takes a page's title from
-its heading only if nothing stands before it. Anchors keep the letters of every language.
+its heading only if nothing stands before it. Anchors keep the letters of every language, and the
+HTML of a Chinese page says that it is Chinese, by which browsers choose its glyphs.
 
 Formulas are translated while the site is built, so a reader's browser needs no script and no
 network. A formula that does not translate stops the build.
@@ -48,6 +49,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 def on_page_content(content: str, *, page: Any, config: Any, files: Any) -> str:
     return INLINE.sub(lambda match: _mathml(html.unescape(match[1]), "inline"), content)
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    if page.file.src_uri.startswith("zh/"):
+        return output.replace('<html lang="en"', '<html lang="zh-Hans"', 1)
+    return output
 
 
 def _display(source: str, *_: Any, **__: Any) -> str:
