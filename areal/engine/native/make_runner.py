@@ -36,6 +36,11 @@ def make_runner(
 
     Plain torch on the CPU is batch-invariant anyway.
     """
+    if model.args.delta is not None:
+        raise ValueError(
+            f"the native engine does not serve {model.args.model_type}: layers with a recurrent "
+            "state; use rollout.backend vllm or sglang"
+        )
     weight_device = model.embedding_weight.device
     on_cuda = weight_device.type == "cuda"
     # Experts and FP8 have no batch-invariant kernels.
