@@ -20,6 +20,7 @@ from areal.models.family_args import (
     MistralModelArgs,
     Qwen2ModelArgs,
     Qwen3ModelArgs,
+    Qwen35ModelArgs,
 )
 from areal.models.spec import ModelSpec
 from areal.utils.model_files import language_config
@@ -32,6 +33,8 @@ _FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
     "mistral": (MistralModelArgs, "areal.models.mistral"),
     "qwen2": (Qwen2ModelArgs, "areal.models.qwen2"),
     "qwen3": (Qwen3ModelArgs, "areal.models.qwen3"),
+    "qwen3_5_moe_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
+    "qwen3_5_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
     "qwen3_moe": (Qwen3ModelArgs, "areal.models.qwen3"),
 }
 _registered: dict[str, ModelSpec] = {}

@@ -45,8 +45,8 @@ from areal.engine.native.adapters import Adapter, AdapterBank, merged, read_adap
 from areal.engine.native.admission import Limits
 from areal.engine.native.drafts import Drafts
 from areal.engine.native.kv_cache import PagePool, Prefix
-from areal.engine.native.make_runner import default_num_pages, make_runner
-from areal.engine.native.runner import Chunk, Drawn, Runner
+from areal.engine.native.make_runner import checked_num_states, default_num_pages, make_runner
+from areal.engine.native.runner import Drawn, Runner
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.scoring import ScoredTokens, check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
@@ -79,6 +79,7 @@ class NativeEngine:
         eos_ids: Iterable[int] = (),
         page_size: int = 16,
         num_pages: int | None = None,
+        num_states: int | None = None,
         max_running: int = 512,
         max_prefill_tokens: int | None = None,
         batch_invariant: bool = False,
@@ -86,7 +87,8 @@ class NativeEngine:
         seed: int = 0,
         folder: Path | None = None,
     ) -> None:
-        """`num_pages=None`: enough for `max_running` full contexts, bounded by memory.
+        """`num_pages=None`: enough for `max_running` full contexts, bounded by memory; likewise
+        `num_states`, of a model with recurrent layers.
 
         `seed` draws the seeds of requests without one. `batch_invariant`: tokens and
         log-probabilities of a request do not depend, bit for bit, on the requests beside it.
@@ -96,6 +98,7 @@ class NativeEngine:
         args, weight = model.args, model.embedding_weight
         if num_pages is None:
             num_pages = default_num_pages(model, page_size=page_size, max_running=max_running)
+        num_states = checked_num_states(model, num_states, max_running=max_running)
         self.model = model.eval()
         self.version = 0
         self._pool = PagePool(num_pages, page_size)
@@ -104,6 +107,7 @@ class NativeEngine:
             self._pool,
             max_running=max_running,
             max_pages=self._pool.pages_for(self._limits.max_context),
+            states=None if num_states is None else PagePool(num_states, 1),
         )
         self.adapters = AdapterBank(model)
         self._folder, self._is_merged = folder, False
@@ -113,6 +117,7 @@ class NativeEngine:
             self._scheduler.slots,
             self.adapters,
             num_pages=num_pages,
+            num_states=num_states,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
             batch_invariant=batch_invariant,
@@ -364,6 +369,7 @@ class NativeEngine:
             "pages_shared": scheduler.prefixes.num_pages,
             "pages_in_use": self._pool.num_usable - self._pool.num_free,
             "pages_total": self._pool.num_usable,
+            "states_in_use": scheduler.num_states_in_use,
         }
 
     @property
@@ -460,7 +466,9 @@ class NativeEngine:
 
     def _launch_prefill(self) -> bool:
         """Prefill prompts and preempted outputs within the budget; draw for complete prompts."""
-        items, chunks = self._chunks()
+        budget = self._present_runner.max_prefill_tokens
+        items, chunks = self._scheduler.next_chunks(budget)
+        self._counts["tokens_prefilled"] += sum(len(chunk.tokens) for chunk in chunks)
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
         if chunks:
@@ -504,22 +512,6 @@ class NativeEngine:
                 table.allowed[sequence.slot] = mask
         return all_can
 
-    def _chunks(self) -> tuple[list[Prefix | Sequence], list[Chunk]]:
-        scheduler, budget = self._scheduler, self._present_runner.max_prefill_tokens
-        refilling = (s for s in scheduler.filling if s.prefix is None)
-        items, chunks = [], []
-        for item in (*scheduler.prefixes.pending, *refilling):
-            start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
-            if start == end:
-                break
-            items.append(item)
-            tokens = item.token_slice(start, end)
-            chunks.append(Chunk(tokens, start, item.pages, item.adapter))
-            item.num_cached = end
-            budget -= end - start
-        self._counts["tokens_prefilled"] += self._present_runner.max_prefill_tokens - budget
-        return items, chunks
-
     def _attach(self) -> list[tuple[Sequence, torch.Tensor]]:
         """Attach waiting sequences to their computed prefixes.
 
@@ -527,7 +519,7 @@ class NativeEngine:
         others (preempted before) still have to recompute their output.
         """
         size, scheduler = self._pool.page_size, self._scheduler
-        starting, sources, targets = [], [], []
+        starting, sources, targets, states = [], [], [], []
         for sequence in scheduler.filling:
             prefix = sequence.prefix
             if prefix is None or not prefix.is_ready:
@@ -535,6 +527,8 @@ class NativeEngine:
             if prefix.num_tokens % size:
                 sources.append(prefix.pages[-1])
                 targets.append(sequence.pages[prefix.num_tokens // size])
+            if prefix.state is not None:
+                states.append((prefix.state, sequence.state))
             if not sequence.output_tokens:
                 starting.append((sequence, prefix.last_hidden))
             scheduler.prefixes.attach(prefix)
@@ -542,6 +536,8 @@ class NativeEngine:
             sequence.cache_age = scheduler.prefixes.num_updates
         if sources:
             self._present_runner.copy_pages(sources, targets)
+        if states:
+            self._present_runner.copy_states(*map(list, zip(*states, strict=True)))
         return starting
 
     def _drain(self) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from areal.engine.native.kv_cache import StateSpan
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -23,6 +25,7 @@ class Chunk:
     start: int  # position of the first of them
     pages: list[int]  # of positions 0 .. start + len(tokens) - 1, at least
     adapter: int = 0  # its number (adapters.py)
+    states: StateSpan = StateSpan()  # of a model with recurrent layers
 
 
 class Drawn(Protocol):
@@ -77,6 +80,10 @@ class Runner(Protocol):
         ...
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        """Of a model with recurrent layers."""
+        ...
 
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         """The experts of the first tokens in `pages` (expert_cache.py), of a model that has some.
