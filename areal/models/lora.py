@@ -32,6 +32,8 @@ from areal.models.parallelize import whole, write_own_part
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
 
+_TOWER_MODULES = r".*\bvisual\b.*"  # matches names of transformers' modules
+
 Tensors = Iterator[tuple[str, torch.Tensor]]
 PassOn = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -149,7 +151,7 @@ class Adapters(LoraAdapters):
         self, model: Decoder, *, rank: int, alpha: float, target_modules: list[str]
     ) -> None:
         """`target_modules` are endings of Hugging Face module names (`q_proj`); empty: every linear
-        layer but the head, and no expert."""
+        layer of the decoder but the head, and no expert. A vision tower gets none."""
         self._model = model
         self._rank, self._alpha = rank, alpha
         model.requires_grad_(False)
@@ -181,6 +183,8 @@ class Adapters(LoraAdapters):
     def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
         shape = {"r": self._rank, "lora_alpha": self._alpha, "target_modules": self._targets}
         is_critic = self._model.score is not None
+        if self._model.tower is not None:  # its layers may have the same names
+            shape["exclude_modules"] = _TOWER_MODULES
         write_peft_config(folder, {**base_model, **shape}, is_critic=is_critic)
 
     def _trained(self) -> list[Trained]:
@@ -197,12 +201,14 @@ class Adapters(LoraAdapters):
 
 
 def _linear_layers(model: Decoder) -> dict[str, list[str]]:
-    """Our name -> [Hugging Face name] of every linear layer but the heads."""
+    """Our name -> [Hugging Face name] of every linear layer but the heads and a vision tower."""
     heads = (model.output, model.score)
     return {
-        name: [model.adapter.to_hf_name(f"{name}.weight").removesuffix(".weight")]
+        name: [model.adapter.module_name(f"{name}.weight").removesuffix(".weight")]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+        if isinstance(module, nn.Linear)
+        and not any(module is head for head in heads)
+        and not name.startswith("tower.")
     }
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from areal.models.vision.args import VisionArgs
+
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,6 +34,8 @@ class RopeArgs:
     attention_factor: float | None = None  # yarn: multiplies cos and sin
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
+    # M-RoPE: which position (0 time, 1 height, 2 width) turns each pair; (): there is only one.
+    axes: tuple[int, ...] = ()
 
     @classmethod
     def from_hf_config(cls, hf: Mapping[str, Any]) -> RopeArgs:
@@ -203,6 +207,7 @@ class DecoderArgs:
     latent: LatentArgs | None = None  # latent attention; `head_dim` is that of queries and keys
     delta: DeltaArgs | None = None  # some layers have a recurrent state instead of attention
     rotated_dim: int | None = None  # leading dims of a head that are rotated; None: all
+    vision: VisionArgs | None = None  # a tower for images
     initializer_range: float = 0.02
     is_critic: bool = False  # a score head in place of the LM head
 
@@ -254,6 +259,12 @@ class DecoderArgs:
         """Layers that cache keys and values."""
         recurrent = frozenset() if self.delta is None else self.delta.layers
         return tuple(layer for layer in range(self.n_layers) if layer not in recurrent)
+
+    @property
+    def vision_args(self) -> VisionArgs:
+        """`vision`, of a model that has a tower."""
+        assert self.vision is not None, f"this {self.model_type} has no vision tower"
+        return self.vision
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
