@@ -75,7 +75,10 @@ class TorchRunner:
         )
         # A drawn image token would stand for an image that is not there.
         vision = model.args.vision
-        self._never = vision and torch.tensor(vision.placeholder_ids, device=weight.device)
+        self._never = vision and torch.tensor(
+            [token for token in vision.placeholder_ids if token < model.args.vocab_size],
+            device=weight.device,
+        )
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
