@@ -332,7 +332,7 @@ class NativeEngine:
         """ValueError if `score` cannot run."""
         if "weights" in self._offloaded:
             raise ValueError("the weights are offloaded: call onload first")
-        check_tokens(sequences, self.model.args.vocab_size)
+        check_tokens(sequences, self.model.args.vocab_size, self.model.args.vision)
 
     def offload(self, tags: Iterable[str] | None = None) -> None:
         """Free the device memory of these parts; running requests recompute their cache later."""

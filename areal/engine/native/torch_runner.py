@@ -36,6 +36,7 @@ from areal.engine.native.kv_cache import SCRATCH_PAGE
 from areal.engine.native.runner import Computed, joined_sights
 from areal.engine.native.sampler import sample
 from areal.models.common.moe import recorded_experts
+from areal.models.vision.placeholders import never_sampled
 from areal.models.vision.tower import Images, Sight
 from areal.utils.device import use_plain_blas
 
@@ -74,11 +75,8 @@ class TorchRunner:
             moe, num_pages=num_pages, page_size=page_size, device=weight.device
         )
         # A drawn image token would stand for an image that is not there.
-        vision = model.args.vision
-        self._never = vision and torch.tensor(
-            [token for token in vision.placeholder_ids if token < model.args.vocab_size],
-            device=weight.device,
-        )
+        never = never_sampled(model.args.vision, model.args.vocab_size)
+        self._never = torch.tensor(never, device=weight.device) if never else None
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
 
     def look(self, images: Images) -> Sight:
