@@ -50,6 +50,7 @@ from areal.engine.native.runner import Drawn, Runner
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.scoring import ScoredTokens, check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
+from areal.engine.native.sights import SightCache
 from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
@@ -124,6 +125,7 @@ class NativeEngine:
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
         self.device = weight.device
+        self._sights = SightCache(lambda images: self._present_runner.look(images), weight.device)
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
         self._under_way: deque[_Launch] = deque()
@@ -199,6 +201,7 @@ class NativeEngine:
             seed=seed % 2**64,
             stop_ids=eos_ids | frozenset(options.stop_token_ids),
             max_output=self._limits.max_output(request),
+            images=request.images,
             adapter=adapter,
             pinned_version=self.adapters.version_of(adapter),
             progress_tokens=request.progress_tokens,
@@ -260,6 +263,7 @@ class NativeEngine:
         check_hf_shapes(self.model, shapes, source=f"version {version}")
         self._drain()
         self.adapters.clear_live()
+        self._sights.clear()
         self._write(tensors)
         self._go_on_with(version, recompute_kv)
 
@@ -333,7 +337,7 @@ class NativeEngine:
         """ValueError if `score` cannot run."""
         if "weights" in self._offloaded:
             raise ValueError("the weights are offloaded: call onload first")
-        check_tokens(sequences, self.model.args.vocab_size)
+        check_tokens(sequences, self.model.args.vocab_size, self.model.args.vision)
 
     def offload(self, tags: Iterable[str] | None = None) -> None:
         """Free the device memory of these parts; running requests recompute their cache later."""
@@ -341,6 +345,7 @@ class NativeEngine:
         self._drain()
         self._scheduler.send_all_back()
         self._scheduler.forget_prefixes()
+        self._sights.clear()
         self._runner = None
         if "weights" in leaving:
             self.model.to("cpu")
@@ -370,6 +375,7 @@ class NativeEngine:
             "pages_in_use": self._pool.num_usable - self._pool.num_free,
             "pages_total": self._pool.num_usable,
             "states_in_use": scheduler.num_states_in_use,
+            "images_seen": self._sights.num_looks,
         }
 
     @property
@@ -466,14 +472,14 @@ class NativeEngine:
 
     def _launch_prefill(self) -> bool:
         """Prefill prompts and preempted outputs within the budget; draw for complete prompts."""
-        budget = self._present_runner.max_prefill_tokens
-        items, chunks = self._scheduler.next_chunks(budget)
-        self._counts["tokens_prefilled"] += sum(len(chunk.tokens) for chunk in chunks)
+        spans = self._scheduler.next_to_prefill(self._present_runner.max_prefill_tokens)
+        self._counts["tokens_prefilled"] += sum(span.end - span.start for span in spans)
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
-        if chunks:
+        if spans:
+            chunks = [self._sights.chunk(span) for span in spans]
             hidden_CD = self._present_runner.prefill(chunks)
-            for item, hidden_D in zip(items, hidden_CD, strict=True):
+            for (item, *_), hidden_D in zip(spans, hidden_CD, strict=True):
                 if item.num_cached < item.num_tokens:
                     continue
                 if isinstance(item, Prefix):
@@ -494,7 +500,7 @@ class NativeEngine:
             for sequence in drawing:
                 self._scheduler.promote(sequence)
             self._under_way.append(_Launch(drawing, drawn, self.version))
-        return bool(chunks or drawing)
+        return bool(spans or drawing)
 
     def _constrain(self, sequences: Iterable[Sequence]) -> bool:
         """Before they draw: masks of those with a grammar. False if some have ended instead, for

@@ -19,6 +19,7 @@ mirrors its `pages`.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,14 +30,23 @@ from areal.engine.native.kv_cache import (
     PagePool,
     Prefix,
     PrefixTable,
+    StateSpan,
 )
-from areal.engine.native.runner import Chunk
 from areal.engine.native.sampler import SamplingOptions, has_rare_options
 from areal.engine.native.sequence import Sequence
 
 _MAX_INT64 = 2**63 - 1
 # Values beyond these give the same distribution but overflow float32.
 _TEMPERATURES = (1e-20, 1e20)
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `end` of a prompt, or of an output that is computed again."""
+
+    item: Prefix | Sequence
+    start: int
+    end: int
+    states: StateSpan
 
 
 class SlotTable:
@@ -65,6 +75,7 @@ class SlotTable:
         self.adapter = np.zeros(num_slots, np.int64)  # its number: see adapters.py
         self.state = np.zeros(num_slots, np.int64)  # of a model with recurrent layers
         self.mark = np.zeros(num_slots, np.int64)  # its state at the last border of a page
+        self.rotary_delta = np.zeros(num_slots, np.int64)  # rotary position minus index in output
         self.constrained = np.zeros(num_slots, bool)  # by a grammar
         self.allowed: dict[int, np.ndarray] = {}  # constrained slot -> mask of its next token
         self.sequences: list[Sequence | None] = [None] * num_slots
@@ -87,6 +98,7 @@ class SlotTable:
         self.greedy[slot] = options.greedy
         self.seed[slot] = sequence.seed
         self.adapter[slot] = sequence.adapter
+        self.rotary_delta[slot] = 0 if sequence.images is None else sequence.images.delta
         self.constrained[slot] = sequence.grammar is not None
         self.state[slot], self.mark[slot] = sequence.state or 0, sequence.mark or 0
 
@@ -210,6 +222,25 @@ class Scheduler:
         """Slots of `decoding`, in its order."""
         return np.fromiter((s.slot for s in self.decoding), np.int64, len(self.decoding))
 
+    def next_to_prefill(self, budget: int) -> list[Span]:
+        """What to compute now of prompts and preempted outputs: at most `budget` tokens in all,
+        which count as cached from here on."""
+        refilling = (s for s in self.filling if s.prefix is None)
+        spans = []
+        for item in (*self.prefixes.pending, *refilling):
+            start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
+            if start == end:
+                break
+            if isinstance(item, Prefix):
+                states = item.state_span(start, end)
+                self.prefixes.has_read_start(item)
+            else:
+                states = item.state_span(start, end, self.pool.page_size)
+            spans.append(Span(item, start, end, states))
+            item.num_cached = end
+            budget -= end - start
+        return spans
+
     def promote(self, sequence: Sequence) -> None:
         """All but its newest token are cached: it decodes from now on."""
         del self.filling[sequence]
@@ -235,10 +266,10 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended. What it cached is kept for prompts that begin alike."""
         if sequence in self.decoding and sequence.cache_age == self.prefixes.num_updates:
-            cached = (*sequence.prompt, *sequence.output_tokens[:-1])
+            cached = (*sequence.prompt_key, *sequence.output_tokens[:-1])
             border = len(cached) // self.pool.page_size * self.pool.page_size
             # A border within the prompt is the prefix's, and marked by it.
-            mark = sequence.mark if border > len(sequence.prompt) else None
+            mark = sequence.mark if border > len(sequence.prompt_key) else None
             self.prefixes.keep(cached, sequence.pages, sequence.adapter, mark)
         self.release(sequence)
 
@@ -262,7 +293,7 @@ class Scheduler:
 
     def _place(self, sequence: Sequence) -> bool:
         """Find a slot, the prefix and pages for `sequence`; False when pages are short."""
-        pool, prompt, adapter = self.pool, sequence.prompt, sequence.adapter
+        pool, prompt, adapter = self.pool, sequence.prompt_key, sequence.adapter
         num_shared = len(prompt) // pool.page_size
         # One position more than it has, so that it can draw a token without preempting others.
         num_own = pool.pages_for(sequence.num_tokens + 1) - num_shared
@@ -275,7 +306,7 @@ class Scheduler:
             pool.release(borrowed)
             # Making room evicted the mark after the borrowed pages: there are fewer to borrow now.
             return has_room and self._place(sequence)
-        prefix = prefix or self.prefixes.create(prompt, borrowed, adapter)
+        prefix = prefix or self.prefixes.create(prompt, borrowed, adapter, sequence.images)
         self.prefixes.wait(prefix)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = prefix.num_cached
@@ -290,26 +321,6 @@ class Scheduler:
         self.slots.set_pages(sequence.slot, sequence.pages)
         self.slots.num_shared[sequence.slot] = num_shared
         return True
-
-    def next_chunks(self, budget: int) -> tuple[list[Prefix | Sequence], list[Chunk]]:
-        """Up to `budget` tokens of prompts, and of outputs to compute again."""
-        refilling = (s for s in self.filling if s.prefix is None)
-        items, chunks = [], []
-        for item in (*self.prefixes.pending, *refilling):
-            start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
-            if start == end:
-                break
-            items.append(item)
-            if isinstance(item, Prefix):
-                span = item.state_span(start, end)
-                self.prefixes.has_read_start(item)
-            else:
-                span = item.state_span(start, end, self.pool.page_size)
-            tokens = item.token_slice(start, end)
-            chunks.append(Chunk(tokens, start, item.pages, item.adapter, span))
-            item.num_cached = end
-            budget -= end - start
-        return items, chunks
 
     def _claim_page(self, sequence: Sequence) -> bool:
         """Free a page by preempting younger sequences; False if `sequence` itself was preempted."""

@@ -33,10 +33,12 @@ import torch.nn.functional as F
 from areal.engine.native.drafts import num_equal
 from areal.engine.native.expert_cache import ExpertCache
 from areal.engine.native.kv_cache import SCRATCH_PAGE, StateSpan
-from areal.engine.native.runner import Computed
+from areal.engine.native.runner import Computed, joined_sights
 from areal.engine.native.sampler import sample
 from areal.engine.native.state_cache import StateCache, StateRows
 from areal.models.common.moe import recorded_experts
+from areal.models.vision.placeholders import never_sampled
+from areal.models.vision.tower import Images, Sight
 from areal.utils.device import use_plain_blas
 
 if TYPE_CHECKING:
@@ -77,17 +79,25 @@ class TorchRunner:
         self._experts = moe and ExpertCache(
             moe, num_pages=num_pages, page_size=page_size, device=weight.device
         )
+        # A drawn image token would stand for an image that is not there.
+        never = never_sampled(model.args.vision, model.args.vocab_size)
+        self._never = torch.tensor(never, device=weight.device) if never else None
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
+
+    def look(self, images: Images) -> Sight:
+        return self._model.look(images)
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         rows = Rows()
         last = []
         for chunk in chunks:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-            rows.add(np.array(chunk.tokens), positions, np.array(chunk.pages), chunk.adapter)
+            tokens, pages = np.array(chunk.tokens), np.array(chunk.pages)
+            rows.add(tokens, positions, pages, chunk.adapter, chunk.positions)
             last.append(rows.count - 1)
         lengths = [len(chunk.tokens) for chunk in chunks]
-        return self._forward(rows, lengths, [chunk.states for chunk in chunks])[last]
+        states = [chunk.states for chunk in chunks]
+        return self._forward(rows, lengths, states, joined_sights(chunks))[last]
 
     def decode(self, slots: np.ndarray, num_steps: int) -> Computed:
         assert num_steps == 1, "this runner takes one step at a time"
@@ -119,6 +129,7 @@ class TorchRunner:
             positions,
             table.pages[row_slot, :width],
             table.adapter[row_slot],
+            positions + table.rotary_delta[row_slot],
         )
         hidden_TD = self._forward(rows, counts.tolist(), self._spans(slots))
         tokens, logprobs = self._sample(row_slot, hidden_TD[: rows.count], offset)
@@ -153,6 +164,8 @@ class TorchRunner:
         """The draw `offset` after the next one of each slot."""
         num_padding = padded(len(slots)) - len(slots)
         logits_RV = self._model.logits(F.pad(hidden_RD, (0, 0, 0, num_padding)))[: len(slots)]
+        if self._never is not None:
+            logits_RV.index_fill_(1, self._never, -torch.inf)
         return sample(logits_RV, self._table.sampling_options(slots, offset))
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
@@ -173,20 +186,30 @@ class TorchRunner:
         for name, tensor in model_weights:
             self._model.load_hf_tensor(name, tensor)
 
-    def _forward(self, rows: Rows, lengths: list[int], spans: list[StateSpan]) -> torch.Tensor:
+    def _forward(
+        self,
+        rows: Rows,
+        lengths: list[int],
+        spans: list[StateSpan],
+        seen: tuple[Sight, np.ndarray] | None = None,
+    ) -> torch.Tensor:
         """Hidden states [T, D] of all rows; writes their keys and values to the cache.
 
-        `lengths`: rows of each sequence, with its states in `spans` if the model has such.
+        `lengths`: rows of each sequence, with its states in `spans` if the model has such. `seen`:
+        embeddings that replace those of some rows.
         """
-        tokens_T, positions_T, pages_TP, adapters_T = rows.build()
+        tokens_T, positions_T, pages_TP, adapters_T, rotary = rows.build()
         self._adapters.begin(adapters_T)
         attend = PagedAttention(self._cache, positions_T, pages_TP)
         if self._states is not None:
             sizes = self._model.args.delta_args
             attend.states = self._states, StateRows.of(lengths, spans, sizes, self._device)
-        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, positions_T))
+        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, rotary))
         with recorded_experts(self._model) as chosen:
-            hidden_TD = self._model(*inputs, attend)
+            sight, rows_I = seen or (None, None)
+            if rows_I is not None:
+                rows_I = torch.from_numpy(rows_I).to(self._device)
+            hidden_TD = self._model(*inputs, attend, sight, rows_I)
         if self._experts is not None:
             self._experts.write(attend.write_T, torch.stack(chosen, dim=1))
         return hidden_TD
@@ -370,7 +393,7 @@ def padded(num_rows: int) -> int:
 @dataclass(slots=True)
 class Rows:
     count: int = 0
-    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int]] = field(
+    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int, np.ndarray]] = field(
         default_factory=list
     )
 
@@ -380,26 +403,32 @@ class Rows:
         positions: np.ndarray,
         pages: np.ndarray,
         adapters: np.ndarray | int = 0,
+        rotary: np.ndarray | None = None,
     ) -> None:
         """n rows: tokens [n], positions [n], page tables [n, P] and adapters [n]; [P] and a number
-        when they share these."""
-        self._chunks.append((tokens, positions, pages, adapters))
+        when they share these. `rotary` [n] or [3, n] where it differs from `positions`."""
+        rotary = positions if rotary is None else rotary
+        self._chunks.append((tokens, positions, pages, adapters, rotary))
         self.count += len(tokens)
 
-    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """tokens [T], positions [T], pages [T, P], adapters [T], all int64."""
+    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """tokens [T], positions [T], pages [T, P], adapters [T] and rotary positions, [3, T] where
+        they differ by axis, else [T]; all int64."""
         num_rows = padded(self.count)
-        width = max(pages.shape[-1] for _, _, pages, _ in self._chunks)
+        width = max(pages.shape[-1] for _, _, pages, _, _ in self._chunks)
+        has_axes = any(rotary.ndim == 2 for *_, rotary in self._chunks)
         tokens_T = np.zeros(num_rows, np.int64)
         positions_T = np.zeros(num_rows, np.int64)
         pages_TP = np.full((num_rows, width), SCRATCH_PAGE, np.int64)
         adapters_T = np.zeros(num_rows, np.int64)
+        rotary_T = np.zeros((3, num_rows) if has_axes else num_rows, np.int64)
         start = 0
-        for tokens, positions, pages, adapters in self._chunks:
+        for tokens, positions, pages, adapters, rotary in self._chunks:
             end = start + len(tokens)
             tokens_T[start:end] = tokens
             positions_T[start:end] = positions
             pages_TP[start:end, : pages.shape[-1]] = pages
             adapters_T[start:end] = adapters
+            rotary_T[..., start:end] = rotary
             start = end
-        return tokens_T, positions_T, pages_TP, adapters_T
+        return tokens_T, positions_T, pages_TP, adapters_T, rotary_T
