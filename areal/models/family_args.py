@@ -5,8 +5,8 @@ A class refuses what the family's modules do not compute exactly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.models.common.args import (
@@ -16,6 +16,8 @@ from areal.models.common.args import (
     RopeArgs,
     common_decoder_fields,
 )
+from areal.models.vision.args import qwen2_5_vl_vision
+from areal.utils.model_files import language_config
 
 # config.json omits default values.
 _GEMMA3_DEFAULTS: dict[str, Any] = {
@@ -45,6 +47,17 @@ _DEEPSEEK_V2_DEFAULTS: dict[str, Any] = {
     "topk_method": "greedy",
     "v_head_dim": 128,
     "moe_intermediate_size": 1407,
+}
+_QWEN2_5_VL_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
 }
 _WINDOW, _ALL = "sliding_attention", "full_attention"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
@@ -78,6 +91,45 @@ class Qwen2ModelArgs(DecoderArgs):
     @classmethod
     def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen2ModelArgs:
         return cls(**common_decoder_fields(hf), qkv_bias=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2_5VLModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen2_5VLModelArgs:
+        """`hf` is whole: its text_config and vision_config, or the flat form of older files."""
+        fields = common_decoder_fields(_text_config(hf, _QWEN2_5_VL_DEFAULTS))
+        sections = _mrope_section(hf, default=(16, 24, 24))
+        pairs = fields["head_dim"] // 2
+        if len(sections) != 3 or sum(sections) != pairs:
+            raise ValueError(
+                f"mrope_section must be three numbers that add up to {pairs}, half of a head, got "
+                f"{list(sections)}"
+            )
+        axes = tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+        fields["rope"] = replace(fields["rope"], axes=axes)
+        return cls(**fields, qkv_bias=True, vision=qwen2_5_vl_vision(hf, fields["dim"]))
+
+
+def _text_config(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's keys of a config.json with a vision_config."""
+    given = {key: value for key, value in language_config(hf).items() if value is not None}
+    text = {**defaults, **given, "model_type": hf["model_type"]}
+    # Either place of the key ties them, as in transformers.
+    text["tie_word_embeddings"] = bool(
+        hf.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+    )
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = text.get(key)
+        if rope and "mrope" in (rope.get("type"), rope.get("rope_type")):
+            text[key] = {**rope, "rope_type": "default"}
+    return text
+
+
+def _mrope_section(hf: Mapping[str, Any], default: Sequence[int]) -> tuple[int, ...]:
+    text = language_config(hf)
+    given = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    return tuple(given.get("mrope_section") or default)
 
 
 @dataclass(frozen=True, kw_only=True)

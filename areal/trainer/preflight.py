@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from areal.api.config.experiment import PPOConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.models.hf_io import language_config, read_hf_config
 from areal.rollout.failures import FailureLimits, describe
 from areal.rollout.group import GroupRunner
 from areal.run.fingerprint import trainer_name
 from areal.trainer.episodes import build_filter, build_workflow
 from areal.utils import logging
 from areal.utils.hub import model_folder
+from areal.utils.model_files import language_config, read_hf_config
 from areal.utils.tokenizer import chat_prompts_ids
 from areal.workflow import WORKFLOWS
 

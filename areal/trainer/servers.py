@@ -37,10 +37,10 @@ from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
 from areal.infra.jobs import server_job
 from areal.infra.scheduler.local import LocalScheduler, visible_gpus
-from areal.models.hf_io import language_config, read_hf_config
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
 from areal.utils.hub import hub_name, model_folder
+from areal.utils.model_files import language_config, read_hf_config
 from areal.utils.server_envs import find_interpreter
 from areal.utils.startup import stage
 from areal.weight_sync.transports import PublicationRoot

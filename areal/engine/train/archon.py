@@ -37,7 +37,7 @@ from areal.engine.train.fit import check_archon, check_replay
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.packing import token_outputs, tree_outputs
-from areal.models import decoder_args
+from areal.models import decoder_args, own_config
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
 from areal.models.common.layer_trace import trace_layers
@@ -46,7 +46,6 @@ from areal.models.hf_io import (
     SCORE_HEAD,
     build_model,
     has_score_head,
-    language_config,
     load_hf,
     read_hf_config,
 )
@@ -80,7 +79,7 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         super().destroy()
 
     def _build_model(self, *, trains: bool) -> Decoder:
-        self._hf_config = language_config(read_hf_config(self._folder))
+        self._hf_config = own_config(read_hf_config(self._folder))
         check_archon(self.config, decoder_args(self._hf_config), self._dims)
         model = self._build_whole() if self._mesh is None else self._build_shards(self._mesh)
         self._fill(model)

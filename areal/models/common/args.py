@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from areal.models.vision.args import VisionArgs
+
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,6 +34,8 @@ class RopeArgs:
     attention_factor: float | None = None  # yarn: multiplies cos and sin
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
+    # M-RoPE: which position (0 time, 1 height, 2 width) turns each pair; (): there is only one.
+    axes: tuple[int, ...] = ()
 
     @classmethod
     def from_hf_config(cls, hf: Mapping[str, Any]) -> RopeArgs:
@@ -172,6 +176,7 @@ class DecoderArgs:
     logit_softcap: float | None = None  # logits = cap * tanh(logits / cap)
     moe: MoEArgs | None = None
     latent: LatentArgs | None = None  # latent attention; `head_dim` is that of queries and keys
+    vision: VisionArgs | None = None  # a tower for images
     initializer_range: float = 0.02
     is_critic: bool = False  # a score head in place of the LM head
 
@@ -209,6 +214,12 @@ class DecoderArgs:
     def rope_dim(self) -> int:
         """How much of a head is rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def vision_args(self) -> VisionArgs:
+        """`vision`, of a model that has a tower."""
+        assert self.vision is not None, f"this {self.model_type} has no vision tower"
+        return self.vision
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
