@@ -65,19 +65,21 @@ IMAGE_DATASETS = frozenset({"clevr_count_70k", "geometry3k", "virl39k", "ViRL39K
 def get_custom_dataset(
     split: str | None, dataset_config: DatasetConfig, tokenizer: Any, processor: Any = None
 ) -> Sequence[dict[str, Any]]:
-    """The rows of `split` (default: the config's). `processor` is passed to image loaders."""
+    """The rows of `split` (default: the config's). Loaders with such an argument get `processor`,
+    which knows how the model sees images."""
     kwargs = dict(dataset_config.dataset_kwargs)
     if dataset_config.prompt is not None:
         load = _column_loader(dataset_config)
         kwargs |= dataset_config.columns
     else:
         load = _find_loader(kwargs.pop("loader", None), dataset_config.path, dataset_config.type)
-    if processor is not None:
+    signature = inspect.signature(load)
+    if processor is not None and "processor" in signature.parameters:
         kwargs["processor"] = processor
     split = split or dataset_config.split
     kwargs |= {"split": split, "tokenizer": tokenizer, "max_length": dataset_config.max_length}
     try:
-        inspect.signature(load).bind(dataset_config.path, **kwargs)
+        signature.bind(dataset_config.path, **kwargs)
     except TypeError as error:
         raise ValueError(f"dataset_kwargs do not fit {load.__qualname__}: {error}") from error
     rows = load(dataset_config.path, **kwargs)

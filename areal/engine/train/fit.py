@@ -27,7 +27,7 @@ from areal.api.alloc_mode import ModelAllocation, ParallelStrategy, check_equal_
 from areal.api.config.experiment import PPOConfig
 from areal.api.config.ppo import FrozenModelConfig
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.models import decoder_args
+from areal.models import decoder_args, vision_args
 from areal.models.common.args import DecoderArgs, share_of
 from areal.models.parallel_dims import ParallelDims, check_heads, check_layout
 from areal.models.stage_layout import StageLayout
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from areal.api.config.inference_servers import NativeServerConfig
 
 
+# That read images, as `workflow` of a config names them.
+VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}
 # Of tables in transformers' source, and of keys and layers in a config.json.
@@ -71,6 +73,7 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
             raise ValueError(f"{where}: {error}") from None
         if config.rollout.return_routed_experts:
             check_router_replay(config, hf_configs["actor"])
+        check_sight(config, hf_configs["actor"])
         if config.rollout.use_lora and config.rollout.engine != "native":
             _check_served_adapters(config.actor, hf_configs["actor"])
 
@@ -104,6 +107,20 @@ def check_router_replay(config: PPOConfig, hf_config: Mapping[str, Any]) -> None
     check_replay(
         decoder_args(hf_config), ParallelDims.of(actor.parallel, num_replicas=num_replicas)
     )
+
+
+def check_sight(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
+    """A workflow that shows images has a model that sees them."""
+    for key in ("workflow", "eval_workflow"):
+        name = getattr(config, key)
+        if name not in VISION_WORKFLOWS:
+            continue
+        if vision_args(hf_config) is None:
+            raise ValueError(
+                f"{key}: {name} shows images, and {config.actor.path!r} (model_type "
+                f"{hf_config['model_type']}) reads text only here; name a model with a vision "
+                "tower in actor.path, or use a workflow and a data set of text"
+            )
 
 
 def check_replay(args: DecoderArgs, dims: ParallelDims) -> None:
