@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
 FILE_PREFIX = "base_model.model."
+_TOWER_MODULES = r".*\bvisual\b.*"  # matches names of transformers' modules
 # Keys of a config that change what an adapter computes, with the values that do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -219,7 +220,7 @@ class Adapters(LoraAdapters):
         self, model: Decoder, *, rank: int, alpha: float, target_modules: list[str]
     ) -> None:
         """`target_modules` are endings of Hugging Face module names (`q_proj`); empty: every linear
-        layer but the head, and no expert."""
+        layer of the decoder but the head, and no expert. A vision tower gets none."""
         self._model = model
         self._rank, self._alpha = rank, alpha
         model.requires_grad_(False)
@@ -251,6 +252,8 @@ class Adapters(LoraAdapters):
     def _write_config(self, folder: Path, base_model: Mapping[str, str]) -> None:
         shape = {"r": self._rank, "lora_alpha": self._alpha, "target_modules": self._targets}
         is_critic = self._model.score is not None
+        if self._model.tower is not None:  # its layers may have the same names
+            shape["exclude_modules"] = _TOWER_MODULES
         _write_peft_config(folder, {**base_model, **shape}, is_critic=is_critic)
 
     def _trained(self) -> list[Trained]:
@@ -276,12 +279,14 @@ def _base_model_keys(base_model: str) -> dict[str, str]:
 
 
 def _linear_layers(model: Decoder) -> dict[str, list[str]]:
-    """Our name -> [Hugging Face name] of every linear layer but the heads."""
+    """Our name -> [Hugging Face name] of every linear layer but the heads and a vision tower."""
     heads = (model.output, model.score)
     return {
-        name: [model.adapter.to_hf_name(f"{name}.weight").removesuffix(".weight")]
+        name: [model.adapter.module_name(f"{name}.weight").removesuffix(".weight")]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+        if isinstance(module, nn.Linear)
+        and not any(module is head for head in heads)
+        and not name.startswith("tower.")
     }
 
 

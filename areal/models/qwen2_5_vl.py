@@ -38,6 +38,13 @@ class Qwen2_5VLStateDictAdapter(StateDictAdapter):
                 return usual + hf_name.removeprefix(prefix)
         return hf_name
 
+    def module_name(self, name: str) -> str:
+        hf_name = self.to_hf_name(name)
+        for prefix, usual in _MODULE_PREFIXES.items():
+            if hf_name.startswith(usual):
+                return prefix + hf_name.removeprefix(usual)
+        return hf_name
+
 
 class Qwen2_5VLModel(Decoder):
     adapter_class = Qwen2_5VLStateDictAdapter

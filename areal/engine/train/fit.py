@@ -168,6 +168,7 @@ def check_generation(
 
 
 def check_archon(config: TrainEngineConfig, args: DecoderArgs, dims: ParallelDims) -> None:
+    _check_vision(config, args)
     check_layout(args, dims)
     if dims.pp > 1:
         stage_layout(config, args, dims.pp)
@@ -177,6 +178,20 @@ def check_archon(config: TrainEngineConfig, args: DecoderArgs, dims: ParallelDim
         raise ValueError(
             "archon.fp8_forward rounds dense models as an FP8 server does, and this one has "
             "experts: set it to false"
+        )
+
+
+def _check_vision(config: TrainEngineConfig, args: DecoderArgs) -> None:
+    if args.vision is None:
+        if config.freeze_vision_tower:
+            raise ValueError(
+                f"freeze_vision_tower: areal's {args.model_type} has no vision tower; set it to "
+                "false"
+            )
+    elif config.enable_tree_training:
+        raise ValueError(
+            f"enable_tree_training: prefix trees do not compute images, which this "
+            f"{args.model_type} sees; set it to false"
         )
 
 

@@ -160,19 +160,21 @@ class Decoder(nn.Module):
         attend: Attend,
         sight: Sight | Images | None = None,
         sight_rows_I: torch.Tensor | None = None,
+        sight_source_I: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """In pipeline stages after the first, `tokens_T` is the previous stage's output.
 
         positions_T: [3, T] with M-RoPE, or [T] for text alone.
-        sight: embeddings that replace those of the tokens `sight_rows_I`, in their order. Images
-        are looked at first, all of them: more than the rows are for take up nothing, but a model
-        that is sharded runs its tower on every rank or none.
+        sight: has embeddings for the tokens `sight_rows_I`: those at `sight_source_I`, or all in
+        order. Images are looked at first, as a model that FSDP shards must do it in its forward.
         """
         x_TD = tokens_T if self.tok_embeddings is None else self.tok_embeddings(tokens_T)
         deepstack: tuple[torch.Tensor, ...] = ()
         if sight is not None:
             assert sight_rows_I is not None, "a sight belongs to rows"
-            seen = (self.look(sight) if isinstance(sight, Images) else sight)[: len(sight_rows_I)]
+            seen = self.look(sight) if isinstance(sight, Images) else sight
+            if sight_source_I is not None:
+                seen = seen.take(sight_source_I)
             x_TD = x_TD.index_copy(0, sight_rows_I, seen.tokens_ID.to(x_TD.dtype))
             deepstack = seen.deepstack
         rotation = window_rotation = self.rope(positions_T, x_TD.dtype)
@@ -208,6 +210,11 @@ class Decoder(nn.Module):
     def blocks(self) -> Iterable[DecoderBlock]:
         """The values of `layers`, in order."""
         return cast("Iterable[DecoderBlock]", self.layers.values())
+
+    @property
+    def tower_blocks(self) -> Iterable[nn.Module]:
+        """Of the vision tower; empty without one."""
+        return () if self.tower is None else self.tower.blocks
 
     @property
     def has_fp8_cache(self) -> bool:

@@ -109,6 +109,10 @@ class StateDictAdapter:
         assert theirs.count("{}") == len(numbers) + (index is not None), f"{name} at {index}"
         return theirs.format(*numbers, index)
 
+    def module_name(self, name: str) -> str:
+        """Name of the parameter in transformers' modules, where its files have other names."""
+        return self.to_hf_name(name)
+
     def convert_single_to_hf(
         self, name: str, tensor: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:

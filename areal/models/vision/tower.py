@@ -71,6 +71,11 @@ class Sight:
     def __len__(self) -> int:
         return len(self.tokens_ID)
 
+    def take(self, index_I: torch.Tensor) -> Sight:
+        """The embeddings of these places, in this order; one may be taken several times."""
+        layers = tuple(x_ID.index_select(0, index_I) for x_ID in self.deepstack)
+        return Sight(self.tokens_ID.index_select(0, index_I), layers)
+
     def __getitem__(self, part: slice) -> Sight:
         return Sight(self.tokens_ID[part], tuple(x_ID[part] for x_ID in self.deepstack))
 
