@@ -222,6 +222,9 @@ def _interaction(
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
     """The parsed request; options it leaves out come from the run's `gconfig`."""
     call = parse_chat(with_defaults(options, body))
+    if call.images:
+        message = "an agent's episodes are recorded as text: leave the images out"
+        raise WireError(400, f"messages: {message}", "messages")
     return dataclasses.replace(call, gconfig=checked_gconfig(options, call))
 
 

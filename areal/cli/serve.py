@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="shard the model over N processes of this machine, one device each",
     )
+    parser.add_argument(
+        "--image-folder",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="read images that requests name as file:// URLs below DIR; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         host, port = listener.getsockname()[:2]
         perf_tracer.start_below(f"server {host}:{port}, process")
         ready = json.dumps({"host": host, "port": port, "pid": os.getpid()})
-        app = create_app(loop, token, model=args.model, folder=folder)
+        app = create_app(
+            loop, token, model=args.model, folder=folder, image_folders=args.image_folder
+        )
         try:
             serve(app, listener, on_ready=lambda: print(ready, flush=True))
         finally:
@@ -133,6 +142,9 @@ def _check(args: argparse.Namespace) -> None:
             f"--model {args.model}: expected the folder of a Hugging Face model, with config.json, "
             "or a hub name like org/name"
         )
+    for folder in args.image_folder:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"--image-folder {folder}: expected a folder")
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must lie between 0 and 65535, got {args.port}")
     if args.tensor_parallel > 1 and args.batch_invariant:

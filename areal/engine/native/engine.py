@@ -46,10 +46,11 @@ from areal.engine.native.admission import Limits
 from areal.engine.native.drafts import Drafts
 from areal.engine.native.kv_cache import PagePool, Prefix
 from areal.engine.native.make_runner import default_num_pages, make_runner
-from areal.engine.native.runner import Chunk, Drawn, Runner
+from areal.engine.native.runner import Drawn, Runner
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.scoring import ScoredTokens, check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
+from areal.engine.native.sights import SightCache
 from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
@@ -118,6 +119,7 @@ class NativeEngine:
             batch_invariant=batch_invariant,
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
+        self._sights = SightCache(model)
         self.device = weight.device
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
@@ -194,6 +196,7 @@ class NativeEngine:
             seed=seed % 2**64,
             stop_ids=eos_ids | frozenset(options.stop_token_ids),
             max_output=self._limits.max_output(request),
+            images=request.images,
             adapter=adapter,
             pinned_version=self.adapters.version_of(adapter),
             progress_tokens=request.progress_tokens,
@@ -255,6 +258,7 @@ class NativeEngine:
         check_hf_shapes(self.model, shapes, source=f"version {version}")
         self._drain()
         self.adapters.clear_live()
+        self._sights.clear()
         self._write(tensors)
         self._go_on_with(version, recompute_kv)
 
@@ -336,6 +340,7 @@ class NativeEngine:
         self._drain()
         self._scheduler.send_all_back()
         self._scheduler.forget_prefixes()
+        self._sights.clear()
         self._runner = None
         if "weights" in leaving:
             self.model.to("cpu")
@@ -364,6 +369,7 @@ class NativeEngine:
             "pages_shared": scheduler.prefixes.num_pages,
             "pages_in_use": self._pool.num_usable - self._pool.num_free,
             "pages_total": self._pool.num_usable,
+            "images_seen": self._sights.num_looks,
         }
 
     @property
@@ -460,12 +466,14 @@ class NativeEngine:
 
     def _launch_prefill(self) -> bool:
         """Prefill prompts and preempted outputs within the budget; draw for complete prompts."""
-        items, chunks = self._chunks()
+        spans = self._scheduler.next_to_prefill(self._present_runner.max_prefill_tokens)
+        self._counts["tokens_prefilled"] += sum(end - start for _, start, end in spans)
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
-        if chunks:
+        if spans:
+            chunks = [self._sights.chunk(*span) for span in spans]
             hidden_CD = self._present_runner.prefill(chunks)
-            for item, hidden_D in zip(items, hidden_CD, strict=True):
+            for (item, _, _), hidden_D in zip(spans, hidden_CD, strict=True):
                 if item.num_cached < item.num_tokens:
                     continue
                 if isinstance(item, Prefix):
@@ -486,7 +494,7 @@ class NativeEngine:
             for sequence in drawing:
                 self._scheduler.promote(sequence)
             self._under_way.append(_Launch(drawing, drawn, self.version))
-        return bool(chunks or drawing)
+        return bool(spans or drawing)
 
     def _constrain(self, sequences: Iterable[Sequence]) -> bool:
         """Before they draw: masks of those with a grammar. False if some have ended instead, for
@@ -503,22 +511,6 @@ class NativeEngine:
             else:
                 table.allowed[sequence.slot] = mask
         return all_can
-
-    def _chunks(self) -> tuple[list[Prefix | Sequence], list[Chunk]]:
-        scheduler, budget = self._scheduler, self._present_runner.max_prefill_tokens
-        refilling = (s for s in scheduler.filling if s.prefix is None)
-        items, chunks = [], []
-        for item in (*scheduler.prefixes.pending, *refilling):
-            start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
-            if start == end:
-                break
-            items.append(item)
-            tokens = item.token_slice(start, end)
-            chunks.append(Chunk(tokens, start, item.pages, item.adapter))
-            item.num_cached = end
-            budget -= end - start
-        self._counts["tokens_prefilled"] += self._present_runner.max_prefill_tokens - budget
-        return items, chunks
 
     def _attach(self) -> list[tuple[Sequence, torch.Tensor]]:
         """Attach waiting sequences to their computed prefixes.

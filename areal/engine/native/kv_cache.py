@@ -20,7 +20,8 @@ write there, and unused entries of a page table point to it; it is never allocat
 that were computed are one page: the next turn of a dialogue finds those of the turn before, prompt
 and reply. So such a page stands for all tokens up to its end, and whatever holds it in the table
 holds all pages before it. All pages that a prompt can find were computed with the weights and the
-adapter it has itself.
+adapter it has itself. In the tokens of a prompt with images, an image token is the image's hash
+(prompt_images.py): all here is as for text.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from areal.models.vision.prompt_images import PromptImages
 
 SCRATCH_PAGE = 0
 Key = tuple[int, tuple[int, ...]] | int  # adapter and tokens of a prompt, or a page
@@ -96,6 +99,7 @@ class Prefix:
     tokens: tuple[int, ...]
     pages: list[int]
     adapter: int = 0  # its number (adapters.py)
+    images: PromptImages | None = None  # whose `key` are the tokens
     is_kept: bool = False
     num_borrowed: int = 0  # leading tokens in pages that other prompts had computed
     num_cached: int = 0  # leading tokens whose keys and values are computed
@@ -120,7 +124,7 @@ class Prefix:
         return len(self.tokens)
 
     def token_slice(self, start: int, end: int) -> tuple[int, ...]:
-        return self.tokens[start:end]
+        return (self.tokens if self.images is None else self.images.tokens)[start:end]
 
 
 class PrefixTable:
@@ -172,12 +176,18 @@ class PrefixTable:
         return pages
 
     def create(
-        self, tokens: tuple[int, ...], borrowed: Sequence[int] = (), adapter: int = 0
+        self,
+        tokens: tuple[int, ...],
+        borrowed: Sequence[int] = (),
+        adapter: int = 0,
+        images: PromptImages | None = None,
     ) -> Prefix:
         own = self._pool.allocate(self._pool.pages_for(len(tokens)) - len(borrowed))
         num_borrowed = len(borrowed) * self._pool.page_size
         pages = [*borrowed, *own]
-        prefix = Prefix(tokens, pages, adapter, num_borrowed=num_borrowed, num_cached=num_borrowed)
+        prefix = Prefix(
+            tokens, pages, adapter, images, num_borrowed=num_borrowed, num_cached=num_borrowed
+        )
         self._entries[prefix.key] = prefix
         self._pending[prefix] = None
         return prefix

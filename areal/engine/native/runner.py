@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from areal.models.vision.tower import Sight
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -23,6 +25,11 @@ class Chunk:
     start: int  # position of the first of them
     pages: list[int]  # of positions 0 .. start + len(tokens) - 1, at least
     adapter: int = 0  # its number (adapters.py)
+    # With images: rotary positions [n] or [3, n], which are else those from `start` on; embeddings
+    # of image tokens, and which of `tokens` these are.
+    positions: np.ndarray | None = None
+    sight: Sight | None = None
+    sight_rows: np.ndarray | None = None
 
 
 class Drawn(Protocol):

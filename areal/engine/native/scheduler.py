@@ -22,7 +22,7 @@ from collections import deque
 
 import numpy as np
 
-from areal.engine.native.kv_cache import SCRATCH_PAGE, PagePool, PrefixTable
+from areal.engine.native.kv_cache import SCRATCH_PAGE, PagePool, Prefix, PrefixTable
 from areal.engine.native.sampler import SamplingOptions, has_rare_options
 from areal.engine.native.sequence import Sequence
 
@@ -55,6 +55,7 @@ class SlotTable:
         self.greedy = np.zeros(num_slots, bool)
         self.seed = np.zeros(num_slots, np.uint64)
         self.adapter = np.zeros(num_slots, np.int64)  # its number: see adapters.py
+        self.rotary_delta = np.zeros(num_slots, np.int64)  # rotary position minus index in output
         self.constrained = np.zeros(num_slots, bool)  # by a grammar
         self.allowed: dict[int, np.ndarray] = {}  # constrained slot -> mask of its next token
         self.sequences: list[Sequence | None] = [None] * num_slots
@@ -77,6 +78,7 @@ class SlotTable:
         self.greedy[slot] = options.greedy
         self.seed[slot] = sequence.seed
         self.adapter[slot] = sequence.adapter
+        self.rotary_delta[slot] = 0 if sequence.images is None else sequence.images.delta
         self.constrained[slot] = sequence.grammar is not None
 
     def set_pages(self, slot: int, pages: list[int]) -> None:
@@ -186,6 +188,20 @@ class Scheduler:
         """Slots of `decoding`, in its order."""
         return np.fromiter((s.slot for s in self.decoding), np.int64, len(self.decoding))
 
+    def next_to_prefill(self, budget: int) -> list[tuple[Prefix | Sequence, int, int]]:
+        """Prompts and preempted outputs, and the positions of each to compute now: at most `budget`
+        in all. They count as cached from here on."""
+        refilling = (s for s in self.filling if s.prefix is None)
+        spans = []
+        for item in (*self.prefixes.pending, *refilling):
+            start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
+            if start == end:
+                break
+            spans.append((item, start, end))
+            item.num_cached = end
+            budget -= end - start
+        return spans
+
     def promote(self, sequence: Sequence) -> None:
         """All but its newest token are cached: it decodes from now on."""
         del self.filling[sequence]
@@ -207,7 +223,7 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended. What it cached is kept for prompts that begin alike."""
         if sequence in self.decoding and sequence.cache_age == self.prefixes.num_updates:
-            cached = (*sequence.prompt, *sequence.output_tokens[:-1])
+            cached = (*sequence.prompt_key, *sequence.output_tokens[:-1])
             self.prefixes.keep(cached, sequence.pages, sequence.adapter)
         self.release(sequence)
 
@@ -231,7 +247,7 @@ class Scheduler:
 
     def _place(self, sequence: Sequence) -> bool:
         """Find a slot, the prefix and pages for `sequence`; False when pages are short."""
-        pool, prompt, adapter = self.pool, sequence.prompt, sequence.adapter
+        pool, prompt, adapter = self.pool, sequence.prompt_key, sequence.adapter
         num_shared = len(prompt) // pool.page_size
         # One position more than it has, so that it can draw a token without preempting others.
         num_own = pool.pages_for(sequence.num_tokens + 1) - num_shared
@@ -241,7 +257,7 @@ class Scheduler:
         if not self.prefixes.make_room(num_own + num_new, keep=prefix):
             pool.release(borrowed)
             return False
-        prefix = prefix or self.prefixes.create(prompt, borrowed, adapter)
+        prefix = prefix or self.prefixes.create(prompt, borrowed, adapter, sequence.images)
         self.prefixes.wait(prefix)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = prefix.num_cached

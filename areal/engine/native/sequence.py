@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from areal.engine.native.grammar import GrammarState
     from areal.engine.native.kv_cache import Prefix
+    from areal.models.vision.prompt_images import PromptImages
 
 
 _UNFINISHED = "\ufffd"  # in the text of a token that ends within a character
@@ -91,11 +92,13 @@ class GenRequest:
     so_far: Progress | None = None  # start of the output, drawn by another engine
     grammar: Grammar | None = None  # of the output
     return_routed_experts: bool = False
+    image_data: list[str] = field(default_factory=list)  # base64 or data: URLs, in prompt order
     # Requests of one group differ in rid and seed only, and are sent and answered together.
     group: str = ""
     # Made from the above by `ModelText.prepare`, for this request alone.
     stop_watch: StopWatch | None = None  # for `gconfig.stop`, if not empty
     grammar_state: GrammarState | None = None  # for `grammar`
+    images: PromptImages | None = None  # for `image_data`; `input_ids` are expanded then
 
 
 @dataclass(slots=True)
@@ -139,6 +142,7 @@ class Sequence:
     seed: int  # of the counter-based draw; fixed for the life of the request
     stop_ids: frozenset[int]
     max_output: int  # output tokens at which generation ends by length
+    images: PromptImages | None = None
     adapter: int = 0  # its number (adapters.py)
     pinned_version: int | None = None  # of its tokens, whatever is live; None: the live one
     progress_tokens: int = 0
@@ -163,6 +167,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output_tokens)
+
+    @property
+    def prompt_key(self) -> tuple[int, ...]:
+        """What its prompt is found by: the tokens, and the images they stand for."""
+        return self.prompt if self.images is None else self.images.key
 
     def token_slice(self, start: int, end: int) -> list[int]:
         """Output tokens at positions `start` to `end`; those of the prompt are the prefix's."""

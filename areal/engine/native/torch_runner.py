@@ -36,6 +36,7 @@ from areal.engine.native.kv_cache import SCRATCH_PAGE
 from areal.engine.native.runner import Computed
 from areal.engine.native.sampler import sample
 from areal.models.common.moe import recorded_experts
+from areal.models.vision.tower import Sight
 from areal.utils.device import use_plain_blas
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ class TorchRunner:
         self._experts = moe and ExpertCache(
             moe, num_pages=num_pages, page_size=page_size, device=weight.device
         )
+        # A drawn image token would stand for an image that is not there.
+        vision = model.args.vision
+        self._never = vision and torch.tensor(vision.placeholder_ids, device=weight.device)
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
@@ -79,7 +83,9 @@ class TorchRunner:
         last = []
         for chunk in chunks:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-            rows.add(np.array(chunk.tokens), positions, np.array(chunk.pages), chunk.adapter)
+            rows.add_sight(chunk.sight, chunk.sight_rows)
+            tokens, pages = np.array(chunk.tokens), np.array(chunk.pages)
+            rows.add(tokens, positions, pages, chunk.adapter, chunk.positions)
             last.append(rows.count - 1)
         return self._forward(rows)[last]
 
@@ -112,6 +118,7 @@ class TorchRunner:
             positions,
             table.pages[row_slot, :width],
             table.adapter[row_slot],
+            positions + table.rotary_delta[row_slot],
         )
         tokens, logprobs = self._sample(row_slot, self._forward(rows)[: rows.count], offset)
         drawn = Computed([], [])
@@ -133,6 +140,8 @@ class TorchRunner:
         """The draw `offset` after the next one of each slot."""
         num_padding = padded(len(slots)) - len(slots)
         logits_RV = self._model.logits(F.pad(hidden_RD, (0, 0, 0, num_padding)))[: len(slots)]
+        if self._never is not None:
+            logits_RV.index_fill_(1, self._never, -torch.inf)
         return sample(logits_RV, self._table.sampling_options(slots, offset))
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
@@ -151,12 +160,12 @@ class TorchRunner:
 
     def _forward(self, rows: Rows) -> torch.Tensor:
         """Hidden states [T, D] of all rows; writes their keys and values to the cache."""
-        tokens_T, positions_T, pages_TP, adapters_T = rows.build()
+        tokens_T, positions_T, pages_TP, adapters_T, rotary = rows.build()
         self._adapters.begin(adapters_T)
         attend = PagedAttention(self._cache, positions_T, pages_TP)
-        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, positions_T))
+        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, rotary))
         with recorded_experts(self._model) as chosen:
-            hidden_TD = self._model(*inputs, attend)
+            hidden_TD = self._model(*inputs, attend, *rows.sight(self._device))
         if self._experts is not None:
             self._experts.write(attend.write_T, torch.stack(chosen, dim=1))
         return hidden_TD
@@ -330,9 +339,10 @@ def padded(num_rows: int) -> int:
 @dataclass(slots=True)
 class Rows:
     count: int = 0
-    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int]] = field(
+    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int, np.ndarray]] = field(
         default_factory=list
     )
+    _sights: list[tuple[Sight, np.ndarray]] = field(default_factory=list)
 
     def add(
         self,
@@ -340,26 +350,44 @@ class Rows:
         positions: np.ndarray,
         pages: np.ndarray,
         adapters: np.ndarray | int = 0,
+        rotary: np.ndarray | None = None,
     ) -> None:
         """n rows: tokens [n], positions [n], page tables [n, P] and adapters [n]; [P] and a number
-        when they share these."""
-        self._chunks.append((tokens, positions, pages, adapters))
+        when they share these. `rotary` [n] or [3, n] where it differs from `positions`."""
+        rotary = positions if rotary is None else rotary
+        self._chunks.append((tokens, positions, pages, adapters, rotary))
         self.count += len(tokens)
 
-    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """tokens [T], positions [T], pages [T, P], adapters [T], all int64."""
+    def add_sight(self, sight: Sight | None, rows: np.ndarray | None) -> None:
+        """Embeddings of these of the rows that are added next."""
+        if sight is not None:
+            assert rows is not None, "a sight belongs to rows"
+            self._sights.append((sight, rows + self.count))
+
+    def sight(self, device: torch.device) -> tuple[Sight, torch.Tensor] | tuple[()]:
+        if not self._sights:
+            return ()
+        sights, rows = zip(*self._sights, strict=True)
+        return Sight.concat(sights), torch.from_numpy(np.concatenate(rows)).to(device)
+
+    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """tokens [T], positions [T], pages [T, P], adapters [T] and rotary positions, [3, T] where
+        they differ by axis, else [T]; all int64."""
         num_rows = padded(self.count)
-        width = max(pages.shape[-1] for _, _, pages, _ in self._chunks)
+        width = max(pages.shape[-1] for _, _, pages, _, _ in self._chunks)
+        has_axes = any(rotary.ndim == 2 for *_, rotary in self._chunks)
         tokens_T = np.zeros(num_rows, np.int64)
         positions_T = np.zeros(num_rows, np.int64)
         pages_TP = np.full((num_rows, width), SCRATCH_PAGE, np.int64)
         adapters_T = np.zeros(num_rows, np.int64)
+        rotary_T = np.zeros((3, num_rows) if has_axes else num_rows, np.int64)
         start = 0
-        for tokens, positions, pages, adapters in self._chunks:
+        for tokens, positions, pages, adapters, rotary in self._chunks:
             end = start + len(tokens)
             tokens_T[start:end] = tokens
             positions_T[start:end] = positions
             pages_TP[start:end, : pages.shape[-1]] = pages
             adapters_T[start:end] = adapters
+            rotary_T[..., start:end] = rotary
             start = end
-        return tokens_T, positions_T, pages_TP, adapters_T
+        return tokens_T, positions_T, pages_TP, adapters_T, rotary_T

@@ -267,7 +267,10 @@ class GenerateClient:
         shares: dict[object, tuple[Server, list[_Call]]] = {}
         for call in calls:
             server = self._router.take(call.draft.request.input_ids, call.cost)
-            key = server if self._protocol.batches else call
+            key: object = server if self._protocol.batches else call
+            if self._protocol.batches and call.draft.request.image_data:
+                # Of their own: images of many prompts would exceed what a server reads.
+                key = (server, call.draft.group or call)
             shares.setdefault(key, (server, []))[1].append(call)
         return shares.values()
 

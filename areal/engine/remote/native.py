@@ -233,6 +233,7 @@ class NativeProtocol(ServerProtocol):
             so_far=so_far,
             grammar=request.grammar,
             return_routed_experts=self._return_routed_experts,
+            image_data=request.image_data,
             group="" if so_far else draft.group,
         )
 

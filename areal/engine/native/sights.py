@@ -1,0 +1,79 @@
+"""What the vision tower makes of images, computed on the engine's thread, once for each weights.
+
+    sights = SightCache(model)
+    chunk = sights.chunk(prefix, start, end)     # with the embeddings of the image tokens in it
+    sights.clear()                               # new weights
+
+Images are told apart by the hash of their bytes, so a group, and every turn of a dialogue, looks at
+an image once. Each is computed by itself: its bits do not depend on others. Those used longest ago
+are dropped beyond a limit of memory, and computed again if they are needed once more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from areal.engine.native.kv_cache import Prefix
+from areal.engine.native.runner import Chunk
+from areal.models.vision.tower import Images, Sight
+
+if TYPE_CHECKING:
+    from areal.engine.native.sequence import Sequence
+    from areal.models.common.decoder import Decoder
+    from areal.models.vision.prompt_images import CutImage
+
+_MAX_BYTES = 512 << 20
+
+
+class SightCache:
+    def __init__(self, model: Decoder, *, max_bytes: int = _MAX_BYTES) -> None:
+        self._model = model
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, Sight] = OrderedDict()
+        self._num_bytes = 0
+        self.num_looks = 0  # images the tower has computed
+
+    def chunk(self, item: Prefix | Sequence, start: int, end: int) -> Chunk:
+        """Tokens `start` to `end` of a prompt, or of an output that is computed again."""
+        images, tokens = item.images, item.token_slice(start, end)
+        if images is None:
+            return Chunk(tokens, start, item.pages, item.adapter)
+        if not isinstance(item, Prefix):  # of the output
+            positions = np.arange(start, end) + images.delta
+            return Chunk(tokens, start, item.pages, item.adapter, positions)
+        parts, rows = [], []
+        for image, some, first in images.seen(start, end):
+            parts.append(self._sight(image)[some])
+            rows.append(np.arange(first, first + some.stop - some.start) - start)
+        positions_3n = images.positions_3S[:, start:end]
+        if not parts:
+            return Chunk(tokens, start, item.pages, item.adapter, positions_3n)
+        sight = Sight.concat(parts), np.concatenate(rows)
+        return Chunk(tokens, start, item.pages, item.adapter, positions_3n, *sight)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._num_bytes = 0
+
+    def _sight(self, image: CutImage) -> Sight:
+        sight = self._kept.get(image.sha256)
+        if sight is not None:
+            self._kept.move_to_end(image.sha256)
+            return sight
+        device = self._model.embedding_weight.device
+        pixels = torch.from_numpy(image.patches.pixels).to(device)
+        sight = self._model.look(Images(pixels, torch.tensor([image.patches.grid])))
+        self.num_looks += 1
+        self._kept[image.sha256] = sight
+        self._num_bytes += _size(sight)
+        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+            self._num_bytes -= _size(self._kept.popitem(last=False)[1])
+        return sight
+
+
+def _size(sight: Sight) -> int:
+    return sum(part.nbytes for part in (sight.tokens_ID, *sight.deepstack))
