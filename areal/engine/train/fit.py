@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from areal.api.config.inference_servers import NativeServerConfig
 
 
+# Back ends that see: of actor.backend, and of rollout.backend.
+IMAGE_TRAINERS, IMAGE_SERVERS = ("archon",), ("native",)
 # That read images, as `workflow` of a config names them.
 VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -110,9 +112,10 @@ def check_router_replay(config: PPOConfig, hf_config: Mapping[str, Any]) -> None
 
 
 def check_sight(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
-    """A workflow that shows images has a model that sees them."""
-    for key in ("workflow", "eval_workflow"):
-        name = getattr(config, key)
+    """A workflow that shows images has a model that sees them, trained and served by back ends that
+    do."""
+    used = {"workflow": config.workflow, "eval_workflow": config.eval_workflow}
+    for key, name in used.items():
         if name not in VISION_WORKFLOWS:
             continue
         if vision_args(hf_config) is None:
@@ -121,6 +124,19 @@ def check_sight(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
                 f"{hf_config['model_type']}) reads text only here; name a model with a vision "
                 "tower in actor.path, or use a workflow and a data set of text"
             )
+        trainer = ModelAllocation.from_str(config.actor.backend).backend
+        _require_sight(key, name, "actor.backend", trainer, IMAGE_TRAINERS)
+        _require_sight(key, name, "rollout.backend", config.rollout.engine, IMAGE_SERVERS)
+
+
+def _require_sight(
+    key: str, workflow: str, where: str, backend: str | None, known: tuple[str, ...]
+) -> None:
+    if backend not in known:
+        raise ValueError(
+            f"{key}: {workflow} shows images, and {where} {backend!r} takes text only; expected "
+            f"{' or '.join(known)}"
+        )
 
 
 def check_replay(args: DecoderArgs, dims: ParallelDims) -> None:

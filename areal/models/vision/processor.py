@@ -23,6 +23,7 @@ import numpy as np
 from areal.models import vision_args
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.patches import PatchRules, cut_patches, read_patch_rules, resized_sides
+from areal.models.vision.placeholders import expand_placeholders
 from areal.utils.hub import model_folder
 from areal.utils.images import decode_image
 from areal.utils.model_files import read_hf_config
@@ -41,13 +42,14 @@ class ImageProcessor:
     def grid_of(self, data: bytes) -> Grid:
         """ImageError for what is not an image; remembered, since samples of a group share it."""
         digest = hashlib.sha256(data).digest()
-        if digest not in self._grids:
+        grid = self._grids.get(digest)
+        if grid is None:
             height, width = resized_sides(*decode_image(data).rgb.shape[:2], self.rules)
             side = self.rules.patch_size
-            self._grids[digest] = 1, height // side, width // side
-            while len(self._grids) > _NUM_GRIDS:
+            grid = self._grids[digest] = 1, height // side, width // side
+            if len(self._grids) > _NUM_GRIDS:
                 self._grids.popitem(last=False)
-        return self._grids[digest]
+        return grid
 
     def cut(self, data: bytes) -> tuple[np.ndarray, Grid]:
         """Pixels `[P, V]` float32 in the order of the tower, and the grid of the patches."""
@@ -55,18 +57,14 @@ class ImageProcessor:
         return patches.pixels, patches.grid
 
     def expand(self, ids: Sequence[int], grids: Sequence[Sequence[int]]) -> list[int]:
-        token = self.args.image_token_id
-        found = sum(one == token for one in ids)
+        """One image token per merged patch, in place of the one that a template writes."""
+        found = sum(one == self.args.image_token_id for one in ids)
         if found != len(grids):
             raise ValueError(
                 f"the prompt has {found} image tokens for {len(grids)} images; the chat template "
                 "must write one for each, and no text may contain one"
             )
-        counts = iter([self.args.num_tokens(grid) for grid in grids])
-        expanded: list[int] = []
-        for one in ids:
-            expanded += [token] * next(counts) if one == token else [one]
-        return expanded
+        return expand_placeholders(ids, grids, self.args)
 
 
 def load_processor(path: str | Path, tokenizer: Any, *, key: str = "processor") -> ImageProcessor:
