@@ -41,6 +41,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [1],
         },
     },
+    "qwen3_vl": {
+        "like": "qwen3",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "mrope_section": [2, 1, 1],
+        "vision": {
+            "depth": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    },
 }
 
 

@@ -21,6 +21,7 @@ from areal.models.family_args import (
     Qwen2_5VLModelArgs,
     Qwen2ModelArgs,
     Qwen3ModelArgs,
+    Qwen3VLModelArgs,
 )
 from areal.models.spec import ModelSpec
 from areal.models.vision.args import VisionArgs
@@ -36,6 +37,7 @@ _FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
     "qwen2_5_vl": (Qwen2_5VLModelArgs, "areal.models.qwen2_5_vl"),
     "qwen3": (Qwen3ModelArgs, "areal.models.qwen3"),
     "qwen3_moe": (Qwen3ModelArgs, "areal.models.qwen3"),
+    "qwen3_vl": (Qwen3VLModelArgs, "areal.models.qwen3_vl"),
 }
 _registered: dict[str, ModelSpec] = {}
 

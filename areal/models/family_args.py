@@ -16,7 +16,7 @@ from areal.models.common.args import (
     RopeArgs,
     common_decoder_fields,
 )
-from areal.models.vision.args import qwen2_5_vl_vision
+from areal.models.vision.args import qwen2_5_vl_vision, qwen3_vl_vision
 from areal.utils.model_files import language_config
 
 # config.json omits default values.
@@ -58,6 +58,17 @@ _QWEN2_5_VL_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
+}
+_QWEN3_VL_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 128000,
+    "rope_theta": 5e5,
 }
 _WINDOW, _ALL = "sliding_attention", "full_attention"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
@@ -101,10 +112,9 @@ class Qwen2_5VLModelArgs(DecoderArgs):
         fields = common_decoder_fields(_text_config(hf, _QWEN2_5_VL_DEFAULTS))
         sections = _mrope_section(hf, default=(16, 24, 24))
         pairs = fields["head_dim"] // 2
-        if len(sections) != 3 or sum(sections) != pairs:
+        if sum(sections) != pairs:
             raise ValueError(
-                f"mrope_section must be three numbers that add up to {pairs}, half of a head, got "
-                f"{list(sections)}"
+                f"mrope_section must add up to {pairs}, half of a head, got {list(sections)}"
             )
         axes = tuple(axis for axis, size in enumerate(sections) for _ in range(size))
         fields["rope"] = replace(fields["rope"], axes=axes)
@@ -129,7 +139,10 @@ def _text_config(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 def _mrope_section(hf: Mapping[str, Any], default: Sequence[int]) -> tuple[int, ...]:
     text = language_config(hf)
     given = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
-    return tuple(given.get("mrope_section") or default)
+    sections = tuple(given.get("mrope_section") or default)
+    if len(sections) != 3:
+        raise ValueError(f"mrope_section must be three numbers, got {list(sections)}")
+    return sections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +156,30 @@ class Qwen3ModelArgs(DecoderArgs):
             hf = {**hf, "head_dim": 128}
         fields = common_decoder_fields(hf)
         return cls(**fields, qk_norm=True, qkv_bias=bias, attention_out_bias=bias, moe=moe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen3VLModelArgs:
+        """`hf` is whole: its text_config and vision_config."""
+        text = _text_config(hf, _QWEN3_VL_DEFAULTS)
+        fields, bias = common_decoder_fields(text), text.get("attention_bias", False)
+        vision = qwen3_vl_vision(hf, fields["dim"])
+        if len(vision.deepstack_layers) > fields["n_layers"]:
+            raise ValueError(
+                f"vision_config.deepstack_visual_indexes has {len(vision.deepstack_layers)} "
+                f"entries, one for each of the first layers; num_hidden_layers is "
+                f"{fields['n_layers']}"
+            )
+        _, height, width = _mrope_section(hf, default=(24, 20, 20))
+        # Every third pair turns with the row, another third with the column, as long as they last.
+        sizes = (0, height, width)
+        axes = tuple(
+            pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(fields["head_dim"] // 2)
+        )
+        fields["rope"] = replace(fields["rope"], axes=axes)
+        return cls(**fields, qk_norm=True, qkv_bias=bias, attention_out_bias=bias, vision=vision)
 
 
 def _moe_args(hf: Mapping[str, Any]) -> MoEArgs:

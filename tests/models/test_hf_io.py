@@ -187,7 +187,9 @@ def test_saving_nothing_is_refused(tmp_path):
 
 
 def test_unknown_model_type_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'gpt2' is not supported.*llama, mistral, qwen2, qwen2_5_vl, qwen3"):
+    with pytest.raises(
+        ValueError, match="'gpt2' is not supported.*llama, mistral, qwen2, qwen2_5_vl, qwen3"
+    ):
         build_model({"model_type": "gpt2"}, device="cpu", dtype=torch.float32)
 
 

@@ -23,7 +23,7 @@ from areal.models.hf_io import build_model, load_hf, save_hf
 from areal.models.vision.positions import image_spans, mrope_positions, position_delta
 from areal.models.vision.tower import Images, Sight
 
-FAMILIES = ["qwen2_5_vl"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
 # Of each row, height and width of its images in patches.
 ROWS = {
     "one image": [[(4, 6)]],
@@ -146,9 +146,10 @@ def test_a_flat_config_of_the_hub_is_read_as_the_nested_one():
     json.dumps(flat)
 
 
-def test_a_slice_of_a_sight_is_a_sight():
-    model = tiny_vision_model("qwen2_5_vl")
-    row = image_row(tiny_vision_config("qwen2_5_vl"), [(4, 4), (2, 6)], seed=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_slice_of_a_sight_is_a_sight(family):
+    model = tiny_vision_model(family)
+    row = image_row(tiny_vision_config(family), [(4, 4), (2, 6)], seed=3)
     with torch.no_grad():
         whole = model.look(Images(row.pixels, row.grids))
         parts = [
@@ -156,6 +157,7 @@ def test_a_slice_of_a_sight_is_a_sight():
             for pixels, grids in zip(row.pixels.split([16, 12]), row.grids.split(1), strict=True)
         ]
     torch.testing.assert_close(Sight.concat(parts).tokens_ID, whole.tokens_ID)
+    torch.testing.assert_close(Sight.concat(parts).deepstack, whole.deepstack)
     assert torch.equal(whole[4:].tokens_ID, whole.tokens_ID[4:])
 
 

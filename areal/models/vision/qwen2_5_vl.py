@@ -16,8 +16,8 @@ from torch import nn
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.tower import (
     Images,
-    Merger,
     PatchEmbedding,
+    Rotation,
     Segments,
     Sight,
     TowerAttention,
@@ -59,9 +59,7 @@ class _Block(nn.Module):
         self.attn = TowerAttention(args)
         self.mlp = _FeedForward(args)
 
-    def forward(
-        self, x_PD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], segments: Segments
-    ) -> torch.Tensor:
+    def forward(self, x_PD: torch.Tensor, rotation: Rotation, segments: Segments) -> torch.Tensor:
         x_PD = x_PD + self.attn(self.norm1(x_PD), rotation, segments)
         return x_PD + self.mlp(self.norm2(x_PD))
 
@@ -77,9 +75,10 @@ class _FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_PD)) * self.up_proj(x_PD))
 
 
-class _Merger(Merger):
+class _Merger(nn.Module):
     def __init__(self, args: VisionArgs) -> None:
-        super().__init__(args)
+        super().__init__()
+        self.joined_dim = args.dim * args.merge_size**2
         self.ln_q = nn.RMSNorm(args.dim, _NORM_EPS)
         self.mlp = nn.Sequential(
             nn.Linear(self.joined_dim, self.joined_dim),
@@ -88,7 +87,7 @@ class _Merger(Merger):
         )
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.joined(self.ln_q(x_PD)))
+        return self.mlp(self.ln_q(x_PD).reshape(-1, self.joined_dim))
 
 
 def sorted_by_window(grids: torch.Tensor, args: VisionArgs) -> tuple[np.ndarray, list[int]]:

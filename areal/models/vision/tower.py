@@ -130,12 +130,11 @@ class TowerAttention(nn.Module):
     def forward(
         self,
         x_PD: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         segments: Segments,
     ) -> torch.Tensor:
         q_PAH, k_PAH, v_PAH = self.qkv(x_PD).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
-        # Rotated in float32, as transformers does.
-        q_PAH, k_PAH = (rotate(x.float(), *rotation).to(x.dtype) for x in (q_PAH, k_PAH))
+        q_PAH, k_PAH = (rotation.of(x) for x in (q_PAH, k_PAH))
         return self.proj(segments.attend(q_PAH, k_PAH, v_PAH).flatten(1))
 
 
@@ -200,24 +199,23 @@ def patch_places(grids: torch.Tensor, merge_size: int) -> np.ndarray:
     return np.concatenate(places)
 
 
-def patch_rotation(
-    places_P2: np.ndarray, args: VisionArgs, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [P, R], float32: half of the pairs turn with the row, half with the column."""
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """By row and column. No tuple: FSDP would round it to the dtype of the blocks it is given to,
+    and transformers rotates in float32."""
+
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+
+    def of(self, x_PAH: torch.Tensor) -> torch.Tensor:
+        return rotate(x_PAH.float(), self.cos_PR, self.sin_PR).to(x_PAH.dtype)
+
+
+def patch_rotation(places_P2: np.ndarray, args: VisionArgs, device: torch.device) -> Rotation:
+    """Half of the pairs turn with the row, half with the column."""
     head_dim = args.dim // args.n_heads
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     frequency = 1.0 / args.rope_theta**exponent
     angles_P2F = torch.as_tensor(places_P2, dtype=torch.float32)[:, :, None] * frequency
     angles_PR = angles_P2F.flatten(1).to(device)
-    return angles_PR.cos(), angles_PR.sin()
-
-
-class Merger(nn.Module):
-    """Neighbouring patches joined to one embedding of the decoder, before its two layers."""
-
-    def __init__(self, args: VisionArgs) -> None:
-        super().__init__()
-        self.joined_dim = args.dim * args.merge_size**2
-
-    def joined(self, x_PD: torch.Tensor) -> torch.Tensor:
-        return x_PD.reshape(-1, self.joined_dim)
+    return Rotation(angles_PR.cos(), angles_PR.sin())
