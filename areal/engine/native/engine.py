@@ -119,8 +119,8 @@ class NativeEngine:
             batch_invariant=batch_invariant,
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
-        self._sights = SightCache(model)
         self.device = weight.device
+        self._sights = SightCache(lambda images: self._present_runner.look(images), weight.device)
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
         self._under_way: deque[_Launch] = deque()

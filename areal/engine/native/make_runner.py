@@ -62,12 +62,11 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: what args describe, but for latent attention, for experts
-    beyond a plain choice of the most probable, and for images."""
+    """Whether the kernels support it: what args describe, but for latent attention and for experts
+    beyond a plain choice of the most probable."""
     args = model.args
     has_plain_experts = args.moe is None or args.moe.is_plain
-    is_plain = args.latent is None and args.vision is None and has_plain_experts
-    return type(model).block_class is DecoderBlock and is_plain
+    return type(model).block_class is DecoderBlock and args.latent is None and has_plain_experts
 
 
 def default_num_pages(model: Decoder, *, page_size: int, max_running: int) -> int:

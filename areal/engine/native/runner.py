@@ -7,14 +7,16 @@ run ahead of the host. The engine's code is the same for both, given a runner's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+import numpy as np
 
-    from areal.models.vision.tower import Sight
+from areal.models.vision.tower import Images, Sight
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,21 @@ class Chunk:
     pages: list[int]  # of positions 0 .. start + len(tokens) - 1, at least
     adapter: int = 0  # its number (adapters.py)
     # With images: rotary positions [n] or [3, n], which are else those from `start` on; embeddings
-    # of image tokens, and which of `tokens` these are.
+    # of image tokens, each from which of `tokens` on.
     positions: np.ndarray | None = None
-    sight: Sight | None = None
-    sight_rows: np.ndarray | None = None
+    sights: Sequence[tuple[Sight, int]] = ()
+
+
+def joined_sights(chunks: Sequence[Chunk]) -> tuple[Sight, np.ndarray] | None:
+    """All of their sights as one, and the row of each embedding when the chunks' rows follow each
+    other; None without any."""
+    sights, rows, num_before = [], [], 0
+    for chunk in chunks:
+        for sight, first in chunk.sights:
+            sights.append(sight)
+            rows.append(np.arange(len(sight)) + num_before + first)
+        num_before += len(chunk.tokens)
+    return (Sight.concat(sights), np.concatenate(rows)) if sights else None
 
 
 class Drawn(Protocol):
@@ -65,6 +78,10 @@ class Runner(Protocol):
     def draft_cost(self, slots: np.ndarray, length: int) -> float:
         """Of a `verify` of so many drafted tokens each, in steps of `decode`: an estimate from
         shapes alone, so that the ranks of one engine agree."""
+        ...
+
+    def look(self, images: Images) -> Sight:
+        """What the model's vision tower makes of images, in the order of launches."""
         ...
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What the vision tower makes of images, computed on the engine's thread, once for each weights.
 
-    sights = SightCache(model)
+    sights = SightCache(runner.look, device)
     chunk = sights.chunk(prefix, start, end)     # with the embeddings of the image tokens in it
     sights.clear()                               # new weights
 
@@ -12,6 +12,7 @@ are dropped beyond a limit of memory, and computed again if they are needed once
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,15 +24,17 @@ from areal.models.vision.tower import Images, Sight
 
 if TYPE_CHECKING:
     from areal.engine.native.sequence import Sequence
-    from areal.models.common.decoder import Decoder
     from areal.models.vision.prompt_images import CutImage
 
 _MAX_BYTES = 512 << 20
 
 
 class SightCache:
-    def __init__(self, model: Decoder, *, max_bytes: int = _MAX_BYTES) -> None:
-        self._model = model
+    def __init__(
+        self, look: Callable[[Images], Sight], device: torch.device, *, max_bytes: int = _MAX_BYTES
+    ) -> None:
+        """`look` computes images whose pixels are on `device`."""
+        self._look, self._device = look, device
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, Sight] = OrderedDict()
         self._num_bytes = 0
@@ -45,15 +48,12 @@ class SightCache:
         if not isinstance(item, Prefix):  # of the output
             positions = np.arange(start, end) + images.delta
             return Chunk(tokens, start, item.pages, item.adapter, positions)
-        parts, rows = [], []
-        for image, some, first in images.seen(start, end):
-            parts.append(self._sight(image)[some])
-            rows.append(np.arange(first, first + some.stop - some.start) - start)
+        sights = [
+            (self._sight(image)[some], first - start)
+            for image, some, first in images.seen(start, end)
+        ]
         positions_3n = images.positions_3S[:, start:end]
-        if not parts:
-            return Chunk(tokens, start, item.pages, item.adapter, positions_3n)
-        sight = Sight.concat(parts), np.concatenate(rows)
-        return Chunk(tokens, start, item.pages, item.adapter, positions_3n, *sight)
+        return Chunk(tokens, start, item.pages, item.adapter, positions_3n, sights)
 
     def clear(self) -> None:
         self._kept.clear()
@@ -64,9 +64,8 @@ class SightCache:
         if sight is not None:
             self._kept.move_to_end(image.sha256)
             return sight
-        device = self._model.embedding_weight.device
-        pixels = torch.from_numpy(image.patches.pixels).to(device)
-        sight = self._model.look(Images(pixels, torch.tensor([image.patches.grid])))
+        pixels = torch.from_numpy(image.patches.pixels).to(self._device)
+        sight = self._look(Images(pixels, torch.tensor([image.patches.grid])))
         self.num_looks += 1
         self._kept[image.sha256] = sight
         self._num_bytes += _size(sight)

@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from areal.engine.native.drafts import num_equal
 from areal.engine.native.expert_cache import ExpertCache
 from areal.engine.native.kv_cache import SCRATCH_PAGE
-from areal.engine.native.runner import Computed
+from areal.engine.native.runner import Computed, joined_sights
 from areal.engine.native.sampler import sample
 from areal.models.common.moe import recorded_experts
-from areal.models.vision.tower import Sight
+from areal.models.vision.tower import Images, Sight
 from areal.utils.device import use_plain_blas
 
 if TYPE_CHECKING:
@@ -75,19 +75,24 @@ class TorchRunner:
         )
         # A drawn image token would stand for an image that is not there.
         vision = model.args.vision
-        self._never = vision and torch.tensor(vision.placeholder_ids, device=weight.device)
+        self._never = vision and torch.tensor(
+            [token for token in vision.placeholder_ids if token < model.args.vocab_size],
+            device=weight.device,
+        )
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
+
+    def look(self, images: Images) -> Sight:
+        return self._model.look(images)
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         rows = Rows()
         last = []
         for chunk in chunks:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-            rows.add_sight(chunk.sight, chunk.sight_rows)
             tokens, pages = np.array(chunk.tokens), np.array(chunk.pages)
             rows.add(tokens, positions, pages, chunk.adapter, chunk.positions)
             last.append(rows.count - 1)
-        return self._forward(rows)[last]
+        return self._forward(rows, joined_sights(chunks))[last]
 
     def decode(self, slots: np.ndarray, num_steps: int) -> Computed:
         assert num_steps == 1, "this runner takes one step at a time"
@@ -158,14 +163,18 @@ class TorchRunner:
         for name, tensor in model_weights:
             self._model.load_hf_tensor(name, tensor)
 
-    def _forward(self, rows: Rows) -> torch.Tensor:
-        """Hidden states [T, D] of all rows; writes their keys and values to the cache."""
+    def _forward(self, rows: Rows, seen: tuple[Sight, np.ndarray] | None = None) -> torch.Tensor:
+        """Hidden states [T, D] of all rows; writes their keys and values to the cache. `seen`:
+        embeddings that replace those of some rows."""
         tokens_T, positions_T, pages_TP, adapters_T, rotary = rows.build()
         self._adapters.begin(adapters_T)
         attend = PagedAttention(self._cache, positions_T, pages_TP)
         inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, rotary))
         with recorded_experts(self._model) as chosen:
-            hidden_TD = self._model(*inputs, attend, *rows.sight(self._device))
+            sight, rows_I = seen or (None, None)
+            if rows_I is not None:
+                rows_I = torch.from_numpy(rows_I).to(self._device)
+            hidden_TD = self._model(*inputs, attend, sight, rows_I)
         if self._experts is not None:
             self._experts.write(attend.write_T, torch.stack(chosen, dim=1))
         return hidden_TD
@@ -342,7 +351,6 @@ class Rows:
     _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int, np.ndarray]] = field(
         default_factory=list
     )
-    _sights: list[tuple[Sight, np.ndarray]] = field(default_factory=list)
 
     def add(
         self,
@@ -357,18 +365,6 @@ class Rows:
         rotary = positions if rotary is None else rotary
         self._chunks.append((tokens, positions, pages, adapters, rotary))
         self.count += len(tokens)
-
-    def add_sight(self, sight: Sight | None, rows: np.ndarray | None) -> None:
-        """Embeddings of these of the rows that are added next."""
-        if sight is not None:
-            assert rows is not None, "a sight belongs to rows"
-            self._sights.append((sight, rows + self.count))
-
-    def sight(self, device: torch.device) -> tuple[Sight, torch.Tensor] | tuple[()]:
-        if not self._sights:
-            return ()
-        sights, rows = zip(*self._sights, strict=True)
-        return Sight.concat(sights), torch.from_numpy(np.concatenate(rows)).to(device)
 
     def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """tokens [T], positions [T], pages [T, P], adapters [T] and rotary positions, [3, T] where

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine.train.archon_world import open_engine, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_prompts import END, IMAGE, START, picture, write_seeing_model
@@ -192,6 +194,54 @@ def assert_is_of_its_versions(models, req: GenRequest, done: Finished) -> None:
         for place, own in enumerate(done.output_versions):
             if own == version:
                 assert done.output_logprobs[place] == pytest.approx(expected[place], abs=1e-5)
+
+
+def test_the_trainer_computes_what_was_drawn_before_and_after_a_step(text, tmp_path):
+    folder = write_seeing_model(tmp_path)
+    trainer = open_engine(str(folder), "archon:d1")
+    engine = NativeEngine.from_pretrained(folder, page_size=4, num_pages=100)
+    for version in range(2):
+        requests = mixed_requests(text)
+        for req in requests:
+            engine.add(req)
+        done = run(engine)
+        batch = batch_of(requests, done)
+        found = trainer.forward_batch(batch)
+        for row, req in enumerate(requests):
+            drawn, first = done[req.rid].output_logprobs, len(req.input_ids) - 1
+            expected = found[row, first : first + len(drawn)]
+            if req.gconfig.temperature == 1:
+                assert drawn == pytest.approx(expected.tolist(), abs=1e-5)
+        if version == 0:
+            train(trainer, batch)
+            engine.load_weights(trainer.hf_weights(), 1, recompute_kv=True)
+
+
+def batch_of(requests: list[GenRequest], done: dict[str, Finished]) -> dict[str, Any]:
+    rows = [torch.tensor(req.input_ids + done[req.rid].output_tokens) for req in requests]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).int()
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    learned = (
+        torch.arange(ids.shape[1])
+        >= torch.tensor([len(r.input_ids) - 1 for r in requests])[:, None]
+    )
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "loss_mask": (learned & (torch.arange(ids.shape[1]) < lengths[:, None] - 1)),
+        "multi_modal_input": [pixels_of(req) for req in requests],
+    }
+
+
+def pixels_of(req: GenRequest) -> dict[str, torch.Tensor]:
+    if req.images is None:
+        return {}
+    cut = [image.patches for image in req.images.images]
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([one.pixels for one in cut])),
+        "image_grid_thw": torch.tensor([one.grid for one in cut]),
+    }
 
 
 def test_a_placeholder_is_never_drawn(text, models):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
+    from areal.models.vision.tower import Images, Sight
 
 # Rows are padded to the next bucket; one graph per bucket.
 _MAX_DRAFT = 16  # tokens a slot draws in one `verify`
@@ -110,6 +111,12 @@ class CudaRunner:
         self._table = table
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
         self._pool: torch.cuda._POOL_HANDLE | None = None  # memory of all graphs
+
+    def look(self, images: Images) -> Sight:
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))  # it copied the pixels
+        images.pixels.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            return self._model.look(images)
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         with torch.cuda.stream(self.stream):
