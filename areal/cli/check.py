@@ -245,12 +245,13 @@ def _check_import_paths(config: PPOConfig) -> None:
 
 
 def _check_images(config: PPOConfig) -> None:
-    """The shipped workflows are text-only. Rows of other loaders are checked when loaded."""
+    """Of shipped workflows, one reads images. Rows of other loaders are checked when loaded."""
     from areal.dataset import IMAGE_DATASETS, loader_name
+    from areal.engine.train.fit import VISION_WORKFLOWS
     from areal.workflow import WORKFLOWS
     from areal.workflow.resolve import image_refusal
 
-    texts = {*WORKFLOWS, *WORKFLOWS.values()}
+    texts = {*WORKFLOWS, *WORKFLOWS.values()} - VISION_WORKFLOWS
     workflows = {
         "train_dataset": config.workflow if config.rollout.agent.mode != "online" else "",
         "valid_dataset": config.eval_workflow or config.workflow,

@@ -25,6 +25,7 @@ from areal.models.family_args import (
     Qwen35ModelArgs,
 )
 from areal.models.spec import ModelSpec
+from areal.models.vision.args import VisionArgs
 from areal.utils.model_files import language_config
 
 # model_type -> (args, the module that has its SPEC)
@@ -78,6 +79,12 @@ def decoder_args(hf_config: Mapping[str, Any], *, is_critic: bool = False) -> De
     known = _registered.get(model_type)
     args_class = _FAMILIES[model_type][0] if known is None else known.model_args_class
     return replace(args_class.from_hf_config(config), is_critic=is_critic)
+
+
+def vision_args(hf_config: Mapping[str, Any]) -> VisionArgs | None:
+    """The tower of areal's own model of a config.json; None for one that reads text only."""
+    has_tower = "vision_config" in hf_config and hf_config["model_type"] in known_model_types()
+    return decoder_args(hf_config).vision if has_tower else None
 
 
 def _check_known(model_type: str) -> None:

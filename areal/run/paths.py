@@ -8,6 +8,7 @@
     checkpoints/     {role}/epoch{E}epochstep{S}globalstep{G}, Hugging Face format
     model/           the final weights, Hugging Face format
     weights/         published weights for the servers
+    images/          images that trajectories show, by the sha256 of their bytes
     tmp/             temporary folders of the run's processes (api/scratch.py)
     agents/          servers for agents that run now, and their keys
     fleet/           requests of `areal serve join` to the run while it is alive (mailbox.py)
@@ -93,6 +94,10 @@ class RunPaths:
     @property
     def weights(self) -> Path:
         return self.root / "weights"
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
 
     @property
     def scratch(self) -> Path:

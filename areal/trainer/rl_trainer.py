@@ -49,6 +49,7 @@ from areal.trainer.ppo.actor import PPOLearner
 from areal.trainer.probe import UpdateProbe
 from areal.trainer.samples import SampleRecorder
 from areal.trainer.servers import ServerTrace, open_inference
+from areal.trainer.shown_images import ShownImages
 from areal.utils.device import num_cores
 from areal.utils.perf_tracer import phase
 from areal.utils.startup import stage
@@ -72,6 +73,7 @@ class PPOTrainer(Trainer):
         self._share_cores()
         self.learner = PPOLearner(self.config, partial(self._open_engine, stack=stack))
         self.engine = self.learner.engine
+        self.images = ShownImages(self.config)
         self.run.remember(**self.learner.states())
         self.device = TimeSharedDevice(
             [self.models[role] for role in self.config.time_shared_models()]
@@ -129,7 +131,7 @@ class PPOTrainer(Trainer):
 
         for step in self.run.steps(first):
             batch = self._next_batch()
-            data = self.learner.train(batch.trajectories)
+            data = self.learner.train(self.images.fill_in(batch.trajectories))
             with phase("update_weights", "comm"):
                 self.publish_weights(step.global_step + 1)
             stats = self._close_batch(batch, data, step)

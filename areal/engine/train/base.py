@@ -47,6 +47,13 @@ from areal.weight_sync.bucket import DTYPES, Checksums, checksum_of
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
 LossWeightFn = Callable[[dict[str, Any]], torch.Tensor]
+# Of the folder a model was loaded from: how to sample, and how images are cut.
+_BESIDE_WEIGHTS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 class Optimizer(checkpoint.Resumable, Protocol):
@@ -501,12 +508,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def _save_beside(meta: SaveLoadMeta, folder: Path) -> None:
-    """Write tokenizer and generation config; `folder` is the one the model was loaded from."""
+    """Write the tokenizer and `_BESIDE_WEIGHTS`; the model was loaded from `folder`."""
     if meta.base_model_path is not None:
         folder = model_folder(meta.base_model_path, weights=False)
-    generation_config = folder / "generation_config.json"
-    if generation_config.is_file():
-        shutil.copy(generation_config, meta.path)
+    for name in _BESIDE_WEIGHTS:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, meta.path)
     for part in (meta.tokenizer, meta.processor):
         if part is not None:
             part.save_pretrained(meta.path)
