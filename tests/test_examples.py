@@ -51,11 +51,15 @@ PARTS = {  # what a recipe is made with or names, by itself no training
     "smollm2/chain_sum.py",
     "smollm2/prepare.py",
     "tir/warm_start.py",
+    "vlm/make_model.py",
+    "vlm/shapes.py",
 }
 SAMPLES = {  # data set of a hub, or made by a script -> what stands for it here
     "Anthropic/hh-rlhf": ("hh_rlhf_sample", "hh-rlhf"),
+    "BUAADreamer/clevr_count_70k": ("clevr_count_sample", "clevr_count_70k"),
     "Jiayi-Pan/Countdown-Tasks-3to4": ("countdown_sample", "countdown"),
     "data/torl_data": ("torl_sample", "torl_data"),
+    "hiyouga/geometry3k": ("geometry3k_sample", "geometry3k"),
     "openai/gsm8k": ("gsm8k_sample", "gsm8k"),
     "runs/smollm2/data": ("chain_sum_sample", "examples.smollm2.chain_sum.load"),
 }
@@ -76,6 +80,22 @@ def tiny_folder(tmp_path_factory):
     return write_tiny_model(folder, vocab_size=vocab_size, max_position_embeddings=2048)
 
 
+@pytest.fixture(scope="session")
+def seeing_folder(tmp_path_factory):
+    """The model of examples/vlm, which stands for vision models of a hub too."""
+    from examples.vlm.make_model import write_model
+
+    folder = tmp_path_factory.mktemp("vlm") / "model"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def model_folder(recipe, request):
+    sees = recipe.parent.name == "vlm"
+    return request.getfixturevalue("seeing_folder" if sees else "tiny_folder")
+
+
 @pytest.fixture(autouse=True)
 def checkout_on_the_path(monkeypatch):
     """As for a user who starts in the checkout: recipes name code beside them."""
@@ -83,8 +103,8 @@ def checkout_on_the_path(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_the_recipe_is_valid_and_short(recipe, tiny_folder, capsys):
-    overrides = model_overrides(load_config([str(recipe)]), tiny_folder)
+def test_the_recipe_is_valid_and_short(recipe, model_folder, capsys):
+    overrides = model_overrides(load_config([str(recipe)]), model_folder)
     assert main(["check", str(recipe), *overrides]) == 0
     assert capsys.readouterr().out.startswith("ok: ")
     lines = recipe.read_text().splitlines()
@@ -94,10 +114,10 @@ def test_the_recipe_is_valid_and_short(recipe, tiny_folder, capsys):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_the_recipe_runs(recipe, tiny_folder, tmp_path):
+def test_the_recipe_runs(recipe, model_folder, tmp_path):
     from areal.trainer.experiment import run_experiment
 
-    small = small_overrides(load_config([str(recipe)]), tiny_folder, tmp_path)
+    small = small_overrides(load_config([str(recipe)]), model_folder, tmp_path)
     config = load_config([str(recipe), *small])
     run_experiment(config)
     assert_trained(config)

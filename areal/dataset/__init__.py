@@ -1,8 +1,9 @@
 """Data sets: `get_custom_dataset` turns a config section into a list of rows.
 
 A row for RL is {"messages": chat, "answer": str, ...}, passed to the reward function as keywords;
-a supervised row is {"input_ids", "loss_mask"}; a row for reward models and DPO is {"chosen_ids",
-"rejected_ids", "prompt_len"}, two texts that share their first `prompt_len` tokens.
+a supervised row is {"input_ids", "loss_mask"}, and with images "multi_modal_input"; a row for
+reward models and DPO is {"chosen_ids", "rejected_ids", "prompt_len"}, two texts that share their
+first `prompt_len` tokens.
 
 A loader is `get_<name>_<type>_dataset(path, split, tokenizer, max_length=None, **dataset_kwargs)`
 and returns a list of rows or a Hugging Face data set. Order of choice: the column loader if the
@@ -35,10 +36,12 @@ LOADERS = {
     ("chats", "rw"): "areal.dataset.chats.get_chats_rw_dataset",
     ("chats", "sft"): "areal.dataset.chats.get_chats_sft_dataset",
     ("clevr_count_70k", "rl"): "areal.dataset.clevr_count_70k.get_clevr_count_70k_rl_dataset",
+    ("clevr_count_70k", "sft"): "areal.dataset.clevr_count_70k.get_clevr_count_70k_sft_dataset",
     ("countdown", "rl"): "areal.dataset.countdown.get_countdown_rl_dataset",
     ("countdown", "sft"): "areal.dataset.countdown.get_countdown_sft_dataset",
     ("Countdown-Tasks-3to4", "rl"): "areal.dataset.countdown.get_countdown_rl_dataset",
     ("geometry3k", "rl"): "areal.dataset.geometry3k.get_geometry3k_rl_dataset",
+    ("geometry3k", "sft"): "areal.dataset.geometry3k.get_geometry3k_sft_dataset",
     ("gsm8k", "rl"): "areal.dataset.gsm8k.get_gsm8k_rl_dataset",
     ("gsm8k", "sft"): "areal.dataset.gsm8k.get_gsm8k_sft_dataset",
     ("hh-rlhf", "dpo"): "areal.dataset.hhrlhf.get_hhrlhf_dpo_dataset",
@@ -49,28 +52,34 @@ LOADERS = {
     ("MATH-500", "rl"): "areal.dataset.math500.get_math500_rl_dataset",
     ("seeds", "rl"): "areal.dataset.seeds.get_seeds_rl_dataset",
     ("torl_data", "rl"): "areal.dataset.torl_data.get_torl_data_rl_dataset",
+    ("virl39k", "rl"): "areal.dataset.virl39k.get_virl39k_rl_dataset",
+    ("virl39k", "sft"): "areal.dataset.virl39k.get_virl39k_sft_dataset",
+    ("ViRL39K", "rl"): "areal.dataset.virl39k.get_virl39k_rl_dataset",
+    ("ViRL39K", "sft"): "areal.dataset.virl39k.get_virl39k_sft_dataset",
 }
 VALID_DATASETS = sorted({name for name, _ in LOADERS})
 # Rows with images, which need a workflow that can render them.
-IMAGE_DATASETS = frozenset({"clevr_count_70k", "geometry3k"})
+IMAGE_DATASETS = frozenset({"clevr_count_70k", "geometry3k", "virl39k", "ViRL39K"})
 
 
 def get_custom_dataset(
     split: str | None, dataset_config: DatasetConfig, tokenizer: Any, processor: Any = None
 ) -> Sequence[dict[str, Any]]:
-    """The rows of `split` (default: the config's). `processor` is passed to image loaders."""
+    """The rows of `split` (default: the config's). Loaders with such an argument get `processor`,
+    which knows how the model sees images."""
     kwargs = dict(dataset_config.dataset_kwargs)
     if dataset_config.prompt is not None:
         load = _column_loader(dataset_config)
         kwargs |= dataset_config.columns
     else:
         load = _find_loader(kwargs.pop("loader", None), dataset_config.path, dataset_config.type)
-    if processor is not None:
+    signature = inspect.signature(load)
+    if processor is not None and "processor" in signature.parameters:
         kwargs["processor"] = processor
     split = split or dataset_config.split
     kwargs |= {"split": split, "tokenizer": tokenizer, "max_length": dataset_config.max_length}
     try:
-        inspect.signature(load).bind(dataset_config.path, **kwargs)
+        signature.bind(dataset_config.path, **kwargs)
     except TypeError as error:
         raise ValueError(f"dataset_kwargs do not fit {load.__qualname__}: {error}") from error
     rows = load(dataset_config.path, **kwargs)

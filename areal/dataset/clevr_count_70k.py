@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.dataset.image_rows import ImageRows, load_image_rows
+from areal.dataset.image_rows import ImageRows, ImageSFTRows, ImageSource, load_image_rows
 
 HUB_NAME = "BUAADreamer/clevr_count_70k"
 INSTRUCTION = "\nCount them, then give the number alone in square brackets, like [3]."
@@ -20,9 +20,17 @@ def get_clevr_count_70k_rl_dataset(
 ) -> ImageRows:
     """{"messages", "images", "answer"}, as in `image_rows`."""
     return load_image_rows(
-        HUB_NAME if path == "clevr_count_70k" else path,
+        ImageSource(HUB_NAME if path == "clevr_count_70k" else path),
         split=split,
         instruction=INSTRUCTION,
         tokenizer=tokenizer if processor is None else processor.tokenizer,
         max_length=max_length,
     )
+
+
+def get_clevr_count_70k_sft_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
+) -> ImageSFTRows:
+    """The reply is the number in square brackets."""
+    rows = get_clevr_count_70k_rl_dataset(path, split, tokenizer, max_length)
+    return ImageSFTRows(rows, tokenizer, processor, "[{}]".format)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.dataset.image_rows import ImageRows, load_image_rows
+from areal.dataset.image_rows import ImageRows, ImageSFTRows, ImageSource, load_image_rows
 
 HUB_NAME = "hiyouga/geometry3k"
 INSTRUCTION = "\nEnd with your final answer in square brackets, like [42]."
@@ -19,9 +19,17 @@ def get_geometry3k_rl_dataset(
 ) -> ImageRows:
     """{"messages", "images", "answer"}, as in `image_rows`."""
     return load_image_rows(
-        HUB_NAME if path == "geometry3k" else path,
+        ImageSource(HUB_NAME if path == "geometry3k" else path),
         split=split,
         instruction=INSTRUCTION,
         tokenizer=tokenizer if processor is None else processor.tokenizer,
         max_length=max_length,
     )
+
+
+def get_geometry3k_sft_dataset(
+    path: str, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
+) -> ImageSFTRows:
+    """The reply is the answer in square brackets: the data set has no solutions."""
+    rows = get_geometry3k_rl_dataset(path, split, tokenizer, max_length)
+    return ImageSFTRows(rows, tokenizer, processor, "[{}]".format)

@@ -1,76 +1,171 @@
 """Rows of questions about images, built on access: all at once would fill memory.
 
-In: a table with `images` (encoded), `problem` (with `<image>` where an image belongs) and `answer`.
-Out: {"messages", "images", "answer"}. A message's content is a list of {"type": "image"} and
-{"type": "text", "text": ...} in the order of the problem; `images` are encoded bytes in that order.
+In: a table with images (encoded, or the names of files), a question (with `<image>` where an image
+belongs) and an answer. Out, for RL: {"messages", "images", "answer"}. A message's content is a list
+of {"type": "image"} and {"type": "text", "text": ...} in the order of the question; `images` are
+encoded bytes in that order. Out, for SFT: {"input_ids", "loss_mask", "multi_modal_input"}, the
+last with `pixel_values` and `image_grid_thw` as the model's folder says images are cut.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 
 from areal.dataset.chat_rows import report_dropped
 from areal.dataset.source_files import TableRows, open_rows
+from areal.utils.tokenizer import chat_prompt_ids, replies_ids
 
-COLUMNS = ("images", "problem", "answer")
 _PLACE = "<image>"
 
 
+class Processor(Protocol):
+    """What SFT rows need to know of a model (areal/models/vision/processor.py)."""
+
+    def cut(self, data: bytes) -> tuple[np.ndarray, Sequence[int]]: ...
+
+    def expand(self, ids: Sequence[int], grids: Sequence[Sequence[int]]) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """A table, and the names of its columns."""
+
+    path: str
+    images: str = "images"
+    question: str = "problem"
+    answer: str = "answer"
+    # Bytes of one entry of the column of images; None if it has none.
+    read_image: Callable[[Any], bytes | None] = lambda entry: entry["bytes"]
+    keep: Callable[[str], bool] | None = None  # by the question; None keeps all
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.images, self.question, self.answer
+
+
 def load_image_rows(
-    path: str, *, split: str, instruction: str, tokenizer: Any, max_length: int | None
+    source: ImageSource,
+    *,
+    split: str,
+    instruction: str,
+    tokenizer: Any,
+    max_length: int | None,
+    table_path: str | None = None,
 ) -> ImageRows:
-    """Rows of `split` whose text has at most `max_length` tokens; image tokens are not counted."""
-    table = open_rows(path, split=split, columns=COLUMNS)
+    """Rows of `split` whose text has at most `max_length` tokens; image tokens are not counted.
+
+    The table is at `table_path` if that is not the path of the source.
+    """
+    table = open_rows(table_path or source.path, split=split, columns=source.columns)
     if not isinstance(table, TableRows):
         raise ValueError(
-            f"dataset.path: {path!r} is JSON-lines, which holds no images; expected Parquet files "
-            "or another data set of Hugging Face"
+            f"dataset.path: {source.path!r} is JSON-lines, which holds no images; expected Parquet "
+            "files or another data set of Hugging Face"
         )
     kept = list(range(len(table)))
-    if max_length is not None and kept:
-        texts = [problem + instruction for problem in table.column("problem")]
-        tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        kept = [number for number in kept if len(tokens[number]) <= max_length]
-        report_dropped(len(table), len(kept), max_length)
-    return ImageRows(table, kept, instruction, path)
+    if kept and (max_length is not None or source.keep is not None):
+        questions = table.column(source.question)
+        if source.keep is not None:
+            kept = [number for number in kept if source.keep(questions[number])]
+        if max_length is not None and kept:
+            kept = _short(kept, questions, instruction, tokenizer, max_length)
+    return ImageRows(table, kept, instruction, source)
+
+
+def _short(
+    numbers: list[int], questions: list[str], instruction: str, tokenizer: Any, max_length: int
+) -> list[int]:
+    texts = [questions[number] + instruction for number in numbers]
+    tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    kept = [n for n, ids in zip(numbers, tokens, strict=True) if len(ids) <= max_length]
+    report_dropped(len(numbers), len(kept), max_length)
+    return kept
 
 
 class ImageRows(Sequence):
-    """Rows `numbers` of `table`, each with `instruction` after its problem."""
+    """Rows `numbers` of `table`, each with `instruction` after its question."""
 
     column_names = ("messages", "images", "answer")
 
-    def __init__(self, table: TableRows, numbers: list[int], instruction: str, path: str) -> None:
+    def __init__(
+        self, table: TableRows, numbers: list[int], instruction: str, source: ImageSource
+    ) -> None:
         self._table, self._numbers = table, numbers
-        self._instruction, self._path = instruction, path
+        self._instruction, self._source = instruction, source
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = self._numbers[index]
-        row = self._table[number]
-        images = [image["bytes"] for image in row["images"]]
-        places = row["problem"].count(_PLACE)
+        row, source = self._table[number], self._source
+        question = row[source.question]
+        images = [source.read_image(entry) for entry in row[source.images] or ()]
+        places = question.count(_PLACE)
         if not images or places not in (0, len(images)) or None in images:
             raise ValueError(
-                f"data set {self._path!r}: row {number} has {len(images)} images, "
+                f"data set {source.path!r}: row {number} has {len(images)} images, "
                 f"{sum(image is None for image in images)} of them without bytes, for {places} "
-                f"{_PLACE} in its problem"
+                f"{_PLACE} in its {source.question}"
             )
-        content = _content(row["problem"], len(images), self._instruction)
+        content = _content(question, len(images), self._instruction)
         messages = [{"role": "user", "content": content}]
-        return {"messages": messages, "images": images, "answer": str(row["answer"])}
+        return {"messages": messages, "images": images, "answer": str(row[source.answer])}
 
 
-def _content(problem: str, num_images: int, instruction: str) -> list[dict[str, str]]:
-    """Text and images interleaved; images without a placeholder in the problem come first."""
-    marked = problem if _PLACE in problem else _PLACE * num_images + problem
+def _content(question: str, num_images: int, instruction: str) -> list[dict[str, str]]:
+    """Text and images interleaved; images without a placeholder in the question come first."""
+    marked = question if _PLACE in question else _PLACE * num_images + question
     parts = re.split(f"({_PLACE})", marked + instruction)
     return [
         {"type": "image"} if part == _PLACE else {"type": "text", "text": part}
         for part in parts
         if part
     ]
+
+
+class ImageSFTRows(Sequence):
+    """The rows of an RL data set with `reply(answer)` as the text to learn."""
+
+    column_names = ("input_ids", "loss_mask", "multi_modal_input")
+
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        tokenizer: Any,
+        processor: Processor | None,
+        reply: Callable[[str], str],
+    ) -> None:
+        if processor is None:
+            raise ValueError(
+                "train_dataset.type: sft rows with images need the model's image processor, and "
+                "the model of this config reads text only; name a vision model in actor.path"
+            )
+        self._rows, self._tokenizer, self._processor = rows, tokenizer, processor
+        self._reply = reply
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        row = self._rows[index]
+        cuts = [self._processor.cut(image) for image in row["images"]]
+        grids = [grid for _, grid in cuts]
+        prompt = chat_prompt_ids(row["messages"], self._tokenizer)
+        prompt = self._processor.expand(prompt, grids)
+        (reply,) = replies_ids([self._reply(row["answer"])], self._tokenizer)
+        return {
+            "input_ids": prompt + reply,
+            "loss_mask": [0] * len(prompt) + [1] * len(reply),
+            "multi_modal_input": {
+                "pixel_values": torch.from_numpy(np.concatenate([pixels for pixels, _ in cuts])),
+                "image_grid_thw": torch.tensor(grids),
+            },
+        }

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.workflow_api import is_agent
 from areal.doctor.report import Chart
-from areal.models.hf_io import language_config, read_hf_config
 from areal.openai.parsing.formats import format_of_template
 from areal.openai.parsing.parser import parse_output
 from areal.utils.chat_template import TemplateError, render_chat
 from areal.utils.hub import model_folder
+from areal.utils.model_files import language_config, read_hf_config
 from areal.utils.tokenizer import load_hf_tokenizer
 from areal.workflow.resolve import find_workflow
 

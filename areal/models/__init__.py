@@ -18,10 +18,14 @@ from areal.models.family_args import (
     Gemma3ModelArgs,
     LlamaModelArgs,
     MistralModelArgs,
+    Qwen2_5VLModelArgs,
     Qwen2ModelArgs,
     Qwen3ModelArgs,
+    Qwen3VLModelArgs,
+    Qwen35ModelArgs,
 )
 from areal.models.spec import ModelSpec
+from areal.models.vision.args import VisionArgs
 from areal.utils.model_files import language_config
 
 # model_type -> (args, the module that has its SPEC)
@@ -31,8 +35,12 @@ _FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
     "llama": (LlamaModelArgs, "areal.models.llama"),
     "mistral": (MistralModelArgs, "areal.models.mistral"),
     "qwen2": (Qwen2ModelArgs, "areal.models.qwen2"),
+    "qwen2_5_vl": (Qwen2_5VLModelArgs, "areal.models.qwen2_5_vl"),
     "qwen3": (Qwen3ModelArgs, "areal.models.qwen3"),
+    "qwen3_5_moe_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
+    "qwen3_5_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
     "qwen3_moe": (Qwen3ModelArgs, "areal.models.qwen3"),
+    "qwen3_vl": (Qwen3VLModelArgs, "areal.models.qwen3_vl"),
 }
 _registered: dict[str, ModelSpec] = {}
 
@@ -54,15 +62,29 @@ def get_model_spec(model_type: str) -> ModelSpec:
     return importlib.import_module(_FAMILIES[model_type][1]).SPEC
 
 
+def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json that our model of a folder is built from and saved with: the whole one if
+    the family has its vision tower here, else that of the language model."""
+    model_type = hf_config["model_type"]
+    is_known = model_type in _registered or model_type in _FAMILIES
+    return hf_config if is_known else language_config(hf_config)
+
+
 def decoder_args(hf_config: Mapping[str, Any], *, is_critic: bool = False) -> DecoderArgs:
-    """Shape and options of the language model of a config.json; ValueError for what areal's own
-    models do not compute."""
-    config = language_config(hf_config)
+    """Shape and options of the model of a config.json; ValueError for what areal's own models do
+    not compute."""
+    config = own_config(hf_config)
     model_type = config["model_type"]
     _check_known(model_type)
     known = _registered.get(model_type)
     args_class = _FAMILIES[model_type][0] if known is None else known.model_args_class
     return replace(args_class.from_hf_config(config), is_critic=is_critic)
+
+
+def vision_args(hf_config: Mapping[str, Any]) -> VisionArgs | None:
+    """The tower of areal's own model of a config.json; None for one that reads text only."""
+    has_tower = "vision_config" in hf_config and hf_config["model_type"] in known_model_types()
+    return decoder_args(hf_config).vision if has_tower else None
 
 
 def _check_known(model_type: str) -> None:

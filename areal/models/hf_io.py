@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from areal.models import get_model_spec
+from areal.models import get_model_spec, own_config
 from areal.models.common.decoder import Decoder, build_share
 from areal.models.common.fp8 import FP8
 from areal.models.common.tensor_parallel import Ranks
@@ -26,7 +26,6 @@ from areal.utils.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
     WEIGHTS_FILE,
-    language_config,
     read_hf_config,
     weight_files,
 )
@@ -48,7 +47,7 @@ def build_model(
     dtype `FP8` the linear layers of its blocks are FP8 and the rest has `default_dtype`.
     """
     is_config = isinstance(path_or_config, Mapping)
-    config = language_config(path_or_config if is_config else read_hf_config(path_or_config))
+    config = own_config(path_or_config if is_config else read_hf_config(path_or_config))
     spec = get_model_spec(config["model_type"])
     args = spec.model_args_class.from_hf_config(config)
     args = dataclasses.replace(args, is_critic=is_critic)
@@ -94,6 +93,15 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if model.holds(name):
                     model.load_hf_tensor(name, tensors.get_tensor(name))
+
+
+def kept_tensors(path: str | Path, model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the folder has beside the model's weights and a saved model keeps, bit for bit."""
+    for file in weight_files(Path(path)):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if model.adapter.is_kept(name):
+                    yield name, tensors.get_tensor(name)
 
 
 def check_hf_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], *, source: str) -> None:

@@ -8,14 +8,15 @@ Weights are summed in float32 and have the base's dtype. One weight is in memory
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from areal.models.hf_io import critic_config, read_shapes, save_hf
-from areal.models.lora import FILE_PREFIX, read_peft
+from areal.models.lora_files import FILE_PREFIX, read_peft
 from areal.utils.model_files import read_hf_config, weight_files
 
 _COPIED = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation config
@@ -24,10 +25,10 @@ _COPIED = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, gen
 def merge_adapter(adapter: Path, base: Path, out: Path) -> None:
     """Fill the folder `out`. ValueError if the adapter has weights that the base lacks."""
     tensors, alpha = read_peft(adapter)
-    pending = {name.removeprefix(FILE_PREFIX): tensor for name, tensor in tensors.items()}
+    shapes = read_shapes(weight_files(base))
+    pending = {_file_name(name, shapes): tensor for name, tensor in tensors.items()}
     is_critic = "score.weight" in pending
     layers = {name.rpartition(".lora_")[0] for name in pending if ".lora_" in name}
-    shapes = read_shapes(weight_files(base))
     if missing := sorted(layer for layer in layers if f"{layer}.weight" not in shapes):
         raise ValueError(f"{adapter} was not trained for {base}, which has no {missing[0]}")
     config = read_hf_config(base)
@@ -37,6 +38,16 @@ def merge_adapter(adapter: Path, base: Path, out: Path) -> None:
     whole = {name: tensor for name, tensor in pending.items() if ".lora_" not in name}
     weights = _merged(base, layers, pending, alpha, whole)
     save_hf(weights, critic_config(config) if is_critic else config, out)
+
+
+def _file_name(name: str, shapes: Mapping[str, Any]) -> str:
+    """Name of an adapter's tensor after that of its layer in the files of `base`.
+
+    Adapters have the names of modules, where some vision models nest the decoder deeper."""
+    name = name.removeprefix(FILE_PREFIX)
+    if f"{name.rpartition('.lora_')[0]}.weight" in shapes:
+        return name
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def _merged(

@@ -28,6 +28,7 @@ Sharding (`parallelize`): tensor parallelism first, then FSDP2.
 - Tensor: heads, feed-forward columns and vocabulary rows are sharded over tp. Between blocks tokens
   are (sequence parallel): a rank holds T / tp rows of the residual stream, gathers them before a
   matrix and reduce-scatters after it. Experts get the local rows; FSDP shards them over tp too.
+- A vision tower is sharded by FSDP alone, block by block; every rank of cp runs all of it.
 - Expert: ranks of ep hold some experts each, and rows are exchanged (models/expert_parallel.py);
   they are sharded over efsdp. With etp = tp experts are sharded over tp and see all T rows.
 
@@ -87,12 +88,13 @@ _EXPENSIVE_OPS = {
 
 def checkpoint_blocks(model: Decoder, mode: str, *, selective_option: str, compiled: bool) -> None:
     """Set what the blocks of `model` recompute, in place. Parameters and their names stay."""
-    for number, block in enumerate(model.blocks):
+    for number, block in enumerate([*model.blocks, *model.tower_blocks]):
+        is_compiled = compiled and number < len(model.layers)
         if mode == "full" or (
             mode == "selective" and selective_option != "op" and number % int(selective_option) == 0
         ):
             block.forward = partial(_recomputed, block.forward)
-        elif mode == "selective" and selective_option == "op" and not compiled:
+        elif mode == "selective" and selective_option == "op" and not is_compiled:
             block.forward = partial(_recomputed, block.forward, context_fn=_keep_expensive)
 
 
@@ -251,6 +253,8 @@ def _shard(
     for block in model.blocks:
         if isinstance(block.feed_forward, MoE):
             _shard_moe(block.feed_forward, mesh, **options)
+        fully_shard(block, mesh=weights_mesh, **options)
+    for block in model.tower_blocks:
         fully_shard(block, mesh=weights_mesh, **options)
     # The head is read after the forward pass, so the root's weights stay unsharded.
     fully_shard(model, mesh=weights_mesh, mp_policy=policy, reshard_after_forward=False)

@@ -3,8 +3,8 @@
 System text may stand among the messages, tools may be of kinds that only Anthropic runs (left out)
 or deferred (shown where a tool result refers to them). Thinking of earlier turns becomes
 `reasoning_content`. Options without a counterpart (`cache_control`, `metadata`, `thinking`,
-`context_management` ...) have no effect. Blocks that are not text, thinking or tool use are
-rejected, as by a model without eyes. Replies are in anthropic_replies.py.
+`context_management` ...) have no effect. Blocks that are not text, images, thinking or tool use are
+rejected. Replies are in anthropic_replies.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from areal.api.json_text import dumps
+from areal.openai.content_parts import Content, ImageBlock, chat_content
 from areal.openai.errors import WireError, parse_body
 from areal.openai.requests import Count, Temperature, TopK, TopP, left_out
 from areal.utils.http_body import Body, Items, Name, Text
@@ -78,7 +79,7 @@ class ToolUse(Body):
 
 
 ResultBlock = Annotated[
-    TextBlock | ToolReference | SearchResult | Document, Field(discriminator="type")
+    TextBlock | ToolReference | SearchResult | Document | ImageBlock, Field(discriminator="type")
 ]
 
 
@@ -99,7 +100,14 @@ class RedactedThinking(Body):
 
 
 Block = Annotated[
-    TextBlock | ToolUse | ToolResult | Thinking | RedactedThinking | SearchResult | Document,
+    TextBlock
+    | ToolUse
+    | ToolResult
+    | Thinking
+    | RedactedThinking
+    | SearchResult
+    | Document
+    | ImageBlock,
     Field(discriminator="type"),
 ]
 
@@ -244,6 +252,8 @@ def _messages(message: Message, where: str, deferred: dict[str, Tool]) -> list[d
                 results.append(_result(block, deferred))
             case TextBlock() | SearchResult() | Document():
                 texts.append(block)
+            case ImageBlock() if role == "user":
+                texts.append(block)
             case _:
                 place = f"{where}.content[{i}].type"
                 reason = f"{block.type!r} is not understood in a message of role {role!r}"
@@ -258,7 +268,8 @@ def _messages(message: Message, where: str, deferred: dict[str, Tool]) -> list[d
                 **({"tool_calls": calls} if calls else {}),
             }
         ]
-    return [*results, *([{"role": role, "content": _text(texts)}] if texts else [])]
+    content = chat_content(texts, "\n")
+    return [*results, *([{"role": role, "content": content}] if texts else [])]
 
 
 def _call(block: ToolUse) -> dict[str, Any]:
@@ -267,12 +278,15 @@ def _call(block: ToolUse) -> dict[str, Any]:
 
 
 def _result(block: ToolResult, deferred: dict[str, Tool]) -> dict[str, Any]:
-    content = block.content or ""
+    content: Content | list[Any] = block.content or ""
     if not isinstance(content, str):
-        content = "\n".join(
-            _definition(one.tool_name, deferred) if isinstance(one, ToolReference) else one.text
+        shown = [
+            WithText(text=_definition(one.tool_name, deferred))
+            if isinstance(one, ToolReference)
+            else one
             for one in content
-        )
+        ]
+        content = chat_content(shown, "\n")
     if block.is_error and not content:
         content = "error"
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from areal.openai.content_parts import Content, joined_contents
 from areal.openai.errors import WireError
 from areal.openai.requests import ChatCall
 from areal.utils.chat_template import TemplateError, for_template, render_chat
@@ -113,15 +114,15 @@ def _folded(messages: list[Message], has_system_role: bool) -> list[Message]:
         if role == "user" and folded and folded[-1]["role"] == "user":
             folded[-1] = _joined(folded[-1], content)
         else:
-            folded.append({**message, "content": "\n\n".join([*waiting, content])})
+            folded.append({**message, "content": joined_contents([*waiting, content])})
             waiting = []
     if waiting:
         folded.append({"role": "user", "content": "\n\n".join(waiting)})
     return folded
 
 
-def _joined(message: Message, text: str) -> Message:
-    return {**message, "content": f"{message['content']}\n\n{text}"}
+def _joined(message: Message, content: Content) -> Message:
+    return {**message, "content": joined_contents([message["content"], content])}
 
 
 def _is_system(message: Message) -> bool:

@@ -11,7 +11,7 @@ interpreters, computers) are left out of the prompt, as by a provider that does 
 
 Messages and tools go to the chat template as the client wrote them: their unknown keys, and the
 order of keys, are part of the prompt. Only contents become plain text (text parts are joined, null
-is the empty text).
+is the empty text), or parts where they have images (content_parts.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.openai.content_parts import Content, ImagePart, Part, check_place, template_content
 from areal.openai.errors import WireError, parse_body
 from areal.utils import logging
 from areal.utils.http_body import (
@@ -137,32 +138,6 @@ class Completions(Sampling):
         return self
 
 
-class TextPart(Body):
-    type: Annotated[Literal["text"], Expect("'text': only text is understood here")]
-    text: Text
-
-
-class RefusalPart(Body):
-    """An assistant's, of an earlier turn."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-def _part_kind(part: Any) -> str:
-    return "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "words"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("words")] | Annotated[RefusalPart, Tag("refusal")],
-    Discriminator(_part_kind),
-]
-
-
 class CalledFunction(Body):
     name: Text
     arguments: Arguments
@@ -183,13 +158,25 @@ class ChatMessage(Body):
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
-            raise wrong("content", "a text or a list of text parts")
+            raise wrong("content", "a text or a list of parts")
+        if isinstance(self.content, list):
+            check_place(self.role, self.content)
         return self
 
     @property
-    def text(self) -> str:
+    def images(self) -> list[str]:
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.url for part in parts if isinstance(part, ImagePart)]
+
+    @property
+    def plain(self) -> Content:
+        """The text, or the parts of a template."""
         parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        if isinstance(parts, str):
+            return parts
+        if self.images:
+            return template_content(parts)
+        return "".join(part.text for part in parts if not isinstance(part, ImagePart))
 
 
 class Function(Body):
@@ -354,7 +341,8 @@ class GenerateBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """`messages` have text contents; `tools` holds those the model may use, possibly none."""
+    """`messages` have text contents, or parts where they have images; `tools` holds those the model
+    may use, possibly none."""
 
     model: str  # empty if absent
     messages: list[dict[str, Any]]
@@ -370,6 +358,7 @@ class ChatCall:
     continues_final: bool = False  # the reply goes on with the last message
     return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    images: list[str] = field(default_factory=list)  # URLs, in the order of the chat
     extra: dict[str, Any] = field(default_factory=dict)  # keys without effect
 
 
@@ -410,6 +399,7 @@ def parse_chat(content: Any) -> ChatCall:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         continues_final=body.continues_final,
         chat_template_kwargs=body.chat_template_kwargs or {},
+        images=[url for message in body.messages for url in message.images],
         **_shared(body, content),
     )
 
@@ -530,7 +520,7 @@ def _json_schema(wanted: PlainFormat | SchemaFormat | None) -> dict[str, Any] | 
 
 def _as_written(message: dict[str, Any], checked: ChatMessage) -> dict[str, Any]:
     written = {key: value for key, value in message.items() if value is not None}
-    return {**written, "content": checked.text}
+    return {**written, "content": checked.plain}
 
 
 def _gconfig(body: Completions, max_new_tokens: int) -> GenerationHyperparameters:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from areal.api.json_text import dumps
+from areal.openai.content_parts import InputImage, chat_content
 from areal.openai.errors import WireError, parse_body
 from areal.openai.requests import Arguments, Count, HostedTool, Sampling, left_out
 from areal.utils.http_body import Body, Integer, Items, Name, Text, refused
@@ -38,7 +39,7 @@ class RefusalPart(Body):
         return self.refusal
 
 
-Words = Text | Items[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
+Words = Text | Items[Annotated[TextPart | RefusalPart | InputImage, Field(discriminator="type")]]
 
 
 class Message(Body):
@@ -257,11 +258,12 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
             case Reasoning():
                 thoughts += [part.text for part in item.content or ()]
             case Message(role="assistant") if messages and messages[-1].get("tool_calls"):
-                messages[-1]["content"] += _joined(item.content)  # the turn has not ended
+                messages[-1]["content"] += _said(item.content)  # the turn has not ended
             case Message(role="assistant"):
-                messages.append(_assistant(thoughts) | {"content": _joined(item.content)})
+                messages.append(_assistant(thoughts) | {"content": _said(item.content)})
             case Message():
-                messages.append({"role": item.role, "content": _text(item.content)})
+                content = chat_content(_parts(item.content), "\n")
+                messages.append({"role": item.role, "content": content})
             case FunctionCall() | CustomCall() | ShellCall():
                 # One assistant message is several items: texts and tool calls.
                 if not messages or messages[-1]["role"] != "assistant":
@@ -271,7 +273,7 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
                 messages[-1].setdefault("tool_calls", []).append(call)
             case CallOutput():
                 result = {"role": "tool", "tool_call_id": item.call_id}
-                messages.append({**result, "content": _text(item.output)})
+                messages.append({**result, "content": chat_content(_parts(item.output), "\n")})
     return messages
 
 
@@ -288,9 +290,9 @@ def _parts(content: Words) -> list[Any]:
     return [TextPart(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _joined(content: Words) -> str:
-    return "".join(part.text for part in _parts(content))
-
-
-def _text(content: Words) -> str:
-    return "\n".join(part.text for part in _parts(content))
+def _said(content: Words) -> str:
+    """The text of an assistant's message."""
+    parts = _parts(content)
+    if any(isinstance(part, InputImage) for part in parts):
+        raise WireError(400, "input: a message of the assistant has no images", "input")
+    return "".join(part.text for part in parts)

@@ -27,6 +27,7 @@ from areal.utils.import_path import load_named
 from areal.workflow import resolve
 from areal.workflow.chat import has_images
 from areal.workflow.env import EnvWorkflow
+from areal.workflow.vision_rlvr import VisionRLVRWorkflow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +71,9 @@ def build_workflow(
         arguments = {"env": config.env, "env_kwargs": config.env_kwargs, **arguments}
     elif "reward_fn" not in arguments:
         arguments["reward_fn"] = get_reward_fn(config.reward_fn)
+    if isinstance(found, type) and issubclass(found, VisionRLVRWorkflow):
+        images = {"processor": config.actor.path, "image_folder": RunPaths.of(config).images}
+        arguments = {**images, **arguments}
     if is_eval and kwargs and "gconfig" in kwargs:
         # A script may pass one gconfig for both; evaluation keeps its own.
         arguments["gconfig"] = config.eval_gconfig

@@ -11,8 +11,9 @@ from typing import Any
 from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
 from areal.api.config.run import DatasetConfig
 from areal.dataset import get_custom_dataset
+from areal.models.vision.processor import find_processor
 from areal.run.fingerprint import trainer_name
-from areal.run.model_paths import pin_models
+from areal.run.model_paths import actor_section, pin_models
 from areal.run.paths import RunPaths
 from areal.run.run import StepObserver
 from areal.run.watchdog import watched
@@ -58,12 +59,13 @@ def load_datasets(config: BaseExperimentConfig) -> tuple[Rows, Rows | None]:
     """The training rows and, if configured, the validation rows."""
     with stage(f"tokenizer {config.tokenizer_path}"):
         tokenizer = load_hf_tokenizer(config.tokenizer_path)
-    train, valid = _load_dataset(config.train_dataset, tokenizer), None
+        processor = find_processor(actor_section(config).path, tokenizer)
+    train, valid = _load_dataset(config.train_dataset, tokenizer, processor), None
     if config.valid_dataset is not None:
-        valid = _load_dataset(config.valid_dataset, tokenizer)
+        valid = _load_dataset(config.valid_dataset, tokenizer, processor)
     return train, valid
 
 
-def _load_dataset(section: DatasetConfig, tokenizer: Any) -> Rows:
+def _load_dataset(section: DatasetConfig, tokenizer: Any, processor: Any) -> Rows:
     with stage(f"data set {section.path}, {section.split}"):
-        return get_custom_dataset(section.split, section, tokenizer)
+        return get_custom_dataset(section.split, section, tokenizer, processor)

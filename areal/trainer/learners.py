@@ -8,8 +8,8 @@ one prompt. `PAIR` makes the engine keep such rows together, so a micro-batch ho
 loss is the mean over pairs. Statistics per pair go to `stats_tracker`.
 
 Both means are independent of the micro-batches. `text_batch` and `pair_batch` collate rows: text
-rows have `input_ids` and `loss_mask`; preference rows have `chosen_ids` and `rejected_ids`, which
-start with the same `prompt_len` tokens.
+rows have `input_ids` and `loss_mask`, with images also `multi_modal_input`; preference rows have
+`chosen_ids` and `rejected_ids`, which start with the same `prompt_len` tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from areal.algorithm.preference import reward_model_loss
 from areal.api.config.offline import DPOActorConfig
 from areal.api.engine_api import TrainEngine
 from areal.utils import stats_tracker
+from areal.utils.data import MULTI_MODAL_KEY
 from areal.utils.import_path import load_named
 
 PAIR = 2  # rows_per_unit of a preference batch
@@ -39,7 +40,7 @@ class LMLearner:
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
 
-    def collate(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def collate(self, rows: Rows) -> dict[str, Any]:
         return text_batch(rows)
 
     def train(self, batch: dict[str, Any]) -> dict[str, float]:
@@ -163,8 +164,13 @@ def _record(metrics: dict[str, torch.Tensor]) -> None:
     stats_tracker.stat("n_pairs", stats_tracker.ReduceType.AVG, **means)
 
 
-def text_batch(rows: Rows) -> dict[str, torch.Tensor]:
-    return _padded([row["input_ids"] for row in rows], [row["loss_mask"] for row in rows])
+def text_batch(rows: Rows) -> dict[str, Any]:
+    batch: dict[str, Any] = _padded(
+        [row["input_ids"] for row in rows], [row["loss_mask"] for row in rows]
+    )
+    if any(row.get(MULTI_MODAL_KEY) for row in rows):
+        batch[MULTI_MODAL_KEY] = [row.get(MULTI_MODAL_KEY) or {} for row in rows]
+    return batch
 
 
 def pair_batch(rows: Rows) -> dict[str, torch.Tensor]:

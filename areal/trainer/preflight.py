@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 from areal.api.config.experiment import PPOConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.models.hf_io import language_config, read_hf_config
+from areal.api.scratch import ScratchFolder
+from areal.engine.train.fit import VISION_WORKFLOWS
 from areal.rollout.failures import FailureLimits, describe
 from areal.rollout.group import GroupRunner
 from areal.run.fingerprint import trainer_name
 from areal.trainer.episodes import build_filter, build_workflow
 from areal.utils import logging
 from areal.utils.hub import model_folder
+from areal.utils.model_files import language_config, read_hf_config
 from areal.utils.tokenizer import chat_prompts_ids
 from areal.workflow import WORKFLOWS
 
@@ -119,7 +121,10 @@ def run_trial(
         return
     engine = StubEngine(tokenizer, seed=config.seed)
     began = time.perf_counter()
-    workflow = build_workflow(config, tokenizer, None, None, is_eval=False)
+    scratch = ScratchFolder("trial")
+    # A trial leaves nothing in the run's folder, where a workflow for images keeps them.
+    kwargs = {"image_folder": scratch.path} if config.workflow in VISION_WORKFLOWS else None
+    workflow = build_workflow(config, tokenizer, None, kwargs, is_eval=False)
     try:
         group = asyncio.run(_run_group(config, workflow, engine, rows[0]))
         name = type(workflow).__name__
@@ -130,6 +135,7 @@ def run_trial(
             say(line)
     finally:
         workflow.close()
+        scratch.close()
 
 
 async def _run_group(config: PPOConfig, workflow: Any, engine: StubEngine, row: Any) -> Any:

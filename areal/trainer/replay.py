@@ -38,6 +38,7 @@ from areal.trainer.base import Trainer
 from areal.trainer.episodes import describe_batch
 from areal.trainer.ppo.actor import PPOLearner
 from areal.trainer.recording import Recording
+from areal.trainer.shown_images import ShownImages
 from areal.utils import stats_tracker
 
 _LEARNED = ("actor/", "critic/")  # statistics that depend on training only
@@ -105,7 +106,8 @@ class Rehearsal(Trainer):
         self.run.load(recording.point_before)
         self.learner.engine.set_version(recording.step)
         stats_tracker.export_all()  # drop statistics recorded before the step
-        data = self.learner.train([decode(blob) for blob in recording.trajectories])
+        images = ShownImages(recording.config)
+        data = self.learner.train(images.fill_in([decode(blob) for blob in recording.trajectories]))
         self.learner.engine.set_version(recording.step + 1)
         return {**stats_tracker.export_all(), **describe_batch(data, version=recording.step)}
 

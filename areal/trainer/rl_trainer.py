@@ -44,10 +44,12 @@ from areal.trainer.episodes import (
     mean_reward,
     refuse_images,
 )
+from areal.trainer.fleet import listen_for_servers
 from areal.trainer.ppo.actor import PPOLearner
 from areal.trainer.probe import UpdateProbe
 from areal.trainer.samples import SampleRecorder
 from areal.trainer.servers import ServerTrace, open_inference
+from areal.trainer.shown_images import ShownImages
 from areal.utils.device import num_cores
 from areal.utils.perf_tracer import phase
 from areal.utils.startup import stage
@@ -71,6 +73,7 @@ class PPOTrainer(Trainer):
         self._share_cores()
         self.learner = PPOLearner(self.config, partial(self._open_engine, stack=stack))
         self.engine = self.learner.engine
+        self.images = ShownImages(self.config)
         self.run.remember(**self.learner.states())
         self.device = TimeSharedDevice(
             [self.models[role] for role in self.config.time_shared_models()]
@@ -128,7 +131,7 @@ class PPOTrainer(Trainer):
 
         for step in self.run.steps(first):
             batch = self._next_batch()
-            data = self.learner.train(batch.trajectories)
+            data = self.learner.train(self.images.fill_in(batch.trajectories))
             with phase("update_weights", "comm"):
                 self.publish_weights(step.global_step + 1)
             stats = self._close_batch(batch, data, step)
@@ -279,13 +282,15 @@ class PPOTrainer(Trainer):
             dynamic_bs=self.config.dynamic_bs,
             resume=resume,
         )
+        listen_for_servers(self.config, self.run, self.inference, self._closing)
         return first
 
     def publish_weights(self, version: int) -> None:
         """Send the weights of `version` to the servers, which generate with them from then on."""
+        # First: a server that joins from here on is brought to `version` by `note_weights`.
+        self.inference.expect_weights(version)
         if self.inference.servers != self._receivers:
             self._connect()
-        self.inference.expect_weights(version)
         self.engine.update_weights(version)
         self.engine.set_version(version)
         self.inference.note_weights(self.weights.with_version(version))

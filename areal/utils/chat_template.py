@@ -17,41 +17,29 @@ reusable children (chat_template_worker.py), started on demand. Measured on a sh
 | 1 Mi characters                        | process                                          |
 | chats of 32 MiB                        | this process                                     |
 
-The child's environment holds only paths; it can write no file and ends with this process. A sandbox
-worker (areal/sandbox) renders in place, because it may be forbidden to start a process: of the
-limits above those on CPU time, text and chats hold there, the others are the worker's own.
+A sandbox worker (areal/sandbox) renders in place, because it may be forbidden to start a process:
+of the limits above those on CPU time, text and chats hold there, the others are the worker's own.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
-import signal
-import socket
-import subprocess
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from areal.api.json_text import loads_written
-from areal.utils.channel import Channel
 from areal.utils.chat_template_worker import CPU_S
 from areal.utils.chat_template_worker import answer as answer_here
-from areal.utils.child_process import describe_exit, module_argv, spawn
-from areal.utils.waits import waiting
+from areal.utils.limited_process import LimitedProcesses, LimitExceededError
 
 MAX_INPUT = 32 << 20  # bytes; far beyond any model's context
-CALL_S = 120.0  # a child takes seconds to start on a busy machine
-_MAX_REPLY = 1 << 30  # bytes: the longest text, with every character escaped
-_ENDING_S = 1.0  # for a child to exit after it closed its channel
-_MAX_CHILDREN = 4
 _CHATS_OF_CALL = 32
 _SANDBOXED = "AREAL_REWARD_WORKER"  # set by sandbox/worker.py to its own pid
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "HOME", "VIRTUAL_ENV")
+_children = LimitedProcesses(
+    "areal.utils.chat_template_worker", "the renderer of chat templates", cpu_s=CPU_S
+)
 
 Chat = Sequence[dict[str, Any]]
 
@@ -126,8 +114,7 @@ def warm_up() -> None:
 
 def wait_until_warm() -> None:
     """Block until a child is ready."""
-    with _children.one() as child:
-        child.wait_until_ready(time.monotonic() + CALL_S)
+    _children.wait_until_warm()
 
 
 def _encoded(order: dict[str, Any]) -> bytes:
@@ -142,11 +129,7 @@ def _encoded(order: dict[str, Any]) -> bytes:
 
 
 def _render(template: str, order: bytes, *, folder: str) -> list[str]:
-    if _is_sandboxed():
-        answer = answer_here(template, order)
-    else:
-        with _children.one() as child:
-            answer = child.ask(template, order)
+    answer = answer_here(template, order) if _is_sandboxed() else _ask_child(template, order)
     match answer:
         case {"texts": list(texts)}:
             return texts
@@ -161,120 +144,18 @@ def _render(template: str, order: bytes, *, folder: str) -> list[str]:
     raise AssertionError(answer)
 
 
+def _ask_child(template: str, order: bytes) -> dict[str, Any]:
+    try:
+        with _children.one() as child:
+            head: dict[str, Any] = {"template": child.known.get(template)}
+            if head["template"] is None:
+                number = child.known[template] = len(child.known)
+                head = {"template": number, "text": template}
+            (answer,) = child.ask(to_json(head), order)
+            return from_json(answer)
+    except LimitExceededError as error:
+        return {"limit": str(error)}
+
+
 def _is_sandboxed() -> bool:
     return os.environ.get(_SANDBOXED) == str(os.getpid())
-
-
-class _Child:
-    """Used by one thread at a time."""
-
-    def __init__(self) -> None:
-        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        env |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        ours, theirs = socket.socketpair()
-        argv = module_argv("areal.utils.chat_template_worker", str(theirs.fileno()))
-        with theirs:
-            self._process = spawn(argv, env, cwd="/", pass_fds=[theirs.fileno()])
-        self._channel = Channel(ours, max_bytes=_MAX_REPLY)
-        self._is_ready = False
-        self._known: dict[str, int] = {}  # template -> its number in the child
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, template: str, order: bytes) -> dict[str, Any]:
-        head: dict[str, Any] = {"template": self._known.get(template)}
-        if head["template"] is None:
-            number = self._known[template] = len(self._known)
-            head = {"template": number, "text": template}
-        deadline = time.monotonic() + CALL_S
-        try:
-            with waiting("the rendering of a chat template"):
-                self.wait_until_ready(deadline)
-                self._channel.send(to_json(head), order, timeout_s=deadline - time.monotonic())
-                (answer,) = self._channel.receive(deadline - time.monotonic())
-                return from_json(answer)
-        except TimeoutError:
-            self.close()
-            return {"limit": f"{CALL_S:g} s"}
-        except (EOFError, OSError):
-            code = self.close(_ENDING_S)
-            is_late = code == -signal.SIGPROF
-            what = f"{CPU_S:g} s of CPU time" if is_late else f"it may (it {describe_exit(code)})"
-            return {"limit": what}
-        except BaseException:  # also Ctrl-C: the pending reply would be read by the next call
-            self.close()
-            raise
-
-    def wait_until_ready(self, deadline: float) -> None:
-        if not self._is_ready:
-            try:
-                self._channel.receive(deadline - time.monotonic())
-            except EOFError:
-                raise RuntimeError(
-                    f"the renderer of chat templates {describe_exit(self.close(_ENDING_S))} before "
-                    "it was ready; its last words are on the standard error of this process"
-                ) from None
-            self._is_ready = True
-
-    def close(self, ending_s: float = 0.0) -> int:
-        """The exit code of a child that gets `ending_s` to exit by itself."""
-        self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ending_s)
-        self._process.kill()
-        return self._process.wait()
-
-
-class _Children:
-    """At most `_MAX_CHILDREN`, each with one call at a time; the most recently used goes first."""
-
-    def __init__(self) -> None:
-        self._free: list[_Child] = []
-        self._room = threading.Semaphore(_MAX_CHILDREN)
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[_Child]:
-        if not self._room.acquire(timeout=CALL_S):
-            raise TemplateLimitError(f"no renderer of chat templates was free for {CALL_S:g} s")
-        try:
-            child = self._take()
-            try:
-                yield child
-            finally:
-                if child.is_alive:
-                    self._free.append(child)
-        finally:
-            self._room.release()
-
-    def warm_up(self) -> None:
-        if not self._free:
-            self._free.append(_Child())
-
-    def close(self) -> None:
-        while self._free:
-            self._free.pop().close()
-
-    def _take(self) -> _Child:
-        while True:
-            try:
-                child = self._free.pop()
-            except IndexError:
-                return _Child()
-            if child.is_alive:
-                return child
-            child.close()
-
-
-_children = _Children()
-
-
-def _forget_children() -> None:
-    """A forked process must not write to the pipes of its parent's children."""
-    global _children
-    _children = _Children()
-
-
-atexit.register(lambda: _children.close())
-os.register_at_fork(after_in_child=_forget_children)

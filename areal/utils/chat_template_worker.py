@@ -14,10 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
-import signal
 import socket
-import sys
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -30,6 +27,7 @@ from pydantic_core import from_json, to_json
 
 from areal.api.json_text import well_formed
 from areal.utils.channel import Channel
+from areal.utils.limited_process import cpu_time, limit_resources
 
 CPU_S = 5.0
 MEMORY_BYTES = 1 << 30
@@ -39,7 +37,7 @@ OUTPUT_FACTOR, OUTPUT_CHARS = 4, 1 << 20  # output characters: chat bytes * fact
 def main(fd: str) -> None:
     channel = Channel(socket.socket(fileno=int(fd)))
     os.dup2(2, 1)  # printed text is for the log
-    _limit_resources()
+    limit_resources(MEMORY_BYTES)
     templates: dict[int, str] = {}
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         channel.send()
@@ -52,8 +50,12 @@ def main(fd: str) -> None:
 
 def answer(template: str, order: bytes | bytearray) -> dict[str, Any]:
     """The rendered chats, or why there are none."""
+    with cpu_time(CPU_S):
+        return _rendered(template, order)
+
+
+def _rendered(template: str, order: bytes | bytearray) -> dict[str, Any]:
     call, max_chars = from_json(order), OUTPUT_FACTOR * len(order) + OUTPUT_CHARS
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
         compiled = _compiled(template)
         variables = {"documents": None, **call["variables"]}
@@ -72,8 +74,6 @@ def answer(template: str, order: bytes | bytearray) -> dict[str, Any]:
         return {"limit": "the deepest recursion Python allows"}
     except Exception as error:  # a template is a program: it can raise anything
         return {"error": well_formed(f"{type(error).__name__}: {error}"[:300])}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class _Generation(Extension):
@@ -117,27 +117,3 @@ def _to_json(
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _limit_resources() -> None:
-    """Limits on what is allocated from here on; the modules are already loaded."""
-    _lower(resource.RLIMIT_DATA, _private_bytes() + MEMORY_BYTES)
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_FSIZE, 0)
-    if sys.platform == "linux":
-        _lower(resource.RLIMIT_NPROC, 0)
-
-
-def _lower(kind: int, wanted: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    resource.setrlimit(kind, (wanted, wanted))
-
-
-def _private_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[5]) * resource.getpagesize()
-    except OSError:  # not Linux
-        return 0

@@ -41,10 +41,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a multi-modal config; otherwise `config` itself.
-
-    Our models are text-only: they are built from this and saved with it.
-    """
+    """The language model's part of a multi-modal config; otherwise `config` itself."""
     if "text_config" not in config:
         return config
     architectures = [

@@ -15,18 +15,12 @@ WORKFLOWS = {
     "multi_turn": "areal.workflow.multi_turn.MultiTurnWorkflow",
     "rlvr": "areal.workflow.rlvr.RLVRWorkflow",
     "tir": "areal.workflow.tir.TIRWorkflow",
+    "vision_rlvr": "areal.workflow.vision_rlvr.VisionRLVRWorkflow",
 }
 _HOMES = {path.rpartition(".")[2]: path.rpartition(".")[0] for path in WORKFLOWS.values()}
-_NOT_HERE = {
-    "VisionRLVRWorkflow": "areal ships no workflow for images: write a class with "
-    "`async def arun_episode(self, engine, data)` that reads data['images'] (areal.api."
-    "RolloutWorkflow), and an engine that takes ModelRequest.image_data",
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NOT_HERE:
-        raise ImportError(_NOT_HERE[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'areal.workflow' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -56,5 +56,5 @@ def image_refusal(section: str, dataset: DatasetConfig | None, workflow: Any) ->
     name = workflow if isinstance(workflow, str) else getattr(workflow, "__name__", workflow)
     return (
         f"{section}.path: the rows of{path} have images, and workflow {str(name)!r:.99} reads text "
-        "only: use a data set of text, or a workflow class of your own that reads images"
+        "only: set workflow: vision_rlvr, or use a data set of text"
     )

@@ -27,14 +27,20 @@ class Sampler:
         self.stop_ids = frozenset(self.gconfig.stop_token_ids)
 
     async def generate(
-        self, engine: InferenceEngine, input_ids: list[int], *, stop: Sequence[str] = ()
+        self,
+        engine: InferenceEngine,
+        input_ids: list[int],
+        *,
+        stop: Sequence[str] = (),
+        image_data: Sequence[str] = (),
     ) -> ModelResponse:
-        """`stop`: texts that end the reply, besides those of the config."""
+        """`stop`: texts that end the reply, besides those of the config; `image_data`: base64."""
         seed = self.gconfig.seed if self.gconfig.seed is not None else workflow_context.next_seed()
         request = ModelRequest(
             input_ids=list(input_ids),
             gconfig=self.gconfig.new(seed=seed, stop=[*(self.gconfig.stop or ()), *stop] or None),
             tokenizer=self.tokenizer,
+            image_data=list(image_data),
         )
         response = await engine.agenerate(request)
         if response.stop_reason == "abort":
@@ -42,13 +48,21 @@ class Sampler:
         return response
 
     async def generate_group(
-        self, engine: InferenceEngine, input_ids: list[int], num_samples: int
+        self,
+        engine: InferenceEngine,
+        input_ids: list[int],
+        num_samples: int,
+        *,
+        image_data: Sequence[str] = (),
     ) -> list[Sample | Exception]:
         seeds: Sequence[int | None] = [self.gconfig.seed] * num_samples
         if self.gconfig.seed is None:
             seeds = workflow_context.next_seeds(num_samples)
         request = ModelRequest(
-            input_ids=list(input_ids), gconfig=self.gconfig, tokenizer=self.tokenizer
+            input_ids=list(input_ids),
+            gconfig=self.gconfig,
+            tokenizer=self.tokenizer,
+            image_data=list(image_data),
         )
         samples = await engine.agenerate_group(request, seeds)
         return [_unless_aborted(sample) for sample in samples]

@@ -27,7 +27,8 @@ tokenizer_path cluster.* scheduler.type train_dataset.* saver.freq_* recover.mod
 stats_logger.tensorboard.path perf_tracer.enabled perf_tracer.profile_steps
 rollout.api_url {trained}.path {trained}.backend {trained}.init_from_scratch {trained}.is_critic
 {trained}.batch_invariant {trained}.enable_tree_training {trained}.mb_spec.* {trained}.dtype
-{trained}.gradient_checkpointing {trained}.use_lora {trained}.target_modules {trained}.fsdp.*
+{trained}.gradient_checkpointing {trained}.freeze_vision_tower {trained}.use_lora
+{trained}.target_modules {trained}.fsdp.*
 {trained}.megatron.* {trained}.archon.enable_compile {trained}.archon.num_replicas
 {trained}.archon.fp8_forward
 {trained}.scheduling_strategy.* {trained}.setup_timeout {trained}.ppo_n_minibatches

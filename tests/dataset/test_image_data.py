@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from areal.api.config.run import DatasetConfig
@@ -131,3 +132,94 @@ def write_jsonl(folder):
     file = folder / "rows.jsonl"
     file.write_text('{"images": [], "problem": "p", "answer": "1"}\n')
     return file
+
+
+class OneTokenPerByte:
+    """The interface of a processor: an image has as many tokens as bytes, in place of `@`."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def cut(self, data):
+        return np.full((len(data), 6), float(len(data)), np.float32), (1, 1, len(data))
+
+    def expand(self, ids, grids):
+        return [7] * sum(width for _, _, width in grids) + list(ids)
+
+
+@pytest.mark.parametrize("loader", ["geometry3k", "clevr_count_70k"])
+def test_supervised_rows_carry_pixels_and_learn_the_answer(loader, tokenizer):
+    config = DatasetConfig(path=str(SAMPLES[loader]), type="sft", dataset_kwargs={"loader": loader})
+    processor = OneTokenPerByte(tokenizer)
+    rows = get_custom_dataset("train", config, tokenizer, processor)
+    asked = load(SAMPLES[loader], loader, tokenizer)
+    assert len(rows) == len(asked)
+    row, question = rows[1], asked[1]
+    (image,) = question["images"]
+    assert row["multi_modal_input"]["pixel_values"].shape == (len(image), 6)
+    assert row["multi_modal_input"]["image_grid_thw"].tolist() == [[1, 1, len(image)]]
+    assert row["input_ids"][: len(image)] == [7] * len(image)
+    learned = [t for t, kept in zip(row["input_ids"], row["loss_mask"], strict=True) if kept]
+    assert learned[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(learned[:-1]) == f"[{question['answer']}]"
+    with pytest.raises(ValueError, match="the model of this config reads text only"):
+        get_custom_dataset("train", config, tokenizer)
+
+
+@pytest.fixture
+def virl39k(tmp_path):
+    """The layout of the hub: a table whose rows name files, beside the unpacked archive."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "virl39k"
+    (folder / "images").mkdir(parents=True)
+    for number in range(2):
+        (folder / "images" / f"{number}.png").write_bytes(bytes([number]))
+    (tmp_path / "secret").write_bytes(b"not ours")
+    images = [["images/0.png", "images/1.png"], ["images/1.png"], ["images/none.png"]]
+    images += [["../secret"], [str(tmp_path / "secret")], ["images/\0.png"]]
+    rows = [
+        {"image": names, "question": f"Question {i}?", "answer": rf"\boxed{{{i}}}", "qid": i}
+        for i, names in enumerate(images)
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(str(folder / "39Krelease.parquet"))
+    return folder
+
+
+def virl39k_rows(folder, tokenizer):
+    """By question: which of them are held out is up to a hash."""
+    rows = [*range(6)]
+    for split in ("train", "test"):
+        config = DatasetConfig(path=str(folder), type="rl", split=split)
+        try:
+            found = get_custom_dataset(split, config, tokenizer)
+        except ValueError as error:
+            assert "no row in split" in str(error)
+            continue
+        for place in range(len(found)):
+            number = found._numbers[place]
+            rows[number] = (found, place)
+    return rows
+
+
+def test_virl39k_reads_the_files_that_its_rows_name(virl39k, tokenizer):
+    rows, place = virl39k_rows(virl39k, tokenizer)[0]
+    row = rows[place]
+    assert row["images"] == [b"\x00", b"\x01"] and row["answer"] == r"\boxed{0}"
+    kinds = [part["type"] for part in row["messages"][0]["content"]]
+    assert kinds == ["image", "image", "text"]
+
+
+@pytest.mark.parametrize(
+    "number, found",
+    [(2, "No such file.*unpack"), (3, "outside of it"), (4, "outside of it"), (5, "null")],
+)
+def test_virl39k_refuses_other_files(virl39k, tokenizer, number, found):
+    rows, place = virl39k_rows(virl39k, tokenizer)[number]
+    with pytest.raises(ValueError, match=found):
+        rows[place]
+
+
+def test_virl39k_without_its_table_is_explained(tokenizer, tmp_path):
+    config = DatasetConfig(path=str(tmp_path), type="rl", dataset_kwargs={"loader": "virl39k"})
+    with pytest.raises(FileNotFoundError, match=r"39Krelease.parquet does not exist; expected a f"):
+        get_custom_dataset("train", config, tokenizer)

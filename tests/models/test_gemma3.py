@@ -16,11 +16,11 @@ from areal.models import get_model_spec
 from areal.models.hf_io import (
     build_model,
     check_hf_shapes,
-    language_config,
     load_hf,
     read_hf_config,
     save_hf,
 )
+from areal.utils.model_files import language_config
 
 
 def args_of(config: dict):

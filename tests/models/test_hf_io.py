@@ -16,7 +16,7 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 from areal.models import _FAMILIES, get_model_spec, known_model_types
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config, save_hf
 
-FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "qwen3_5_text"]
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -187,7 +187,9 @@ def test_saving_nothing_is_refused(tmp_path):
 
 
 def test_unknown_model_type_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'gpt2' is not supported.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        ValueError, match="'gpt2' is not supported.*llama, mistral, qwen2, qwen2_5_vl, qwen3"
+    ):
         build_model({"model_type": "gpt2"}, device="cpu", dtype=torch.float32)
 
 

@@ -54,7 +54,7 @@ _ABSENT = {
     "*.fsdp.memory_efficient_load": "every rank reads only its own shard",
     "*.fsdp.per_layer_optim_step": "use fsdp.offload_params to keep the optimizer off the GPU",
     "*.fsdp.optim_step_prefetch_layers": "it belongs to per_layer_optim_step",
-    "*.fsdp.shard_vision_across_sp": "vision towers are not trained",
+    "*.fsdp.shard_vision_across_sp": "every context parallel rank computes the whole tower",
     "*.archon.attn_type": "the engine chooses its attention kernel (enable_tree_training: trees)",
     "*.archon.offload_params": "use backend fsdp with fsdp.offload_params",
     "*.archon.ac_preserve_rng_state": "blocks draw no random numbers, as dropout is always off",

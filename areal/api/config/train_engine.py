@@ -249,6 +249,9 @@ class TrainEngineConfig:
     gradient_checkpointing: bool = False
     """Keep only a part of each block's results and recompute the rest in the backward pass: less
     memory, more work. `archon.ac_mode` says which; fsdp and megatron keep the inputs of blocks."""
+    freeze_vision_tower: bool = False
+    """Train the language model of a vision model and leave its tower, patch merger included, as it
+    is."""
     use_lora: bool = False
     """Train LoRA adapters beside the frozen weights. Only these are saved, in peft's format, and
     sent to servers that take them (rollout.use_lora). Backend fsdp needs the extra `lora`."""
@@ -361,6 +364,11 @@ class TrainEngineConfig:
             engine != "megatron" or not self.use_lora,
             "use_lora needs backend archon or fsdp (backend is megatron)",
             self.use_lora,
+        )
+        require(
+            engine != "megatron" or not self.freeze_vision_tower,
+            "freeze_vision_tower needs backend archon or fsdp (megatron trains text models)",
+            self.freeze_vision_tower,
         )
         if engine != "fsdp":
             for name, value in {

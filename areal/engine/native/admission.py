@@ -43,6 +43,7 @@ class Limits:
                 )
         if request.return_routed_experts and self.args.moe is None:
             raise ValueError("return_routed_experts: this model has no experts; leave it out")
+        self._check_images(request)
         check_bias(request.gconfig.logit_bias, vocab_size)
         if request.gconfig.min_new_tokens and len(stop_ids) + len(self.eos_ids) > MAX_STOP_IDS:
             raise ValueError(
@@ -50,6 +51,19 @@ class Limits:
                 f"got {len(stop_ids)} stop_token_ids"
             )
         self._check_room(request, len(drawn))
+
+    def _check_images(self, request: GenRequest) -> None:
+        if request.image_data and request.images is None:
+            raise ValueError("image_data: the request needs its images made ready")
+        vision = self.args.vision
+        if vision is None:
+            if request.images is not None:
+                raise ValueError("image_data: this model has no vision tower; remove the images")
+        elif request.images is None and vision.image_token_id in request.input_ids:
+            raise ValueError(
+                f"input_ids has image tokens ({vision.image_token_id}), and image_data is empty: "
+                "send an image for each, or leave the tokens out"
+            )
 
     def _check_room(self, request: GenRequest, num_drawn: int) -> None:
         if len(request.input_ids) >= self._max_tokens(request):

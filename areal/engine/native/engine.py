@@ -45,16 +45,17 @@ from areal.engine.native.adapters import Adapter, AdapterBank, merged, read_adap
 from areal.engine.native.admission import Limits
 from areal.engine.native.drafts import Drafts
 from areal.engine.native.kv_cache import PagePool, Prefix
-from areal.engine.native.make_runner import default_num_pages, make_runner
-from areal.engine.native.runner import Chunk, Drawn, Runner
+from areal.engine.native.make_runner import checked_num_states, default_num_pages, make_runner
+from areal.engine.native.runner import Drawn, Runner
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.scoring import ScoredTokens, check_tokens, score
 from areal.engine.native.sequence import Finished, GenRequest, Progress, Sequence
+from areal.engine.native.sights import SightCache
 from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, default_dtype, load_hf
-from areal.models.lora import read_peft
+from areal.models.lora_files import read_peft
 from areal.utils.hub import model_folder
 
 DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # can be offloaded
@@ -79,6 +80,7 @@ class NativeEngine:
         eos_ids: Iterable[int] = (),
         page_size: int = 16,
         num_pages: int | None = None,
+        num_states: int | None = None,
         max_running: int = 512,
         max_prefill_tokens: int | None = None,
         batch_invariant: bool = False,
@@ -86,7 +88,8 @@ class NativeEngine:
         seed: int = 0,
         folder: Path | None = None,
     ) -> None:
-        """`num_pages=None`: enough for `max_running` full contexts, bounded by memory.
+        """`num_pages=None`: enough for `max_running` full contexts, bounded by memory; likewise
+        `num_states`, of a model with recurrent layers.
 
         `seed` draws the seeds of requests without one. `batch_invariant`: tokens and
         log-probabilities of a request do not depend, bit for bit, on the requests beside it.
@@ -96,6 +99,7 @@ class NativeEngine:
         args, weight = model.args, model.embedding_weight
         if num_pages is None:
             num_pages = default_num_pages(model, page_size=page_size, max_running=max_running)
+        num_states = checked_num_states(model, num_states, max_running=max_running)
         self.model = model.eval()
         self.version = 0
         self._pool = PagePool(num_pages, page_size)
@@ -104,6 +108,7 @@ class NativeEngine:
             self._pool,
             max_running=max_running,
             max_pages=self._pool.pages_for(self._limits.max_context),
+            states=None if num_states is None else PagePool(num_states, 1),
         )
         self.adapters = AdapterBank(model)
         self._folder, self._is_merged = folder, False
@@ -113,12 +118,14 @@ class NativeEngine:
             self._scheduler.slots,
             self.adapters,
             num_pages=num_pages,
+            num_states=num_states,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
             batch_invariant=batch_invariant,
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
         self.device = weight.device
+        self._sights = SightCache(lambda images: self._present_runner.look(images), weight.device)
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
         self._under_way: deque[_Launch] = deque()
@@ -194,6 +201,7 @@ class NativeEngine:
             seed=seed % 2**64,
             stop_ids=eos_ids | frozenset(options.stop_token_ids),
             max_output=self._limits.max_output(request),
+            images=request.images,
             adapter=adapter,
             pinned_version=self.adapters.version_of(adapter),
             progress_tokens=request.progress_tokens,
@@ -255,6 +263,7 @@ class NativeEngine:
         check_hf_shapes(self.model, shapes, source=f"version {version}")
         self._drain()
         self.adapters.clear_live()
+        self._sights.clear()
         self._write(tensors)
         self._go_on_with(version, recompute_kv)
 
@@ -328,7 +337,7 @@ class NativeEngine:
         """ValueError if `score` cannot run."""
         if "weights" in self._offloaded:
             raise ValueError("the weights are offloaded: call onload first")
-        check_tokens(sequences, self.model.args.vocab_size)
+        check_tokens(sequences, self.model.args.vocab_size, self.model.args.vision)
 
     def offload(self, tags: Iterable[str] | None = None) -> None:
         """Free the device memory of these parts; running requests recompute their cache later."""
@@ -336,6 +345,7 @@ class NativeEngine:
         self._drain()
         self._scheduler.send_all_back()
         self._scheduler.forget_prefixes()
+        self._sights.clear()
         self._runner = None
         if "weights" in leaving:
             self.model.to("cpu")
@@ -364,6 +374,8 @@ class NativeEngine:
             "pages_shared": scheduler.prefixes.num_pages,
             "pages_in_use": self._pool.num_usable - self._pool.num_free,
             "pages_total": self._pool.num_usable,
+            "states_in_use": scheduler.num_states_in_use,
+            "images_seen": self._sights.num_looks,
         }
 
     @property
@@ -460,12 +472,14 @@ class NativeEngine:
 
     def _launch_prefill(self) -> bool:
         """Prefill prompts and preempted outputs within the budget; draw for complete prompts."""
-        items, chunks = self._chunks()
+        spans = self._scheduler.next_to_prefill(self._present_runner.max_prefill_tokens)
+        self._counts["tokens_prefilled"] += sum(span.end - span.start for span in spans)
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
-        if chunks:
+        if spans:
+            chunks = [self._sights.chunk(span) for span in spans]
             hidden_CD = self._present_runner.prefill(chunks)
-            for item, hidden_D in zip(items, hidden_CD, strict=True):
+            for (item, *_), hidden_D in zip(spans, hidden_CD, strict=True):
                 if item.num_cached < item.num_tokens:
                     continue
                 if isinstance(item, Prefix):
@@ -486,7 +500,7 @@ class NativeEngine:
             for sequence in drawing:
                 self._scheduler.promote(sequence)
             self._under_way.append(_Launch(drawing, drawn, self.version))
-        return bool(chunks or drawing)
+        return bool(spans or drawing)
 
     def _constrain(self, sequences: Iterable[Sequence]) -> bool:
         """Before they draw: masks of those with a grammar. False if some have ended instead, for
@@ -504,22 +518,6 @@ class NativeEngine:
                 table.allowed[sequence.slot] = mask
         return all_can
 
-    def _chunks(self) -> tuple[list[Prefix | Sequence], list[Chunk]]:
-        scheduler, budget = self._scheduler, self._present_runner.max_prefill_tokens
-        refilling = (s for s in scheduler.filling if s.prefix is None)
-        items, chunks = [], []
-        for item in (*scheduler.prefixes.pending, *refilling):
-            start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
-            if start == end:
-                break
-            items.append(item)
-            tokens = item.token_slice(start, end)
-            chunks.append(Chunk(tokens, start, item.pages, item.adapter))
-            item.num_cached = end
-            budget -= end - start
-        self._counts["tokens_prefilled"] += self._present_runner.max_prefill_tokens - budget
-        return items, chunks
-
     def _attach(self) -> list[tuple[Sequence, torch.Tensor]]:
         """Attach waiting sequences to their computed prefixes.
 
@@ -527,7 +525,7 @@ class NativeEngine:
         others (preempted before) still have to recompute their output.
         """
         size, scheduler = self._pool.page_size, self._scheduler
-        starting, sources, targets = [], [], []
+        starting, sources, targets, states = [], [], [], []
         for sequence in scheduler.filling:
             prefix = sequence.prefix
             if prefix is None or not prefix.is_ready:
@@ -535,6 +533,8 @@ class NativeEngine:
             if prefix.num_tokens % size:
                 sources.append(prefix.pages[-1])
                 targets.append(sequence.pages[prefix.num_tokens // size])
+            if prefix.state is not None:
+                states.append((prefix.state, sequence.state))
             if not sequence.output_tokens:
                 starting.append((sequence, prefix.last_hidden))
             scheduler.prefixes.attach(prefix)
@@ -542,6 +542,8 @@ class NativeEngine:
             sequence.cache_age = scheduler.prefixes.num_updates
         if sources:
             self._present_runner.copy_pages(sources, targets)
+        if states:
+            self._present_runner.copy_states(*map(list, zip(*states, strict=True)))
         return starting
 
     def _drain(self) -> None:

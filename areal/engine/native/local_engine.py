@@ -97,8 +97,9 @@ class NativeLocalEngine(InferenceEngine):
             progress_tokens=interval,
             grammar=req.grammar,
             return_routed_experts=self._return_routed_experts,
+            image_data=req.image_data,
         )
-        if req.gconfig.stop or req.grammar:  # in a thread: loading the tokenizer takes seconds
+        if self._text.has_to_prepare(request):  # in a thread: it may take seconds
             request = await asyncio.to_thread(self._text.prepare, request)
         with waiting("generation in this process"):
             reply = await self._generate(request, req.on_tokens)

@@ -41,6 +41,7 @@ from areal.engine.native.scoring import ScoredTokens
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, Reply
+from areal.models.vision.prompt_images import PromptImages
 from areal.openai.anthropic_requests import PromptBody, prompt_body
 from areal.openai.apis import CHAT_APIS, PROMPT_APIS, Api, ChatApi, error_for
 from areal.openai.errors import WireError, loads_body, refusal
@@ -114,7 +115,7 @@ def add_openai_routes(
     @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
     async def count_tokens(request: Request) -> dict[str, int]:
         call = parse_chat(prompt_body(loads_body(await read_body(request))))
-        prompt = await asyncio.to_thread(lambda: chat_prompt_ids(_tokenizer(text), call))
+        prompt, _ = await asyncio.to_thread(_chat_prompt, call, text)
         return {"input_tokens": len(prompt)}
 
     @app.get("/v1/models")
@@ -145,14 +146,23 @@ class Prepared:
 def _prepare_chat(api: Api, body: dict[str, Any], call: ChatCall, text: ModelText) -> Prepared:
     warm_up()
     tokenizer = _tokenizer(text)
-    prompt = chat_prompt_ids(tokenizer, call)
+    prompt, images = _chat_prompt(call, text)
     head = _head(api, body, call, [prompt], tokenizer)
     form = format_of_template(tokenizer.chat_template)
     options = {"tool_format": form, "in_reasoning": begins_in_reasoning(tokenizer, prompt)}
     reader = partial(ChatReader, call, tokenizer, stop_ids=_stop_ids(call, text), **options)
     with _callers_fault():
         grammar = reply_grammar(call, tokenizer=tokenizer, **options)
-        return Prepared(api, head, _requests(head, text, grammar), reader)
+        return Prepared(api, head, _requests(head, text, grammar, call.images, images), reader)
+
+
+def _chat_prompt(call: ChatCall, text: ModelText) -> tuple[list[int], PromptImages | None]:
+    """Its tokens, those of images too, and the images."""
+    prompt = chat_prompt_ids(_tokenizer(text), call)
+    if not call.images:
+        return prompt, None
+    with _callers_fault():
+        return text.read_images(prompt, call.images)
 
 
 def _prepare_completion(
@@ -205,7 +215,11 @@ def _callers_fault() -> Iterator[None]:
 
 
 def _requests(
-    head: ReplyHead[Any], text: ModelText, grammar: Grammar | None = None
+    head: ReplyHead[Any],
+    text: ModelText,
+    grammar: Grammar | None = None,
+    image_data: Sequence[str] = (),
+    images: PromptImages | None = None,
 ) -> list[GenRequest]:
     """n per prompt, in the order of the choices. ValueError names what cannot be done."""
     call: Call = head.call
@@ -219,6 +233,8 @@ def _requests(
                 gconfig=gconfig.new(n_samples=1, seed=seed),
                 progress_tokens=1 if call.stream else 0,
                 grammar=grammar,
+                image_data=list(image_data),
+                images=images,
             )
             requests.append(text.prepare(request))
     return requests

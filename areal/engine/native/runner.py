@@ -7,11 +7,16 @@ run ahead of the host. The engine's code is the same for both, given a runner's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from areal.engine.native.kv_cache import StateSpan
+from areal.models.vision.tower import Images, Sight
+
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -23,6 +28,23 @@ class Chunk:
     start: int  # position of the first of them
     pages: list[int]  # of positions 0 .. start + len(tokens) - 1, at least
     adapter: int = 0  # its number (adapters.py)
+    states: StateSpan = StateSpan()  # of a model with recurrent layers
+    # With images: rotary positions [n] or [3, n], which are else those from `start` on; embeddings
+    # of image tokens, each from which of `tokens` on.
+    positions: np.ndarray | None = None
+    sights: Sequence[tuple[Sight, int]] = ()
+
+
+def joined_sights(chunks: Sequence[Chunk]) -> tuple[Sight, np.ndarray] | None:
+    """All of their sights as one, and the row of each embedding when the chunks' rows follow each
+    other; None without any."""
+    sights, rows, num_before = [], [], 0
+    for chunk in chunks:
+        for sight, first in chunk.sights:
+            sights.append(sight)
+            rows.append(np.arange(len(sight)) + num_before + first)
+        num_before += len(chunk.tokens)
+    return (Sight.concat(sights), np.concatenate(rows)) if sights else None
 
 
 class Drawn(Protocol):
@@ -60,6 +82,10 @@ class Runner(Protocol):
         shapes alone, so that the ranks of one engine agree."""
         ...
 
+    def look(self, images: Images) -> Sight:
+        """What the model's vision tower makes of images, in the order of launches."""
+        ...
+
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         """Cache the chunks' keys and values; hidden states [C, D] of their last tokens."""
         ...
@@ -77,6 +103,10 @@ class Runner(Protocol):
         ...
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        """Of a model with recurrent layers."""
+        ...
 
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         """The experts of the first tokens in `pages` (expert_cache.py), of a model that has some.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import Grammar, StopReason
+from areal.engine.native.kv_cache import StateSpan
 from areal.openai.text_stream import token_text
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from areal.engine.native.grammar import GrammarState
     from areal.engine.native.kv_cache import Prefix
+    from areal.models.vision.prompt_images import PromptImages
 
 
 _UNFINISHED = "\ufffd"  # in the text of a token that ends within a character
@@ -91,11 +93,13 @@ class GenRequest:
     so_far: Progress | None = None  # start of the output, drawn by another engine
     grammar: Grammar | None = None  # of the output
     return_routed_experts: bool = False
+    image_data: list[str] = field(default_factory=list)  # base64 or data: URLs, in prompt order
     # Requests of one group differ in rid and seed only, and are sent and answered together.
     group: str = ""
     # Made from the above by `ModelText.prepare`, for this request alone.
     stop_watch: StopWatch | None = None  # for `gconfig.stop`, if not empty
     grammar_state: GrammarState | None = None  # for `grammar`
+    images: PromptImages | None = None  # for `image_data`; `input_ids` are expanded then
 
 
 @dataclass(slots=True)
@@ -139,6 +143,7 @@ class Sequence:
     seed: int  # of the counter-based draw; fixed for the life of the request
     stop_ids: frozenset[int]
     max_output: int  # output tokens at which generation ends by length
+    images: PromptImages | None = None
     adapter: int = 0  # its number (adapters.py)
     pinned_version: int | None = None  # of its tokens, whatever is live; None: the live one
     progress_tokens: int = 0
@@ -159,15 +164,31 @@ class Sequence:
     num_cached: int = 0  # while filling: leading tokens whose keys and values are in `pages`
     cache_age: int = -1  # PrefixTable.num_updates when its prompt was in `pages`
     has_ended: bool = False
+    # Of a model with recurrent layers; see state_cache.py.
+    state: int | None = None
+    mark: int | None = None  # at the last border of a page after its prompt
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output_tokens)
 
+    @property
+    def prompt_key(self) -> tuple[int, ...]:
+        """What its prompt is found by: the tokens, and the images they stand for."""
+        return self.prompt if self.images is None else self.images.key
+
     def token_slice(self, start: int, end: int) -> list[int]:
         """Output tokens at positions `start` to `end`; those of the prompt are the prefix's."""
         offset = len(self.prompt)
         return self.output_tokens[start - offset : end - offset]
+
+    def state_span(self, start: int, end: int, page_size: int) -> StateSpan:
+        """The states of output tokens at positions `start` to `end`, computed again."""
+        if self.state is None or self.mark is None:
+            return StateSpan()
+        border = end // page_size * page_size
+        marks = ((border - start, self.mark),) if border > start else ()
+        return StateSpan(self.state, self.state, marks)
 
     def take(
         self, tokens: list[int], logprobs: list[float], version: int, now: float

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -206,10 +206,12 @@ def create_app(
     model: str,
     folder: str | Path | None = None,
     silence_s: float = SILENCE_S,
+    image_folders: Sequence[str | Path] = (),
 ) -> FastAPI:
     """`model` is its name in /health and /v1/models; `folder` (default: `model`) has its files.
 
-    A stream of events without news gets a keep-alive every `silence_s`.
+    A stream of events without news gets a keep-alive every `silence_s`. `image_folders`: `file:`
+    URLs of images below these are read.
     """
     app = new_app(title="areal native server")
     app.add_middleware(_TokenGate, token=token)
@@ -217,7 +219,7 @@ def create_app(
     app.exception_handler(HTTPException)(_answer_no_route)
     for kind, status in _STATUS_OF_ERROR.items():
         app.add_exception_handler(kind, _answer_error(status))
-    text = ModelText(folder or model)
+    text = ModelText(folder or model, image_folders=image_folders)
     add_openai_routes(app, loop, text, model=model, silence_s=silence_s)
     app.state.weights = WeightLoader(loop)  # to be closed with the app
     add_weight_routes(app, app.state.weights)
@@ -255,10 +257,11 @@ def create_app(
 async def _prepared(
     items: list[GenRequest | Refusal], text: ModelText
 ) -> list[GenRequest | Refusal]:
-    """Requests ready for the engine; those with unusable stop strings or grammars are refused."""
+    """Requests ready for the engine; those with unusable stop strings, grammars or images are
+    refused."""
 
-    def needs_text(item: GenRequest | Refusal) -> bool:
-        return isinstance(item, GenRequest) and bool(item.gconfig.stop or item.grammar)
+    def has_to_prepare(item: GenRequest | Refusal) -> bool:
+        return isinstance(item, GenRequest) and text.has_to_prepare(item)
 
     def prepared(item: GenRequest | Refusal) -> GenRequest | Refusal:
         if isinstance(item, Refusal):
@@ -268,9 +271,9 @@ async def _prepared(
         except ValueError as err:
             return Refusal(item.rid, "request", str(err))
 
-    if not any(map(needs_text, items)):
+    if not any(map(has_to_prepare, items)):
         return items
-    # In a thread: loading the tokenizer takes seconds, and so may compiling a grammar.
+    # In a thread: loading the tokenizer takes seconds, and so may a grammar or an image.
     return await asyncio.to_thread(lambda: [prepared(item) for item in items])
 
 

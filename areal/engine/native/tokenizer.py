@@ -1,13 +1,15 @@
-"""The tokenizer of a model folder, loaded when the first request needs it.
+"""The tokenizer of a model folder, loaded when the first request needs it, and its images' reader.
 
 The engine itself uses only token ids. Text appears in stop strings, in grammars and in the OpenAI
-routes; a folder without a tokenizer serves everything else.
+routes; a folder without a tokenizer serves everything else. Images are decoded and cut here
+(prompt_images.py).
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 from areal.engine.native.grammar import COMPILE_TIMEOUT_S, GrammarCompiler
 from areal.engine.native.sequence import GenRequest, StopWatch
 from areal.models.hf_io import read_hf_config
+from areal.models.vision.prompt_images import ImageReader, PromptImages
 from areal.utils import logging
 
 logger = logging.getLogger("NativeModelText")
@@ -27,10 +30,16 @@ class ModelText:
     """Loads once, from any thread; blocking, so not for an event loop."""
 
     def __init__(
-        self, folder: str | Path, *, compile_timeout_s: float | None = COMPILE_TIMEOUT_S
+        self,
+        folder: str | Path,
+        *,
+        compile_timeout_s: float | None = COMPILE_TIMEOUT_S,
+        image_folders: Sequence[str | Path] = (),
     ) -> None:
-        """`compile_timeout_s`: longest wait for a grammar."""
+        """`compile_timeout_s`: longest wait for a grammar. `image_folders`: `file:` URLs of images
+        below these are read."""
         self._folder = Path(folder)
+        self._images = ImageReader(folder, image_folders)
         self._compile_timeout_s = compile_timeout_s
         self._lock = threading.RLock()
         self._tokenizer: Any = None
@@ -49,9 +58,12 @@ class ModelText:
         return read_eos_ids(self._folder)
 
     def prepare(self, request: GenRequest) -> GenRequest:
-        """The request with what its stop strings and its grammar need. ValueError names the field
-        that cannot be used."""
+        """The request with what its images, its stop strings and its grammar need. ValueError names
+        the field that cannot be used."""
         gconfig, grammar = request.gconfig, request.grammar
+        if request.image_data and request.images is None:
+            tokens, images = self.read_images(request.input_ids, request.image_data)
+            request = replace(request, input_ids=tokens, images=images)
         if gconfig.stop:
             try:
                 tokenizer = self.tokenizer()
@@ -62,6 +74,17 @@ class ModelText:
         if grammar is not None:
             request = replace(request, grammar_state=self._grammar_compiler().state(grammar))
         return request
+
+    def read_images(
+        self, input_ids: list[int], image_data: list[str]
+    ) -> tuple[list[int], PromptImages]:
+        """The prompt with a token for each merged patch of its images, and these. ValueError names
+        the image that cannot be used."""
+        return self._images.read(input_ids, image_data)
+
+    @staticmethod
+    def has_to_prepare(request: GenRequest) -> bool:
+        return bool(request.gconfig.stop or request.grammar or request.image_data)
 
     def _grammar_compiler(self) -> GrammarCompiler:
         with self._lock:

@@ -32,17 +32,22 @@ import torch.nn.functional as F
 
 from areal.engine.native.drafts import num_equal
 from areal.engine.native.expert_cache import ExpertCache
-from areal.engine.native.kv_cache import SCRATCH_PAGE
-from areal.engine.native.runner import Computed
+from areal.engine.native.kv_cache import SCRATCH_PAGE, StateSpan
+from areal.engine.native.runner import Computed, joined_sights
 from areal.engine.native.sampler import sample
+from areal.engine.native.state_cache import StateCache, StateRows
 from areal.models.common.moe import recorded_experts
+from areal.models.vision.placeholders import never_sampled
+from areal.models.vision.tower import Images, Sight
 from areal.utils.device import use_plain_blas
 
 if TYPE_CHECKING:
     from areal.engine.native.adapters import AdapterBank
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
+    from areal.models.common.args import DeltaArgs
     from areal.models.common.decoder import Decoder
+    from areal.models.common.delta_rule import DeltaInputs
 
 
 class TorchRunner:
@@ -58,6 +63,7 @@ class TorchRunner:
         num_pages: int,
         page_size: int,
         max_prefill_tokens: int,
+        num_states: int | None = None,
     ) -> None:
         weight = model.embedding_weight
         if weight.device.type == "cpu":
@@ -68,28 +74,39 @@ class TorchRunner:
         self._table = table
         self._adapters = adapters
         self._cache = KVCache(model, num_pages=num_pages, page_size=page_size)
+        self._states = None if num_states is None else StateCache(model, num_states)
         moe = model.args.moe
         self._experts = moe and ExpertCache(
             moe, num_pages=num_pages, page_size=page_size, device=weight.device
         )
+        # A drawn image token would stand for an image that is not there.
+        never = never_sampled(model.args.vision, model.args.vocab_size)
+        self._never = torch.tensor(never, device=weight.device) if never else None
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
+
+    def look(self, images: Images) -> Sight:
+        return self._model.look(images)
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         rows = Rows()
         last = []
         for chunk in chunks:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-            rows.add(np.array(chunk.tokens), positions, np.array(chunk.pages), chunk.adapter)
+            tokens, pages = np.array(chunk.tokens), np.array(chunk.pages)
+            rows.add(tokens, positions, pages, chunk.adapter, chunk.positions)
             last.append(rows.count - 1)
-        return self._forward(rows)[last]
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        states = [chunk.states for chunk in chunks]
+        return self._forward(rows, lengths, states, joined_sights(chunks))[last]
 
     def decode(self, slots: np.ndarray, num_steps: int) -> Computed:
         assert num_steps == 1, "this runner takes one step at a time"
         return self.verify(slots, [[] for _ in slots])
 
     def draft_length(self, num_rows: int) -> int:
-        """Drafts take the place of padding rows."""
-        return max(ROW_MULTIPLE // num_rows - 1, 0)
+        """Drafts take the place of padding rows. None with states: these cannot go back to before
+        a draft that did not come true."""
+        return 0 if self._states is not None else max(ROW_MULTIPLE // num_rows - 1, 0)
 
     def draft_cost(self, slots: np.ndarray, length: int) -> float:
         """The products of a tile of rows cost the same; attention and draws cost by the row."""
@@ -112,8 +129,10 @@ class TorchRunner:
             positions,
             table.pages[row_slot, :width],
             table.adapter[row_slot],
+            positions + table.rotary_delta[row_slot],
         )
-        tokens, logprobs = self._sample(row_slot, self._forward(rows)[: rows.count], offset)
+        hidden_TD = self._forward(rows, counts.tolist(), self._spans(slots))
+        tokens, logprobs = self._sample(row_slot, hidden_TD[: rows.count], offset)
         drawn = Computed([], [])
         for start, draft in zip(first_row.tolist(), drafts, strict=True):
             end = start + 1 + num_equal(draft, tokens[start:])
@@ -121,6 +140,18 @@ class TorchRunner:
             drawn.logprobs.append(logprobs[start:end])
         table.last_token[slots] = [kept[-1] for kept in drawn.tokens]
         return drawn
+
+    def _spans(self, slots: np.ndarray) -> list[StateSpan]:
+        """Of the next token of each slot, which marks a state if it ends a page."""
+        if self._states is None:
+            return []
+        table = self._table
+        ends_page = table.num_tokens[slots] % self._cache.page_size == 0
+        columns = (table.state[slots], table.mark[slots], ends_page)
+        return [
+            StateSpan(state, state, ((1, mark),) if ends else ())
+            for state, mark, ends in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
     def draw(self, slots: np.ndarray, hidden: list[torch.Tensor]) -> Computed:
         tokens, logprobs = self._sample(slots, torch.stack(hidden), np.zeros_like(slots))
@@ -133,6 +164,8 @@ class TorchRunner:
         """The draw `offset` after the next one of each slot."""
         num_padding = padded(len(slots)) - len(slots)
         logits_RV = self._model.logits(F.pad(hidden_RD, (0, 0, 0, num_padding)))[: len(slots)]
+        if self._never is not None:
+            logits_RV.index_fill_(1, self._never, -torch.inf)
         return sample(logits_RV, self._table.sampling_options(slots, offset))
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
@@ -140,6 +173,10 @@ class TorchRunner:
         self._cache.copy_pages(source, target)
         if self._experts is not None:
             self._experts.copy_pages(source, target)
+
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        assert self._states is not None, "the engine has states of recurrent layers alone"
+        self._states.copy(*torch.tensor([sources, targets], device=self._device))
 
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         assert self._experts is not None, "the engine refuses it for a dense model"
@@ -149,14 +186,30 @@ class TorchRunner:
         for name, tensor in model_weights:
             self._model.load_hf_tensor(name, tensor)
 
-    def _forward(self, rows: Rows) -> torch.Tensor:
-        """Hidden states [T, D] of all rows; writes their keys and values to the cache."""
-        tokens_T, positions_T, pages_TP, adapters_T = rows.build()
+    def _forward(
+        self,
+        rows: Rows,
+        lengths: list[int],
+        spans: list[StateSpan],
+        seen: tuple[Sight, np.ndarray] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, D] of all rows; writes their keys and values to the cache.
+
+        `lengths`: rows of each sequence, with its states in `spans` if the model has such. `seen`:
+        embeddings that replace those of some rows.
+        """
+        tokens_T, positions_T, pages_TP, adapters_T, rotary = rows.build()
         self._adapters.begin(adapters_T)
         attend = PagedAttention(self._cache, positions_T, pages_TP)
-        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, positions_T))
+        if self._states is not None:
+            sizes = self._model.args.delta_args
+            attend.states = self._states, StateRows.of(lengths, spans, sizes, self._device)
+        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, rotary))
         with recorded_experts(self._model) as chosen:
-            hidden_TD = self._model(*inputs, attend)
+            sight, rows_I = seen or (None, None)
+            if rows_I is not None:
+                rows_I = torch.from_numpy(rows_I).to(self._device)
+            hidden_TD = self._model(*inputs, attend, sight, rows_I)
         if self._experts is not None:
             self._experts.write(attend.write_T, torch.stack(chosen, dim=1))
         return hidden_TD
@@ -169,15 +222,18 @@ _MAX_GATHERED_ELEMENTS = 2**23
 
 
 class KVCache:
-    """Keys and values of all pages in all layers: `[L, num_pages, page_size, K, H]` each."""
+    """Keys and values of all pages in all layers with attention: `[L, num_pages, page_size, K, H]`
+    each."""
 
     def __init__(self, model: Decoder, *, num_pages: int, page_size: int) -> None:
         args = model.args
-        shape = (args.n_layers, num_pages, page_size, args.n_kv_heads, args.head_dim)
+        self.row_of = {layer: row for row, layer in enumerate(args.attention_layers)}
+        shape = (len(self.row_of), num_pages, page_size, args.n_kv_heads, args.head_dim)
         # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
         self.keys, self.values = (model.embedding_weight.new_zeros(shape) for _ in range(2))
         self.page_size = page_size
-        self.token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * self.keys.itemsize
+        numbers = 2 * len(self.row_of) * args.n_kv_heads * args.head_dim
+        self.token_bytes = numbers * self.keys.itemsize
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for cache in (self.keys, self.values):
@@ -207,6 +263,12 @@ class PagedAttention:
         # Flat cache position of each row's key and value.
         self.write_T = self._upload(written * size + positions_T % size)
         self._buckets_of: dict[int | None, list[_Bucket]] = {}  # by window
+        self.states: tuple[StateCache, StateRows] | None = None  # of a model with recurrent layers
+
+    def recur(self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs) -> torch.Tensor:
+        assert self.states is not None, "the runner sets them for such a model"
+        cache, rows = self.states
+        return cache.recur(layer, inputs, sizes, rows)
 
     def __call__(
         self,
@@ -218,7 +280,8 @@ class PagedAttention:
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        row = self._cache.row_of[layer]
+        keys, values = self._cache.keys[row], self._cache.values[row]
         keys.flatten(0, 1).index_copy_(0, self.write_T, k_TKH)
         values.flatten(0, 1).index_copy_(0, self.write_T, v_TKH)
         if window not in self._buckets_of:
@@ -330,7 +393,7 @@ def padded(num_rows: int) -> int:
 @dataclass(slots=True)
 class Rows:
     count: int = 0
-    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int]] = field(
+    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int, np.ndarray]] = field(
         default_factory=list
     )
 
@@ -340,26 +403,32 @@ class Rows:
         positions: np.ndarray,
         pages: np.ndarray,
         adapters: np.ndarray | int = 0,
+        rotary: np.ndarray | None = None,
     ) -> None:
         """n rows: tokens [n], positions [n], page tables [n, P] and adapters [n]; [P] and a number
-        when they share these."""
-        self._chunks.append((tokens, positions, pages, adapters))
+        when they share these. `rotary` [n] or [3, n] where it differs from `positions`."""
+        rotary = positions if rotary is None else rotary
+        self._chunks.append((tokens, positions, pages, adapters, rotary))
         self.count += len(tokens)
 
-    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """tokens [T], positions [T], pages [T, P], adapters [T], all int64."""
+    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """tokens [T], positions [T], pages [T, P], adapters [T] and rotary positions, [3, T] where
+        they differ by axis, else [T]; all int64."""
         num_rows = padded(self.count)
-        width = max(pages.shape[-1] for _, _, pages, _ in self._chunks)
+        width = max(pages.shape[-1] for _, _, pages, _, _ in self._chunks)
+        has_axes = any(rotary.ndim == 2 for *_, rotary in self._chunks)
         tokens_T = np.zeros(num_rows, np.int64)
         positions_T = np.zeros(num_rows, np.int64)
         pages_TP = np.full((num_rows, width), SCRATCH_PAGE, np.int64)
         adapters_T = np.zeros(num_rows, np.int64)
+        rotary_T = np.zeros((3, num_rows) if has_axes else num_rows, np.int64)
         start = 0
-        for tokens, positions, pages, adapters in self._chunks:
+        for tokens, positions, pages, adapters, rotary in self._chunks:
             end = start + len(tokens)
             tokens_T[start:end] = tokens
             positions_T[start:end] = positions
             pages_TP[start:end, : pages.shape[-1]] = pages
             adapters_T[start:end] = adapters
+            rotary_T[..., start:end] = rotary
             start = end
-        return tokens_T, positions_T, pages_TP, adapters_T
+        return tokens_T, positions_T, pages_TP, adapters_T, rotary_T

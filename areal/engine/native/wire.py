@@ -12,6 +12,8 @@ A request with `"progress_tokens": 64` gets its output every 64 tokens, before t
 After losing its server it continues on another with these in `so_far`; the reply starts with them.
 `"further": [{"rid": "c", "seed": 7}]` asks for more samples of the same prompt and options: the
 group is answered together, when its last sample is there.
+`"image_data": [<base64>, ...]` are the images of a prompt, for a model with a vision tower, in the
+order of its image tokens: one for each image, or one for each of its merged patches.
 `"grammar": {"regex": "yes|no"}` (or `json_schema`, or `lark`) constrains the output. With
 `"return_routed_experts": true` the final reply has the experts of every token but the last, layer
 by layer: `"routed_experts": {"dtype": "uint8", "shape": [300, 48, 8], "data": <base64>}`.
@@ -197,6 +199,7 @@ class Request(ClosedBody):
     so_far: Tokens | None = None
     grammar: GrammarBody | None = None
     return_routed_experts: bool = False
+    image_data: Items[Text] = []  # base64 or data: URLs
     further: Items[Further] = []
 
     @property
@@ -214,6 +217,7 @@ class Request(ClosedBody):
             so_far=self.so_far and self.so_far.progress(self.rid),
             grammar=self.grammar and self.grammar.grammar(),
             return_routed_experts=self.return_routed_experts,
+            image_data=self.image_data,
             group=self.rid if self.further else "",
         )
         twins = [
@@ -303,9 +307,11 @@ class _ReplyLine(Tokens):
 
 def check_supported(request: ModelRequest) -> None:
     """ValueError for options the native engine lacks: ignoring them would spoil the sample."""
-    if request.image_data or request.vision_msg_vllm:
-        name = "image_data" if request.image_data else "vision_msg_vllm"
-        raise ValueError(f"{name}: the native engine reads text only; remove the images")
+    if request.vision_msg_vllm and not request.image_data:
+        raise ValueError("vision_msg_vllm: the native engine reads images from image_data")
+    for number, source in enumerate(request.image_data):
+        if not source.isascii():
+            raise ValueError(f"image_data[{number}]: an image is base64, got {show(source)}")
     named = [("stop", text) for text in request.gconfig.stop or ()]
     for field, text in (*named, ("lora_name", request.gconfig.lora_name)):
         if well_formed(text) is not text:
@@ -408,6 +414,8 @@ def _entry_of(request: GenRequest, *further: GenRequest) -> dict[str, Any]:
         entry["grammar"] = {request.grammar.kind: getattr(request.grammar, request.grammar.kind)}
     if request.return_routed_experts:
         entry["return_routed_experts"] = True
+    if request.image_data:
+        entry["image_data"] = request.image_data
     return entry
 
 

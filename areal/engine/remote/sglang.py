@@ -1,8 +1,10 @@
 """Stock SGLang server: how it is launched, and its protocol adapter.
 
 The server runs in its own environment (`areal env create sglang`). Generation uses /generate with
-token ids both ways. Its log-probabilities are those of softmax(logits / temperature) before top-k
-and top-p, so training samples must be drawn without either: the config of a run refuses others.
+token ids both ways; images travel beside them, and the prompt that SGLang makes of both must be as
+long as that of the request. Its log-probabilities are those of softmax(logits / temperature) before
+top-k and top-p, so training samples must be drawn without either: the config of a run refuses
+others.
 
 The token is passed in a file that only this user can read and that is removed once the server
 answers, because every user of the machine can read a process's arguments.
@@ -57,8 +59,8 @@ class SGLangProtocol(StockProtocol):
         }
         if gconfig.stop:
             sampling |= {"stop": gconfig.stop, "no_stop_trim": True}
-        if gconfig.logit_bias:
-            sampling["logit_bias"] = gconfig.logit_bias
+        if bias := {**gconfig.logit_bias, **self.never_sampled}:
+            sampling["logit_bias"] = bias
         if gconfig.seed is not None:
             sampling["sampling_seed"] = gconfig.seed
         if request.grammar is not None:
@@ -72,6 +74,9 @@ class SGLangProtocol(StockProtocol):
             "sampling_params": sampling,
             "return_logprob": True,
         }
+        if request.image_data:
+            payload["input_ids"] = self._one_token_each(request)
+            payload["image_data"] = request.image_data
         if gconfig.lora_name:
             payload["lora_path"] = gconfig.lora_name
         return HttpRequest("/generate", payload)
@@ -95,6 +100,19 @@ class SGLangProtocol(StockProtocol):
         tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
         cached = info.get("cached_tokens") or 0
         return HttpGenerationResult(tokens, logprobs, finish["type"], cached)
+
+    def _one_token_each(self, request: ModelRequest) -> list[int]:
+        """The prompt with one image token for each image: SGLang makes the others."""
+        ids, image = request.input_ids, self.image_token
+        return [t for i, t in enumerate(ids) if t != image or i == 0 or ids[i - 1] != image]
+
+    def check_prompt(self, answer: dict[str, Any], request: ModelRequest) -> None:
+        read, sent = answer["meta_info"]["prompt_tokens"], len(request.input_ids)
+        if read != sent:
+            raise ValueError(
+                f"prompt_tokens: the server read {read} tokens of a prompt with images, and "
+                f"input_ids has {sent}: expand each image token as the model's processor does"
+            )
 
     def pause(self, control: ControlClient) -> None:
         control.post_text("/pause_generation", mode="in_place")

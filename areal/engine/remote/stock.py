@@ -3,7 +3,8 @@
 A stock server cannot say which weights produced a token. So an update aborts in-flight requests
 (the server returns the tokens so far), loads, and lets them continue from these tokens: the prefix
 is recomputed with the new weights. A request that depends on where its output began (`stop`
-strings, a frequency or presence penalty, a grammar) starts over instead.
+strings, a frequency or presence penalty, a grammar), or whose prompt the server makes from images,
+starts over instead.
 
     first request   prompt                      seed s          -> tokens a b, abort
     continuation    prompt a b, budget less 2   seed s + 2      -> tokens c, stop
@@ -50,15 +51,19 @@ from areal.engine.remote.server_control import (
     ServerRefusedError,
     error_text,
 )
-from areal.models.lora import write_peft
+from areal.models.lora_files import write_peft
+from areal.models.vision.args import placeholder_ids
 from areal.utils.device import best_device
 from areal.utils.fs import atomic_folder
 from areal.utils.hub import model_folder
+from areal.utils.images import ImageError, check_encoded, image_bytes
+from areal.utils.model_files import CONFIG_FILE, read_hf_config
 from areal.weight_sync.hf_folder import find_hf_folder, hf_folder_of
 from areal.weight_sync.publication import open_publication
 
 NO_TOP_K = GenerationHyperparameters().top_k  # the default, which means no limit
 _SEED_END = 1 << 63
+_NEVER = -100.0  # the least bias that servers take: a factor of e**-100
 _MAX_REPLY = 256 << 20  # bytes
 _PEFT_FOLDER = "peft"  # in the folder of a publication
 
@@ -75,6 +80,12 @@ class StockProtocol(ServerProtocol):
     def __init__(self, model_path: str | Path, *, lora_name: str = "") -> None:
         self._model_path = str(model_path)
         self._lora_name = lora_name
+        # Read here: a copy of this object may be on a machine without the folder.
+        vision = _vision_config(self.model_path)
+        self.image_token = vision.get("image_token_id")
+        # A bias that no token which stands for an image survives: the trainer gives these
+        # probability 0, as the native engine does.
+        self.never_sampled = {str(token): _NEVER for token in placeholder_ids(vision)}
 
     @property
     def model_path(self) -> Path:
@@ -97,9 +108,20 @@ class StockProtocol(ServerProtocol):
         """Load the weights of a Hugging Face folder; between `interrupt` and `resume`."""
 
     def check_request(self, request: ModelRequest) -> None:
-        if request.image_data or request.vision_msg_vllm:
-            name = "image_data" if request.image_data else "vision_msg_vllm"
-            raise ValueError(f"{name}: a {self.kind} is sent text only; remove the images")
+        if request.image_data and self.image_token not in request.input_ids:
+            raise ValueError(
+                f"image_data: input_ids has no image token ({self.image_token}, image_token_id in "
+                f"the config.json of {self._model_path}): put one for each merged patch of an image"
+            )
+        for number, source in enumerate(request.image_data):
+            try:
+                check_encoded(image_bytes(source))
+            except ImageError as error:
+                raise ValueError(f"image_data[{number}]: {error}") from None
+
+    def check_prompt(self, answer: dict[str, Any], request: ModelRequest) -> None:
+        """ValueError if the server has read another prompt than `request.input_ids`, which are
+        trained on; of requests with images, whose tokens the server makes itself."""
 
     def told_cached(self, content: bytes) -> int:
         """Cached tokens of the prompt, by an event after the last token."""
@@ -177,6 +199,8 @@ class StockProtocol(ServerProtocol):
             if is_stream and "error" in answer:  # the status had been sent
                 raise ServerError(f"{self.kind} {address}: {error_text(content)}")
             found = self.read(answer, num_known)
+            if rest.image_data:
+                self.check_prompt(answer, rest)
             if found.stop_reason is None and not is_stream:
                 raise ValueError("finish_reason: expected stop, length or abort, got None")
             num_tokens, budget = num_known + len(found.output_tokens), rest.gconfig.max_new_tokens
@@ -184,6 +208,17 @@ class StockProtocol(ServerProtocol):
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
             raise bad_reply(self.kind, address, f"{type(err).__name__}: {err}") from err
         return found
+
+    def probe(self, control: ControlClient, version: int | None) -> list[tuple[int, float]]:
+        """The most likely continuation of a few tokens; by the model itself, where adapters travel
+        alone."""
+        options = GenerationHyperparameters(max_new_tokens=8, greedy=True, ignore_eos=True)
+        call = self.generation(ModelRequest(input_ids=[1, 2, 3], gconfig=options))
+        try:
+            found = self.read(control.post(call.endpoint, **call.payload, stream=False))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+            raise bad_reply(self.kind, control.address, f"{type(err).__name__}: {err}") from err
+        return list(zip(found.output_tokens, found.output_logprobs, strict=True))
 
     def weight_order(self, meta: WeightUpdateMeta) -> WeightOrder:
         """The verified publication as a folder of Hugging Face or peft; one that is there already
@@ -226,6 +261,13 @@ class StockProtocol(ServerProtocol):
                 self.unload_adapter(control, other)
 
 
+def _vision_config(folder: Path) -> dict[str, Any]:
+    """The config of a model with a vision tower, else nothing. Nothing is known of a folder that is
+    not on this machine."""
+    config = read_hf_config(folder) if (folder / CONFIG_FILE).is_file() else {}
+    return config if "vision_config" in config else {}
+
+
 def continuation(draft: Draft) -> ModelRequest:
     """The rest of the generation as a new request."""
     gconfig, done = draft.request.gconfig, len(draft.tokens)
@@ -239,13 +281,20 @@ def continuation(draft: Draft) -> ModelRequest:
     )
     input_ids = draft.request.input_ids + draft.tokens.tolist()
     request = draft.request
-    return ModelRequest(input_ids=input_ids, gconfig=rest, rid=request.rid, grammar=request.grammar)
+    return ModelRequest(
+        input_ids=input_ids,
+        gconfig=rest,
+        rid=request.rid,
+        grammar=request.grammar,
+        image_data=request.image_data,
+        vision_msg_vllm=request.vision_msg_vllm,
+    )
 
 
 def depends_on_start(request: ModelRequest) -> bool:
     gconfig = request.gconfig
     penalties = gconfig.frequency_penalty or gconfig.presence_penalty
-    return bool(gconfig.stop or penalties or request.grammar)
+    return bool(gconfig.stop or penalties or request.grammar or request.image_data)
 
 
 def default_dtype() -> str:

@@ -5,6 +5,9 @@ with token ids both ways; pausing, weights and adapters use routes of vLLM's dev
 checks the key under /v1 only; token_gate.py checks it on every route. Log-probabilities are those
 of the distribution a token was drawn from (`--logprobs-mode processed_logprobs`).
 
+A prompt with images goes to /v1/chat/completions, as the messages of `vision_msg_vllm`: the reply
+has the tokens that vLLM made of them, which must be those of the request.
+
 Weights come from a folder, or through a process group that the workers join with vllm_worker.py
 (`--worker-extension-cls`).
 
@@ -93,21 +96,44 @@ class VLLMProtocol(StockProtocol):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        if gconfig.logit_bias:
-            payload["logit_bias"] = gconfig.logit_bias
+        if bias := {**gconfig.logit_bias, **self.never_sampled}:
+            payload["logit_bias"] = bias
         if gconfig.seed is not None:
             payload["seed"] = gconfig.seed
         if request.grammar is not None:
             kind = _GRAMMAR_NAMES[request.grammar.kind]
             payload["structured_outputs"] = {kind: getattr(request.grammar, request.grammar.kind)}
+        if request.image_data:
+            del payload["prompt"]
+            chat = {"messages": chat_with_images(request), "logprobs": True, "top_logprobs": 0}
+            return HttpRequest("/v1/chat/completions", payload | chat)
         return HttpRequest("/v1/completions", payload)
+
+    def check_request(self, request: ModelRequest) -> None:
+        super().check_request(request)
+        if request.image_data:
+            chat_with_images(request)
+            if request.on_tokens is not None:
+                raise ValueError(f"image_data: a {self.kind} streams no reply to images")
+
+    def check_prompt(self, answer: dict[str, Any], request: ModelRequest) -> None:
+        if answer["prompt_token_ids"] != request.input_ids:
+            raise ValueError(
+                f"prompt_token_ids: the server made {len(answer['prompt_token_ids'])} tokens of "
+                f"vision_msg_vllm, and input_ids has {len(request.input_ids)} or others: make both "
+                "from one chat, by the model's template and processor"
+            )
 
     def read(self, answer: dict[str, Any], num_known: int = 0) -> HttpGenerationResult:
         choice = answer["choices"][0]
         reason = choice["finish_reason"]
         if reason not in (None, "stop", "length", "abort"):
             raise ValueError(f"finish_reason: expected stop, length or abort, got {reason!r}")
-        logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+        told = choice["logprobs"] or {"token_logprobs": []}
+        if "message" in choice:  # of a chat
+            logprobs = [one["logprob"] for one in told.get("content") or ()]
+        else:
+            logprobs = told["token_logprobs"]
         return HttpGenerationResult(
             choice["token_ids"] or [], logprobs, reason, _cached_tokens(answer)
         )
@@ -183,6 +209,34 @@ class VLLMProtocol(StockProtocol):
 
     def stats(self, control: ControlClient) -> dict[str, float]:
         return read_metrics(control.get_text("/metrics"), _STATS)
+
+
+def chat_with_images(request: ModelRequest) -> list[dict[str, Any]]:
+    """`vision_msg_vllm` with each image in its place. ValueError if they do not fit together."""
+    left, chat = list(request.image_data), []
+    for message in request.vision_msg_vllm or ():
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [_with_image(part, left) for part in content]
+        chat.append({**message, "content": content})
+    if not chat or left:
+        raise ValueError(
+            "image_data: a vLLM server takes images in a chat, and vision_msg_vllm lacks room for "
+            f"{len(left)} of {len(request.image_data)}: give it the messages of input_ids, with a "
+            'part {"type": "image_url"} where each image stands'
+        )
+    return chat
+
+
+def _with_image(part: Any, left: list[str]) -> Any:
+    """An image part with the next of `left`."""
+    if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+        return part
+    if not left:
+        raise ValueError("vision_msg_vllm: has more image parts than image_data has images")
+    source = left.pop(0)
+    url = source if source.startswith("data:") else f"data:image/png;base64,{source}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def model_of(control: ControlClient) -> str:

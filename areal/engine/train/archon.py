@@ -16,6 +16,8 @@ ranks, except the rows of `forward_batch`. Loss functions run on the last pipeli
 With `config.is_critic` the model has a score head in place of the LM head, and values replace
 log-probabilities; a critic that starts from a language model has value 0 everywhere at first. With
 `config.use_lora` only adapters are trained and saved; inference gets them alone, or merged weights.
+Rows of a batch may have images (`multi_modal_input`, io_struct.py) if the model has a tower; with
+`config.freeze_vision_tower` that is not trained.
 A batch with `routed_experts` (io_struct.py) is computed by these experts. With
 `config.archon.fp8_forward` every forward computes what a native server in FP8 computes.
 """
@@ -23,6 +25,7 @@ A batch with `routed_experts` (io_struct.py) is computed by these experts. With
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +34,15 @@ from torch import nn
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
+from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train.base import BaseTrainEngine, reshard, run_each
 from areal.engine.train.export import StageLink, Weights, stream_weights
 from areal.engine.train.fit import check_archon, check_replay
+from areal.engine.train.images import MicroImages, no_images, read_images
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.packing import token_outputs, tree_outputs
-from areal.models import decoder_args
+from areal.models import decoder_args, own_config
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
 from areal.models.common.layer_trace import trace_layers
@@ -46,7 +51,7 @@ from areal.models.hf_io import (
     SCORE_HEAD,
     build_model,
     has_score_head,
-    language_config,
+    kept_tensors,
     load_hf,
     read_hf_config,
 )
@@ -80,7 +85,7 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         super().destroy()
 
     def _build_model(self, *, trains: bool) -> Decoder:
-        self._hf_config = language_config(read_hf_config(self._folder))
+        self._hf_config = own_config(read_hf_config(self._folder))
         check_archon(self.config, decoder_args(self._hf_config), self._dims)
         model = self._build_whole() if self._mesh is None else self._build_shards(self._mesh)
         self._fill(model)
@@ -118,6 +123,8 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         """Replace layers, before anything is sharded."""
         if self.config.archon.fp8_forward:
             model.round_to_fp8()
+        if self.config.freeze_vision_tower and model.tower is not None:
+            model.tower.requires_grad_(False)
         if self.config.use_lora:
             self._adapters = Adapters(
                 model,
@@ -161,6 +168,11 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
     def _load_hf(self, path: str) -> None:
         load_hf(self.model, path)
 
+    def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
+        if not self.config.init_from_scratch:
+            weights = chain(weights, kept_tensors(self._folder, self.model))
+        super()._save_hf(weights, meta)
+
     def _weights_changed(self) -> None:
         if self._pipeline is not None:
             self._pipeline.refresh()
@@ -185,9 +197,15 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
     def _check_replay(self) -> None:
         check_replay(decoder_args(self._hf_config), self._dims)
 
+    def _read_images(self, data: dict[str, Any]) -> MicroImages | None:
+        return read_images(data, self.model.args, self.device)
+
+    def _no_images(self) -> MicroImages:
+        return no_images(self.model.args.vision_args, self.device)
+
     def _token_outputs(self, mb: MicroBatch) -> tuple[torch.Tensor, ...]:
         if mb.tree is None:
-            return token_outputs(self.model, mb.data, self.config, self._mesh)
+            return token_outputs(self.model, mb.data, self.config, self._mesh, mb.images)
         return tree_outputs(self.model, mb.data, mb.tree, self.config, self._mesh)
 
     def optimizer_step(self) -> dict[str, float]:

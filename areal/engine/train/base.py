@@ -31,13 +31,14 @@ from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.api.routed_experts import ROUTED_KEY
 from areal.engine.train import checkpoint
 from areal.engine.train.export import StageLink, Weights, send_weights, stream_adapters
+from areal.engine.train.images import refuse_images
 from areal.engine.train.micro_batches import MicroBatch, OutputFn, fill_up, split_micro_batches
 from areal.engine.train.process_group import any_rank, join_ranks, side_group
 from areal.models.hf_io import critic_config, save_hf
 from areal.models.lora import LoraAdapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.utils import stats_tracker
-from areal.utils.data import unpack
+from areal.utils.data import MULTI_MODAL_KEY, unpack
 from areal.utils.device import best_device, use_plain_blas
 from areal.utils.hub import model_folder
 from areal.utils.waits import progress
@@ -46,6 +47,13 @@ from areal.weight_sync.bucket import DTYPES, Checksums, checksum_of
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
 LossWeightFn = Callable[[dict[str, Any]], torch.Tensor]
+# Of the folder a model was loaded from: how to sample, and how images are cut.
+_BESIDE_WEIGHTS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 class Optimizer(checkpoint.Resumable, Protocol):
@@ -126,6 +134,14 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
             f"{ROUTED_KEY}: {type(self).__name__} has no router replay; use backend archon, or "
             "turn rollout.return_routed_experts off"
         )
+
+    def _read_images(self, data: dict[str, Any]) -> Any:
+        """What the model needs to see the images of packed rows; None if they have none."""
+        refuse_images(data.get(MULTI_MODAL_KEY), f"{type(self).__name__} trains text alone")
+
+    def _no_images(self) -> Any:
+        """For a micro-batch without, where other ranks have images."""
+        raise NotImplementedError(f"{type(self).__name__} trains text alone")
 
     def _weights_changed(self) -> None:
         """Called after weights were loaded or updated."""
@@ -272,13 +288,24 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         def split() -> list[MicroBatch]:
             shares = self.shares_prefixes
             return split_micro_batches(
-                input_, spec, self.device, rows_per_unit, shares_prefixes=shares
+                input_,
+                spec,
+                self.device,
+                rows_per_unit,
+                shares_prefixes=shares,
+                read_images=self._read_images,
             )
 
         if self.dp_group is None:
             return split()
         own = split if len(input_["attention_mask"]) else list
-        return fill_up(own, self.dp_group, self.device, shares_prefixes=self.shares_prefixes)
+        return fill_up(
+            own,
+            self.dp_group,
+            self.device,
+            shares_prefixes=self.shares_prefixes,
+            no_images=self._no_images,
+        )
 
     def _weighted_loss(
         self,
@@ -481,12 +508,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def _save_beside(meta: SaveLoadMeta, folder: Path) -> None:
-    """Write tokenizer and generation config; `folder` is the one the model was loaded from."""
+    """Write the tokenizer and `_BESIDE_WEIGHTS`; the model was loaded from `folder`."""
     if meta.base_model_path is not None:
         folder = model_folder(meta.base_model_path, weights=False)
-    generation_config = folder / "generation_config.json"
-    if generation_config.is_file():
-        shutil.copy(generation_config, meta.path)
+    for name in _BESIDE_WEIGHTS:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, meta.path)
     for part in (meta.tokenizer, meta.processor):
         if part is not None:
             part.save_pretrained(meta.path)

@@ -27,7 +27,7 @@ from areal.api.alloc_mode import ModelAllocation, ParallelStrategy, check_equal_
 from areal.api.config.experiment import PPOConfig
 from areal.api.config.ppo import FrozenModelConfig
 from areal.api.config.train_engine import TrainEngineConfig
-from areal.models import decoder_args
+from areal.models import decoder_args, vision_args
 from areal.models.common.args import DecoderArgs, share_of
 from areal.models.parallel_dims import ParallelDims, check_heads, check_layout
 from areal.models.stage_layout import StageLayout
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from areal.api.config.inference_servers import NativeServerConfig
 
 
+# Back ends that see: of actor.backend, and of rollout.backend.
+IMAGE_TRAINERS, IMAGE_SERVERS = ("archon",), ("native",)
+# That read images, as `workflow` of a config names them.
+VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}
 # Of tables in transformers' source, and of keys and layers in a config.json.
@@ -71,6 +75,7 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
             raise ValueError(f"{where}: {error}") from None
         if config.rollout.return_routed_experts:
             check_router_replay(config, hf_configs["actor"])
+        check_sight(config, hf_configs["actor"])
         if config.rollout.use_lora and config.rollout.engine != "native":
             _check_served_adapters(config.actor, hf_configs["actor"])
 
@@ -104,6 +109,34 @@ def check_router_replay(config: PPOConfig, hf_config: Mapping[str, Any]) -> None
     check_replay(
         decoder_args(hf_config), ParallelDims.of(actor.parallel, num_replicas=num_replicas)
     )
+
+
+def check_sight(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
+    """A workflow that shows images has a model that sees them, trained and served by back ends that
+    do."""
+    used = {"workflow": config.workflow, "eval_workflow": config.eval_workflow}
+    for key, name in used.items():
+        if name not in VISION_WORKFLOWS:
+            continue
+        if vision_args(hf_config) is None:
+            raise ValueError(
+                f"{key}: {name} shows images, and {config.actor.path!r} (model_type "
+                f"{hf_config['model_type']}) reads text only here; name a model with a vision "
+                "tower in actor.path, or use a workflow and a data set of text"
+            )
+        trainer = ModelAllocation.from_str(config.actor.backend).backend
+        _require_sight(key, name, "actor.backend", trainer, IMAGE_TRAINERS)
+        _require_sight(key, name, "rollout.backend", config.rollout.engine, IMAGE_SERVERS)
+
+
+def _require_sight(
+    key: str, workflow: str, where: str, backend: str | None, known: tuple[str, ...]
+) -> None:
+    if backend not in known:
+        raise ValueError(
+            f"{key}: {workflow} shows images, and {where} {backend!r} takes text only; expected "
+            f"{' or '.join(known)}"
+        )
 
 
 def check_replay(args: DecoderArgs, dims: ParallelDims) -> None:
@@ -151,15 +184,36 @@ def check_generation(
 
 
 def check_archon(config: TrainEngineConfig, args: DecoderArgs, dims: ParallelDims) -> None:
+    _check_vision(config, args)
     check_layout(args, dims)
     if dims.pp > 1:
         stage_layout(config, args, dims.pp)
     if config.batch_invariant:
         _check_batch_invariant(args)
-    if config.archon.fp8_forward and args.moe is not None:
+    if config.archon.fp8_forward and (args.moe is not None or args.delta is not None):
+        found = "layers with a recurrent state" if args.moe is None else "experts"
         raise ValueError(
             "archon.fp8_forward rounds dense models as an FP8 server does, and this one has "
-            "experts: set it to false"
+            f"{found}: set it to false"
+        )
+    if config.enable_tree_training and args.delta is not None:
+        raise ValueError(
+            "enable_tree_training: sequences of a tree share keys and values of their prefix, and "
+            f"this {args.model_type} has layers with a recurrent state: set it to false"
+        )
+
+
+def _check_vision(config: TrainEngineConfig, args: DecoderArgs) -> None:
+    if args.vision is None:
+        if config.freeze_vision_tower:
+            raise ValueError(
+                f"freeze_vision_tower: areal's {args.model_type} has no vision tower; set it to "
+                "false"
+            )
+    elif config.enable_tree_training:
+        raise ValueError(
+            f"enable_tree_training: prefix trees do not compute images, which this "
+            f"{args.model_type} sees; set it to false"
         )
 
 
@@ -240,6 +294,11 @@ def _check_batch_invariant(args: DecoderArgs) -> None:
     if args.moe is not None:
         raise ValueError(
             "batch_invariant: there is no such kernel for experts; turn it off for this model"
+        )
+    if args.delta is not None:
+        raise ValueError(
+            "batch_invariant: there is no such kernel for layers with a recurrent state; turn it "
+            "off for this model"
         )
 
 

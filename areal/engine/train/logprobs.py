@@ -5,6 +5,10 @@ model. Here at most `chunk_size` rows of float32 logits exist at a time, in the 
 again in the backward pass, which recomputes them. On a GPU each logit is read once
 (logprob_kernels.py). No gradient is computed for a frozen head.
 
+Placeholders of images are no choices of a model that sees (`banned`): their probability is 0, here
+as in the engine that samples. At a label that is one, in a prompt, the log-probability is 0 and has
+no gradient.
+
 With tensor parallelism each rank has some rows of the head, so W columns of the logits. They are
 never gathered: the ranks exchange a maximum and three sums per token.
 
@@ -25,6 +29,8 @@ from torch.autograd.function import once_differentiable
 from areal.models.common.decoder import float32_logits, softcap
 from areal.models.common.invariant import invariant_logits, row_logprobs
 
+_NEVER = -1e30  # a logit whose probability is 0
+
 
 @dataclass(frozen=True, slots=True)
 class VocabPart:
@@ -43,6 +49,7 @@ class _Head:
     chunk_size: int
     batch_invariant: bool
     part: VocabPart | None
+    banned: tuple[int, ...]
 
 
 def next_token_logprobs(
@@ -55,6 +62,7 @@ def next_token_logprobs(
     chunk_size: int = 1024,
     batch_invariant: bool = False,
     part: VocabPart | None = None,
+    banned: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p(labels), entropy) `[T]` in float32, of softmax(hidden weight^T / temperature).
 
@@ -63,8 +71,15 @@ def next_token_logprobs(
     and labels and get the same result; the gradient of the hidden states is this rank's share of a
     sum over the group.
     """
-    head = _Head(temperature, logit_softcap, chunk_size, batch_invariant, part)
-    return _ChunkedLogprobs.apply(hidden_TD, weight_WD, labels_T, head)
+    assert not (banned and logit_softcap), "a cap would lift banned logits"
+    head = _Head(temperature, logit_softcap, chunk_size, batch_invariant, part, banned)
+    if not banned:
+        return _ChunkedLogprobs.apply(hidden_TD, weight_WD, labels_T, head)
+    is_banned_T = torch.isin(labels_T, torch.tensor(banned, device=labels_T.device))
+    allowed = next(token for token in range(len(banned) + 1) if token not in banned)
+    labels_T = labels_T.masked_fill(is_banned_T, allowed)
+    logprobs_T, entropy_T = _ChunkedLogprobs.apply(hidden_TD, weight_WD, labels_T, head)
+    return logprobs_T.masked_fill(is_banned_T, 0.0), entropy_T
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -118,7 +133,7 @@ def _chunk_forward(
     if _has_kernels(hidden_CD, head):
         from areal.engine.train.logprob_kernels import row_statistics  # needs Triton
 
-        raw_CW = float32_logits(hidden_CD, weight_WD)
+        raw_CW = _ban(float32_logits(hidden_CD, weight_WD), head)
         stats = row_statistics(raw_CW, labels_C, head.temperature, head.softcap)
         log_total_C, label_C, mean_logit_C = stats
     else:
@@ -147,7 +162,7 @@ def _logit_gradient(
     if _has_kernels(hidden_CD, head):
         from areal.engine.train.logprob_kernels import logit_gradient  # needs Triton
 
-        raw_CW = float32_logits(hidden_CD, weight_WD)
+        raw_CW = _ban(float32_logits(hidden_CD, weight_WD), head)
         options = (head.temperature, head.softcap, hidden_CD.dtype)
         return logit_gradient(raw_CW, labels_C, log_total_C, grad_C, *options)
     logits_CW = _logits(hidden_CD, weight_WD, head, False)
@@ -232,7 +247,16 @@ def _logits(
 ) -> torch.Tensor:
     product = invariant_logits if batch_invariant else float32_logits
     logits_CW = softcap(product(hidden_CD, weight_WD), head.softcap)
-    return logits_CW if head.temperature == 1.0 else logits_CW / head.temperature
+    return _ban(logits_CW if head.temperature == 1.0 else logits_CW / head.temperature, head)
+
+
+def _ban(logits_CW: torch.Tensor, head: _Head) -> torch.Tensor:
+    """In place. Finite, so that the product with a probability of 0 is 0."""
+    first = 0 if head.part is None else head.part.first
+    own = [token - first for token in head.banned if 0 <= token - first < logits_CW.shape[1]]
+    for column in own:
+        logits_CW[:, column] = _NEVER
+    return logits_CW
 
 
 def _softcap_slope(logits_CW: torch.Tensor, scale: float) -> torch.Tensor:

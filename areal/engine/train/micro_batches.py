@@ -10,20 +10,22 @@ weight 0 that no loss function sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from areal.api.config.train_engine import MicroBatchSpec
-from areal.utils.data import pack, sequence_lengths
+from areal.utils.data import MULTI_MODAL_KEY, pack, sequence_lengths
 from areal.utils.prefix_tree import PrefixTree, pack_trees
 from areal.utils.seqpack import Bins, pack_sequences
 
 # (micro-batch number, *per-token model outputs) -> a tensor; a scalar when it is differentiated.
 # The outputs are logprobs_T and entropy_T of a language model, values_T of a critic.
 OutputFn = Callable[..., torch.Tensor]
+# Packed rows -> what the model needs to see their images; None without images.
+ReadImages = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class MicroBatch:
     rows: list[int]
     data: dict[str, Any]
     tree: PrefixTree | None = None  # of its sequences, if the engine shares prefixes
+    images: Any = None  # what the engine's `read_images` made of theirs
 
 
 def split_micro_batches(
@@ -42,12 +45,13 @@ def split_micro_batches(
     rows_per_unit: int = 1,
     *,
     shares_prefixes: bool = False,
+    read_images: ReadImages | None = None,
 ) -> list[MicroBatch]:
     """Packed micro-batches on `device` within the token budget of `spec`.
 
     Every `rows_per_unit` consecutive rows (a chosen and a rejected answer) are packed as one, so
     they share a micro-batch and stay neighbours in it. With `shares_prefixes` the budget counts
-    the tokens of prefix trees, and each micro-batch has its tree.
+    the tokens of prefix trees, and each micro-batch has its tree. `read_images` gets packed rows.
     """
     lengths = sequence_lengths(input_["attention_mask"])
     if len(lengths) % rows_per_unit:
@@ -62,18 +66,29 @@ def split_micro_batches(
     if not shares_prefixes:
         unit_lengths = lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
         row_bins = _rows_of_units(pack_sequences(unit_lengths, **limits), rows_per_unit)
-        return [MicroBatch(rows, _to_device(pack(input_, rows), device)) for rows in row_bins]
+        return [_micro_batch(input_, rows, device, read_images) for rows in row_bins]
     ids = input_["input_ids"].numpy(force=True)
     sequences = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
     bins = pack_trees(sequences, rows_per_unit=rows_per_unit, **limits)
     return [
-        MicroBatch(
-            rows,
-            _to_device(pack(input_, rows), device),
-            PrefixTree.of([sequences[row] for row in rows]),
+        _micro_batch(
+            input_, rows, device, read_images, PrefixTree.of([sequences[row] for row in rows])
         )
         for rows in _rows_of_units(bins, rows_per_unit)
     ]
+
+
+def _micro_batch(
+    input_: Mapping[str, Any],
+    rows: list[int],
+    device: torch.device,
+    read_images: ReadImages | None,
+    tree: PrefixTree | None = None,
+) -> MicroBatch:
+    data = pack(input_, rows)
+    images = None if read_images is None else read_images(data)
+    data.pop(MULTI_MODAL_KEY, None)
+    return MicroBatch(rows, _to_device(data, device), tree, images)
 
 
 def _rows_of_units(bins: Bins, rows_per_unit: int) -> Bins:
@@ -89,8 +104,11 @@ def fill_up(
     device: torch.device,
     *,
     shares_prefixes: bool,
+    no_images: Callable[[], Any],
 ) -> list[MicroBatch]:
-    """What `split` returns, with fillers up to the largest count of any rank of `group`."""
+    """What `split` returns, with fillers up to the largest count of any rank of `group`.
+
+    If any rank has images, micro-batches without get `no_images`, as a tower may be sharded."""
     # Raised only after the collective below, which the other ranks are waiting in.
     refused: ValueError | None = None
     mbs: list[MicroBatch] = []
@@ -98,7 +116,8 @@ def fill_up(
         mbs = split()
     except ValueError as error:
         refused = error
-    most, any_refused = _largest([len(mbs), int(refused is not None)], group, device)
+    counts = [len(mbs), int(refused is not None), int(any(mb.images is not None for mb in mbs))]
+    most, any_refused, any_images = _largest(counts, group, device)
     if refused is not None:
         raise refused
     if any_refused:
@@ -106,7 +125,10 @@ def fill_up(
     if most == 0:
         raise ValueError("the batch has no rows on any rank; give at least one")
     tree = PrefixTree.of([[0]]) if shares_prefixes else None
-    return mbs + [MicroBatch([], _filler(device), tree)] * (most - len(mbs))
+    mbs += [MicroBatch([], _filler(device), tree)] * (most - len(mbs))
+    if any_images:
+        mbs = [mb if mb.images is not None else replace(mb, images=no_images()) for mb in mbs]
+    return mbs
 
 
 def _filler(device: torch.device) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.routed_experts import ROUTED_KEY
 from areal.engine.invariant_attention import InvariantPackedAttention
+from areal.engine.train.images import MicroImages
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.common.attention_tree import TreeAttention
@@ -125,12 +126,13 @@ class _Gather(torch.autograd.Function):
 @dataclass(frozen=True, slots=True)
 class LaidOut:
     tokens_t: torch.Tensor
-    positions_t: torch.Tensor
+    positions_t: torch.Tensor  # [3, t] of models with M-RoPE that see images
     labels_t: torch.Tensor  # the next tokens; 0 at the end of a sequence
     attend: Attend
     num_tokens: int  # T
     cp: dist.ProcessGroup | None  # None: t is P
     routed_tLK: torch.Tensor | None  # experts to replay, of L layers with K each
+    images: MicroImages | None = None  # for the tokens t
 
     def whole(self, outputs_t: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Per-token outputs `[T]` of all tokens, on every rank."""
@@ -147,23 +149,35 @@ def pack_rows(
     cp: dist.ProcessGroup | None = None,
     min_tokens: int = 0,
     packed: Callable[[torch.Tensor, int], PackedAttention] = PackedAttention,
+    images: MicroImages | None = None,
 ) -> LaidOut:
     """P is a `multiple` (of cp's ranks at least), and `min_tokens` or more."""
     tokens_T = mb["input_ids"].long()
     tokens_P, cu_seqlens = _pad(tokens_T, mb["cu_seqlens"], min_tokens, multiple)
     routed_P = None if ROUTED_KEY not in mb else _repeat(mb[ROUTED_KEY], len(tokens_P))
     attend = packed(cu_seqlens, mb["max_seqlen"])
-    labels_P = _next_tokens(tokens_P, cu_seqlens)
-    if cp is None or cp.size() == 1:
-        return LaidOut(
-            tokens_P, attend.positions_T, labels_P, attend, len(tokens_T), None, routed_P
-        )
-    tokens_t, positions_t, labels_t = (
-        own_tokens(x_P, cp) for x_P in (tokens_P, attend.positions_T, labels_P)
+    positions_P = attend.positions_T  # [P, 3] where there are three
+    if images is not None and images.positions_3T is not None:
+        positions_P = _repeat(images.positions_3T.T, len(tokens_P))
+    own_P = [tokens_P, positions_P, _next_tokens(tokens_P, cu_seqlens)]
+    if cp is not None and cp.size() > 1:
+        own_P = [own_tokens(x_P, cp) for x_P in own_P]
+        routed_P = None if routed_P is None else own_tokens(routed_P, cp)
+        start = cp.rank() * len(own_P[0])
+        images = None if images is None else images.within(start, start + len(own_P[0]))
+    else:
+        cp = None
+    tokens_t, positions_t, labels_t = own_P
+    return LaidOut(
+        tokens_t,
+        positions_t.movedim(0, -1),
+        labels_t,
+        attend if cp is None else UlyssesAttention(attend, cp),
+        len(tokens_T),
+        cp,
+        routed_P,
+        images,
     )
-    routed_t = None if routed_P is None else own_tokens(routed_P, cp)
-    attend = UlyssesAttention(attend, cp)
-    return LaidOut(tokens_t, positions_t, labels_t, attend, len(tokens_T), cp, routed_t)
 
 
 def _next_tokens(tokens_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -195,15 +209,20 @@ def _repeat(x_T: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def token_outputs(
-    model: Decoder, mb: dict[str, Any], config: TrainEngineConfig, mesh: ParallelMesh | None
+    model: Decoder,
+    mb: dict[str, Any],
+    config: TrainEngineConfig,
+    mesh: ParallelMesh | None,
+    images: MicroImages | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
 
     At a sequence's last token, log p and entropy are undefined.
     """
-    laid = pack_micro_batch(mb, config, mesh)
+    laid = pack_micro_batch(mb, config, mesh, images=images)
     replay_experts(model, laid.routed_tLK)
-    hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend)
+    seen = () if laid.images is None else laid.images.inputs()
+    hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend, *seen)
     return outputs_of(model, hidden_tD, laid, config, mesh)
 
 
@@ -213,17 +232,19 @@ def pack_micro_batch(
     mesh: ParallelMesh | None,
     *,
     min_tokens: int = 0,
+    images: MicroImages | None = None,
 ) -> LaidOut:
     """This rank's tokens of `mb`; on a mesh padded, to at least `min_tokens`."""
     packed = InvariantPackedAttention if config.batch_invariant else PackedAttention
     if mesh is None:
-        return pack_rows(mb, packed=packed)
+        return pack_rows(mb, packed=packed, images=images)
     return pack_rows(
         mb,
         multiple=mesh["cp_tp"].size(),
         cp=mesh.get_group("cp"),
         min_tokens=min_tokens,
         packed=packed,
+        images=images,
     )
 
 
@@ -262,6 +283,7 @@ def head_outputs(
         chunk_size=config.logprobs_chunk_size,
         batch_invariant=config.batch_invariant,
         part=part,
+        banned=() if model.args.vision is None else model.args.vision.placeholder_ids,
     )
 
 

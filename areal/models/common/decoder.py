@@ -4,6 +4,9 @@
     logits_TV = model.logits(hidden_TD)                # or chunks of it, with model.output_weight
     values_T = model.values(hidden_TD)                 # of a critic, which has no LM head
 
+    sight = model.look(images)                         # of a model with a vision tower
+    hidden_TD = model(tokens_T, positions_3T, attend, sight, sight_rows_I)
+
 Tokens are one flat row of T, whatever sequences they belong to: only `attend` and the positions
 depend on it. Weights are loaded and exported under Hugging Face names by the family's adapter.
 
@@ -11,7 +14,7 @@ Logits are float32, from hidden states and a head in the model's dtype (`float32
 rounded to bfloat16 would cost a log-probability two of its digits, so the matrix product itself
 writes float32 if the device can.
 
-Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2.
+Shape legend: T tokens, D model dim, V vocabulary, R = head dim / 2, I image tokens among T.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from areal.models.common.args import DecoderArgs, share_of
 from areal.models.common.attention import Attend, Attention, AttentionLayer
 from areal.models.common.fp8 import FP8, dequantize
 from areal.models.common.fp8_linear import Fp8Linear, rounded_to_fp8, stored_in_fp8
+from areal.models.common.gated_layers import GatedAttention, GatedDelta
 from areal.models.common.latent_attention import LatentAttention
-from areal.models.common.moe import Experts, FeedForward, MoE, Router
+from areal.models.common.moe import Experts, FeedForward, MoE, Router, TokenGate
 from areal.models.common.norm import make_norm
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
 from areal.models.common.tensor_parallel import Ranks, Share, SummedLinear, SummedMoE
+from areal.models.vision.tower import Images, PatchEmbedding, Sight, VisionTower
 
 
 def softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -91,7 +96,11 @@ class DecoderBlock(nn.Module):
 
 
 def _make_attention(args: DecoderArgs, layer: int) -> AttentionLayer:
-    return Attention(args, layer) if args.latent is None else LatentAttention(args, layer)
+    if args.latent is not None:
+        return LatentAttention(args, layer)
+    if args.delta is None:
+        return Attention(args, layer)
+    return (GatedDelta if layer in args.delta.layers else GatedAttention)(args, layer)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -121,6 +130,7 @@ class Decoder(nn.Module):
 
     adapter_class: ClassVar[type[StateDictAdapter]]
     block_class: ClassVar[type[DecoderBlock]] = DecoderBlock
+    tower_class: ClassVar[type[VisionTower] | None] = None  # of families whose args have `vision`
 
     def __init__(self, args: DecoderArgs):
         super().__init__()
@@ -146,19 +156,46 @@ class Decoder(nn.Module):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if has_own_head else None
         # Last, so that a critic's trunk draws the same initial weights as the language model.
         self.score = nn.Linear(args.dim, 1, bias=False) if args.is_critic else None
+        self.tower = None if self.tower_class is None else self.tower_class(args.vision_args)
 
     def forward(
-        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        sight: Sight | Images | None = None,
+        sight_rows_I: torch.Tensor | None = None,
+        sight_source_I: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """In pipeline stages after the first, `tokens_T` is the previous stage's output."""
+        """In pipeline stages after the first, `tokens_T` is the previous stage's output.
+
+        positions_T: [3, T] with M-RoPE, or [T] for text alone.
+        sight: has embeddings for the tokens `sight_rows_I`: those at `sight_source_I`, or all in
+        order. Images are looked at first, as a model that FSDP shards must do it in its forward.
+        """
         x_TD = tokens_T if self.tok_embeddings is None else self.tok_embeddings(tokens_T)
+        deepstack: tuple[torch.Tensor, ...] = ()
+        if sight is not None:
+            assert sight_rows_I is not None, "a sight belongs to rows"
+            seen = self.look(sight) if isinstance(sight, Images) else sight
+            if sight_source_I is not None:
+                seen = seen.take(sight_source_I)
+            x_TD = x_TD.index_copy(0, sight_rows_I, seen.tokens_ID.to(x_TD.dtype))
+            deepstack = seen.deepstack
         rotation = window_rotation = self.rope(positions_T, x_TD.dtype)
         if self.window_rope is not None:
             window_rotation = self.window_rope(positions_T, x_TD.dtype)
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
             cos_TR, sin_TR = rotation if block.attention.window is None else window_rotation
             x_TD = block(x_TD, cos_TR, sin_TR, attend)
+            if layer < len(deepstack):
+                x_TD = x_TD.index_add(0, cast(torch.Tensor, sight_rows_I), deepstack[layer])
         return x_TD if self.norm is None else self.norm(x_TD)
+
+    def look(self, images: Images) -> Sight:
+        """What the tower makes of images; of a model that is not sharded by FSDP."""
+        assert self.tower is not None, f"this {self.args.model_type} has no vision tower"
+        return self.tower(images)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         logits_TV = self.whole_logits(F.linear(hidden_TD, self.output_weight))
@@ -178,6 +215,11 @@ class Decoder(nn.Module):
     def blocks(self) -> Iterable[DecoderBlock]:
         """The values of `layers`, in order."""
         return cast("Iterable[DecoderBlock]", self.layers.values())
+
+    @property
+    def tower_blocks(self) -> Iterable[nn.Module]:
+        """Of the vision tower; empty without one."""
+        return () if self.tower is None else self.tower.blocks
 
     @property
     def has_fp8_cache(self) -> bool:
@@ -207,15 +249,18 @@ class Decoder(nn.Module):
         """Fresh weights: a function of (args, seed) alone, rounded to the dtype."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
-            if isinstance(module, nn.RMSNorm):
+            if isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, nn.Linear | nn.Embedding):
+            elif isinstance(module, nn.Linear | nn.Embedding | PatchEmbedding):
                 self._write(module, module.weight, self._drawn(module.weight, generator))
-                if isinstance(module, nn.Linear) and module.bias is not None:
+                if not isinstance(module, nn.Embedding) and module.bias is not None:
                     module.bias.zero_()
-            elif isinstance(module, Router | Experts):
+            elif isinstance(module, Router | Experts | TokenGate):
                 for weight in module.parameters(recurse=False):  # adapters are drawn elsewhere
                     self._write(module, weight, self._drawn(weight, generator))
+            elif isinstance(module, GatedDelta):
+                for weight, drawn in module.drawn_weights(generator):
+                    self._write(module, weight, drawn)
 
     @torch.no_grad()
     def init_score(self) -> None:
@@ -235,8 +280,13 @@ class Decoder(nn.Module):
         self._use_fp8(rounded_to_fp8)
 
     def _use_fp8(self, replace: Callable[[Sequence[nn.Linear]], Sequence[nn.Linear]]) -> None:
-        if self.args.moe is not None or self.share is not None:
-            found = "tensor parallelism" if self.args.moe is None else "experts"
+        refused = {
+            "experts": self.args.moe is not None,
+            "layers with a recurrent state": self.args.delta is not None,
+            "tensor parallelism": self.share is not None,
+        }
+        if any(refused.values()):
+            found = next(name for name, is_there in refused.items() if is_there)
             raise ValueError(
                 f"dtype fp8: it stores the weights of dense models on one device, and this model "
                 f"has {found}; use bfloat16"

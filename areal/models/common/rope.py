@@ -1,5 +1,8 @@
 """Rotary position embedding: frequencies of each rope kind, and the rotation of queries and keys.
 
+With M-RoPE (`args.axes`) a token has three positions, and each pair of dimensions turns with one
+of them. Three equal ones are the usual rotation, so text may pass one.
+
 Positions in, cos and sin out, for any positions: nothing is cached by length, so packing, decoding
 and re-prefill use one path. Angles are float32 whatever the model's dtype.
 
@@ -18,7 +21,8 @@ from areal.models.common.args import RopeArgs
 
 
 class RotaryEmbedding(nn.Module):
-    """`cos_TR, sin_TR = rope(positions_T, dtype)`, once per forward for all layers."""
+    """`cos_TR, sin_TR = rope(positions_T, dtype)`, once per forward for all layers; positions may
+    be [3, T] with M-RoPE."""
 
     def __init__(self, args: RopeArgs, head_dim: int):
         super().__init__()
@@ -37,7 +41,12 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, positions_T: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        angles_TR = positions_T.to(torch.float32)[:, None] * self.inv_freq_R
+        if positions_T.ndim == 2:
+            axis_R = torch.tensor(self.args.axes, device=positions_T.device)
+            positions_TR = positions_T.index_select(0, axis_R).T
+        else:
+            positions_TR = positions_T[:, None]
+        angles_TR = positions_TR.to(torch.float32) * self.inv_freq_R
         cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
         if self.cos_sin_scale != 1.0:
             cos_TR, sin_TR = cos_TR * self.cos_sin_scale, sin_TR * self.cos_sin_scale
@@ -55,6 +64,15 @@ def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> t
         ),
         dim=-1,
     )
+
+
+def rotate_leading(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
+    """`rotate` of the first 2 R dims; the others stay."""
+    rotated = 2 * cos_TR.shape[-1]
+    if rotated == x_TNH.shape[-1]:
+        return rotate(x_TNH, cos_TR, sin_TR)
+    turned_TNR = rotate(x_TNH[..., :rotated], cos_TR, sin_TR)
+    return torch.cat((turned_TNR, x_TNH[..., rotated:]), dim=-1)
 
 
 def inverse_frequencies(args: RopeArgs, head_dim: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ from areal.trainer.ppo.advantages import AdvantageEstimator
 from areal.trainer.ppo.batch import collect, loss_weight, minibatches, token_outputs
 from areal.trainer.ppo.critic import PPOCritic
 from areal.utils import stats_tracker
-from areal.utils.data import select_rows
+from areal.utils.data import MULTI_MODAL_KEY, select_rows
 from areal.utils.import_path import load_named, signature_of
 from areal.utils.perf_tracer import phase
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from areal.api.config.train_engine import TrainEngineConfig
     from areal.api.engine_api import TrainEngine
 
-# Batch keys that the model and the loss read; the last five are not in every batch.
+# Batch keys that the model and the loss read; the last six are not in every batch.
 BATCH_KEYS = (
     "loss_mask",
     "logprobs",
@@ -73,6 +73,7 @@ BATCH_KEYS = (
     "teacher_logp",
     "credit",
     ROUTED_KEY,
+    MULTI_MODAL_KEY,
 )
 # Statistics of every micro-batch besides the metrics of the loss.
 _RECORDED = {

@@ -19,7 +19,7 @@ from areal.algorithm.advantage import shift_left
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.routed_experts import ROUTED_KEY
-from areal.utils.data import concat_batch, select_rows, sequence_lengths
+from areal.utils.data import MULTI_MODAL_KEY, concat_batch, select_rows, sequence_lengths
 from areal.utils.seqpack import pack_sequences
 
 
@@ -67,7 +67,7 @@ def token_outputs(
     With `replay` by the experts on record, if `data` has some; a model but the one that generated
     the tokens has experts of its own.
     """
-    keys = ("input_ids", "attention_mask", *([ROUTED_KEY] if replay else []))
+    keys = ("input_ids", "attention_mask", MULTI_MODAL_KEY, *([ROUTED_KEY] if replay else []))
     return engine.forward_batch({key: data[key] for key in keys if key in data})
 
 

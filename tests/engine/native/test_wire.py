@@ -183,7 +183,7 @@ def test_every_sampling_option_travels():
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"image_data": ["eA=="]}, "image_data"),
+        ({"image_data": ["eA==", "\ud83d"]}, r"image_data\[1\].*base64"),
         ({"vision_msg_vllm": [{"role": "user"}]}, "vision_msg_vllm"),
         (
             {"gconfig": GenerationHyperparameters(lora_name="\ud83d")},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from image_prompts import END, IMAGE, START, picture, write_seeing_model
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import Grammar, ModelRequest
@@ -109,8 +110,89 @@ def test_defaults_of_the_model_cannot_change_the_distribution(protocol):
     assert payload["temperature"] == 1.0 and payload["top_p"] == 1.0
     assert payload["top_k"] in (0, -1)  # the word of each server for "all"
     assert payload["repetition_penalty"] == 1.0 and payload["min_p"] == 0.0
-    with pytest.raises(ValueError, match="image_data"):
-        protocol.check_request(ModelRequest([2], image_data=["aGVsbG8="]))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    folder = write_seeing_model(tmp_path_factory.mktemp("model"))
+    return VLLMProtocol(folder), SGLangProtocol(folder)
+
+
+CHAT = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image_url"}]}]
+IMAGE_PROMPT = [5, START, *[IMAGE] * 6, END]
+
+
+def image_request(**changes):
+    given = {"image_data": [picture(1)], "vision_msg_vllm": CHAT}
+    return ModelRequest(IMAGE_PROMPT, **given | changes)
+
+
+def test_images_are_sent_in_each_servers_way(seeing):
+    vllm, sglang = seeing
+    request = image_request()
+    for protocol in seeing:
+        protocol.check_request(request)
+    call = vllm.generation(request)
+    assert call.endpoint == "/v1/chat/completions" and "prompt" not in call.payload
+    url = f"data:image/png;base64,{picture(1)}"
+    assert call.payload["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "hi"},
+                {"type": "image_url", "image_url": {"url": url}},
+            ],
+        }
+    ]
+    call = sglang.generation(request)
+    assert call.payload["input_ids"] == [5, START, IMAGE, END]
+    assert call.payload["image_data"] == [picture(1)]
+    draft = Draft(request, 8)
+    assert depends_on_start(request) and continuation(draft).image_data == [picture(1)]
+
+
+def test_no_server_samples_a_token_that_stands_for_an_image(seeing):
+    banned = {str(token): -100.0 for token in (60, 61, 62, 63)}
+    for protocol in seeing:
+        assert said(protocol)["logit_bias"] == banned
+        assert said(protocol, logit_bias={5: 1.0})["logit_bias"] == {"5": 1.0, **banned}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"image_data": ["aGVsbG8="]}, r"image_data\[0\]: the image begins with"),
+        ({"image_data": ["https://a/b.png"]}, "not fetched"),
+        ({"input_ids": [5]}, "no image token .60"),
+    ],
+)
+def test_images_that_cannot_be_sent_are_refused(seeing, changes, says):
+    for protocol in seeing:
+        with pytest.raises(ValueError, match=says):
+            protocol.check_request(dataclasses.replace(image_request(), **changes))
+
+
+@pytest.mark.parametrize("chat", [None, [{"role": "user", "content": "hi"}], [*CHAT, *CHAT]])
+def test_vllm_needs_the_chat_of_the_images(seeing, chat):
+    with pytest.raises(ValueError, match="vision_msg_vllm"):
+        seeing[0].check_request(image_request(vision_msg_vllm=chat))
+
+
+def test_a_server_that_read_another_prompt_is_not_believed(seeing):
+    vllm, sglang = seeing
+    request = image_request()
+    vllm.check_prompt({"prompt_token_ids": IMAGE_PROMPT}, request)
+    sglang.check_prompt({"meta_info": {"prompt_tokens": len(IMAGE_PROMPT)}}, request)
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        vllm.check_prompt({"prompt_token_ids": [5]}, request)
+    with pytest.raises(ValueError, match="prompt_tokens"):
+        sglang.check_prompt({"meta_info": {"prompt_tokens": 4}}, request)
+
+
+def test_a_reply_to_a_chat_is_read(seeing):
+    logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.25}]}
+    found = VLLM.read(vllm_answer(message={"content": "ab"}, logprobs=logprobs))
+    assert (found.output_tokens, found.output_logprobs) == ([4, 5], [-0.5, -0.25])
 
 
 def vllm_answer(**changes):

@@ -51,6 +51,7 @@ from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits, s
 from areal.models.common.fp8 import FP8
 from areal.models.common.invariant import invariant_logits, make_invariant
 from areal.models.common.moe import MoE
+from areal.models.vision.tower import Sight
 
 
 class PagedCache:
@@ -98,11 +99,13 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens and positions of the rows of one forward."""
+    """Tokens and rotary positions of the rows of one forward."""
 
     tokens_T: torch.Tensor  # int32
-    positions_T: torch.Tensor  # int32
+    positions_T: torch.Tensor  # int32; [3, T] where an image's are among them (M-RoPE)
     write_T: torch.Tensor  # flat cache position of each row's key and value
+    sight: Sight | None = None  # embeddings that replace those of `sight_rows_I`
+    sight_rows_I: torch.Tensor | None = None  # int64
 
 
 # cos and sin [T, R]
@@ -165,10 +168,18 @@ class FusedDecoder:
         positions = torch.arange(model.args.max_position_embeddings, device=weight.device)
         self._rope_tables = model.rope(positions, weight.dtype)
         self._window_rope_tables = model.window_rope and model.window_rope(positions, weight.dtype)
+        # M-RoPE: which of three positions turns each pair.
+        self._axes_R = torch.tensor(model.args.rope.axes, dtype=torch.int64, device=weight.device)
 
     def forward(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """Hidden states [T, D] after the final norm."""
-        residual_TD = self._embed(rows.tokens_T)
+        residual_TD, deepstack = self._embed(rows.tokens_T), ()
+        if rows.sight is not None:
+            embedded_ID, deepstack = (
+                rows.sight.tokens_ID.to(residual_TD.dtype),
+                rows.sight.deepstack,
+            )
+            residual_TD = residual_TD.index_copy(0, rows.sight_rows_I, embedded_ID)
         rotations = self._rotations(rows.positions_T)
         normed_TD = torch.empty_like(residual_TD)
         read_TD = Fp8Rows.like(residual_TD) if self._is_fp8 else normed_TD
@@ -182,6 +193,8 @@ class FusedDecoder:
             out_TD = products.project_back(attended, block.wo)
             add_rms_norm(out_TD, residual_TD, block.ffn_norm, read_TD, block.attention_out_norm)
             out = block.feed_forward.forward(read_TD, routed_TLK, products)
+            if layer < len(deepstack):
+                out.index_add_(0, rows.sight_rows_I, deepstack[layer].to(out.dtype))
             is_last = next_norm is self._norm
             to_TD = normed_TD if is_last else read_TD
             add_rms_norm(out, residual_TD, next_norm, to_TD, block.ffn_out_norm)
@@ -238,6 +251,9 @@ class FusedDecoder:
         inside_T = positions_T.clamp(max=len(self._rope_tables[0]) - 1)
 
         def look_up(tables: _Rotation) -> _Rotation:
+            if inside_T.ndim == 2:
+                inside_TR = inside_T.long()[self._axes_R].T
+                return tables[0].gather(0, inside_TR), tables[1].gather(0, inside_TR)
             return F.embedding(inside_T, tables[0]), F.embedding(inside_T, tables[1])
 
         whole = look_up(self._rope_tables)
@@ -298,7 +314,8 @@ class ModuleDecoder:
             attend(layer, q_TNH, out_TNH)
             return out_TNH
 
-        return self._model(rows.tokens_T, rows.positions_T, cache_and_attend)
+        seen = (rows.sight, rows.sight_rows_I)
+        return self._model(rows.tokens_T, rows.positions_T, cache_and_attend, *seen)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         logits_TV = invariant_logits(hidden_TD, self._model.output_weight)

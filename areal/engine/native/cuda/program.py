@@ -10,6 +10,7 @@ with drafts of L tokens each, which make B * Q rows, Q = L + 1.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +41,9 @@ from areal.engine.native.cuda.shared_prompts import (
 )
 from areal.engine.native.cuda.slots import DeviceSlots, SlotRows
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
+from areal.engine.native.runner import joined_sights
 from areal.models.common.invariant import row_logprobs
+from areal.models.vision.placeholders import never_sampled
 
 if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
@@ -75,6 +78,9 @@ class DeviceProgram:
             table, context=context, vocab_size=args.vocab_size, device=weight.device
         )
         self._args = args
+        # A drawn image token would stand for an image that is not there. None: no vision tower.
+        never = never_sampled(args.vision, args.vocab_size)
+        self._never = torch.tensor(never, device=weight.device) if never else None
         self._invariant = batch_invariant
         self._decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)
         self._attention_space = Workspace.make(
@@ -182,6 +188,8 @@ class DeviceProgram:
             slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
             self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
         )  # fmt: skip
+        if self._never is not None:  # a prompt with images ends at a smaller position
+            rows.positions_T.add_(slots.rotary_delta_S[slot_R.long()])
         device = device_of(self.device)
         num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
         window_of, scale = self._args.window, self._args.score_scale
@@ -211,6 +219,8 @@ class DeviceProgram:
         token_R = torch.empty_like(slot_R)
         logprob_R = torch.empty_like(slot_R, dtype=torch.float32)
         logits_RV = self._decoder.logits(hidden_RD)
+        if self._never is not None:
+            logits_RV.index_fill_(1, self._never, -torch.inf)
         num_rows, vocab_size = logits_RV.shape
         workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self.device)
         sample_rows(logits_RV, slot_R, sampling, token_R, logprob_R, workspace)
@@ -243,7 +253,24 @@ class DeviceProgram:
         upload = self.slots.upload
         rows_3T = upload(np.stack([tokens, positions, write]).astype(np.int32))
         attend = self._prefill_attend(lengths, starts, pages_CP, rows_3T[1])
-        return Rows(*rows_3T), attend, upload(first_row[1:] - 1)
+        rows = self._with_images(Rows(*rows_3T), positions, chunks)
+        return rows, attend, upload(first_row[1:] - 1)
+
+    def _with_images(self, rows: Rows, positions: np.ndarray, chunks: list[Chunk]) -> Rows:
+        """With what the chunks' images change, if there are any."""
+        if all(chunk.positions is None for chunk in chunks):
+            return rows
+        rotary_3T, start = np.broadcast_to(positions, (3, len(positions))).copy(), 0
+        for chunk in chunks:
+            end = start + len(chunk.tokens)
+            if chunk.positions is not None:
+                rotary_3T[:, start:end] = chunk.positions
+            start = end
+        rows = replace(rows, positions_T=self.slots.upload(rotary_3T.astype(np.int32)))
+        seen = joined_sights(chunks)
+        if seen is None:
+            return rows
+        return replace(rows, sight=seen[0], sight_rows_I=self.slots.upload(seen[1]))
 
     def _prefill_attend(
         self,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
+    from areal.models.vision.tower import Images, Sight
 
 # Rows are padded to the next bucket; one graph per bucket.
 _MAX_DRAFT = 16  # tokens a slot draws in one `verify`
@@ -111,6 +112,12 @@ class CudaRunner:
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
         self._pool: torch.cuda._POOL_HANDLE | None = None  # memory of all graphs
 
+    def look(self, images: Images) -> Sight:
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))  # it copied the pixels
+        images.pixels.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            return self._model.look(images)
+
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         with torch.cuda.stream(self.stream):
             return self._program.prefill(chunks)
@@ -188,6 +195,9 @@ class CudaRunner:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         with torch.cuda.stream(self.stream):
             self._program.copy_pages(sources, targets)
+
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        raise NotImplementedError("the kernels compute no layers with states: see kernels_take")
 
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         with torch.cuda.stream(self.stream):

@@ -34,6 +34,7 @@ class SlotRows:
     page_table_SP: torch.Tensor
     last_token_S: torch.Tensor
     num_tokens_S: torch.Tensor
+    rotary_delta_S: torch.Tensor  # rotary position minus index of a token of the output
     sampling: DeviceSampling
 
 
@@ -55,6 +56,7 @@ class DeviceSlots:
         self.page_table_SP = zeros(max_pages)
         self.last_token_S = zeros()
         self.num_tokens_S = zeros().fill_(1)
+        self.rotary_delta_S = zeros()
         self.sampling = DeviceSampling(
             temperature_S=zeros(dtype=torch.float32).fill_(1.0),
             top_k_S=zeros().fill_(_MAX_INT32),
@@ -94,7 +96,13 @@ class DeviceSlots:
 
     @property
     def rows(self) -> SlotRows:
-        return SlotRows(self.page_table_SP, self.last_token_S, self.num_tokens_S, self.sampling)
+        return SlotRows(
+            self.page_table_SP,
+            self.last_token_S,
+            self.num_tokens_S,
+            self.rotary_delta_S,
+            self.sampling,
+        )
 
     def after_drafts(self, slot_B: torch.Tensor, drafts_BL: torch.Tensor) -> SlotRows:
         """B * (L + 1) rows: a slot's newest token, then the tokens drafted after it, each as if it
@@ -123,6 +131,7 @@ class DeviceSlots:
             self.page_table_SP[slot_R],
             torch.cat([newest_B1, drafts_BL.clamp(min=0)], dim=1).flatten(),
             self.num_tokens_S[slot_R] + offset_R,
+            self.rotary_delta_S[slot_R],
             sampling,
         )
 
@@ -155,6 +164,7 @@ class DeviceSlots:
         index = self.upload(slots)
         columns = {
             self.num_tokens_S: table.num_tokens,
+            self.rotary_delta_S: table.rotary_delta,
             options.num_output_S: table.num_output,
             options.min_output_S: table.min_output,
             options.top_k_S: np.minimum(table.top_k, _MAX_INT32),

@@ -43,8 +43,8 @@ from areal.engine.train.megatron.weights import (
     stream,
 )
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
-from areal.models import decoder_args
-from areal.models.hf_io import language_config, read_hf_config
+from areal.models import decoder_args, own_config
+from areal.models.hf_io import read_hf_config
 from areal.models.parallel_dims import ParallelDims
 
 
@@ -88,7 +88,7 @@ class MegatronEngine(BaseTrainEngine[list[MegatronStage], ShardedOptimizer]):
 
     def _build_model(self, *, trains: bool) -> list[MegatronStage]:
         config = self.config
-        self._hf_config = language_config(read_hf_config(self._folder))
+        self._hf_config = own_config(read_hf_config(self._folder))
         args = decoder_args(self._hf_config, is_critic=config.is_critic)
         check_megatron(config, args, self.layout.strategy)
         stages = build_stages(args, self.layout, config, dtype=self._dtype(), device=self.device)

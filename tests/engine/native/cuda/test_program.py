@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny import tiny_model
 from tiny_tokenizer import EOS, byte_tokenizer
+from tiny_vision import tiny_vision_config
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import Grammar
@@ -29,6 +30,11 @@ from areal.engine.native.runner import Computed
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention import PackedAttention
 from areal.models.common.moe import recorded_experts
+from areal.models.hf_io import build_model
+from areal.models.vision.patches import Patches
+from areal.models.vision.positions import mrope_positions
+from areal.models.vision.prompt_images import CutImage, PromptImages
+from areal.models.vision.tower import Images
 
 VOCAB = 64
 
@@ -70,6 +76,9 @@ class EagerRunner:
     def __init__(self, model, table, adapters, *, max_prefill_tokens, **program) -> None:
         self._model = model
         self._program = DeviceProgram(model, table, max_rows=len(table.num_tokens), **program)
+
+    def look(self, images):
+        return self._model.look(images)
 
     def prefill(self, chunks):
         return self._program.prefill(chunks)
@@ -175,6 +184,67 @@ def full_forward_logprobs(model, prompt, output, temperature=1.0, allowed=None):
         logits[i] = -torch.inf
         logits[i, allowed[i]] = kept
     return logits.log_softmax(-1)[range(len(output)), output].tolist()
+
+
+def image_request(args, rid, sizes, length=6) -> GenRequest:
+    """Images of `sizes` (rows and columns of patches) between words."""
+    tokens, images = [5], []
+    for number, (rows, columns) in enumerate(sizes):
+        tokens += [7, *[args.image_token_id] * (rows * columns // 4), 9]
+        rng = np.random.default_rng([rows, columns])
+        pixels = rng.standard_normal((rows * columns, args.patch_values), np.float32)
+        images.append(CutImage(bytes([rows, columns, number]), Patches(pixels, (1, rows, columns))))
+    seen = PromptImages.of(tokens, images, args) if images else None
+    options = GenerationHyperparameters(seed=1, max_new_tokens=length, ignore_eos=True)
+    return GenRequest(rid, tokens, options, images=seen)
+
+
+def image_logprobs(model, req: GenRequest, output: list[int]) -> list[float]:
+    tokens, args = torch.tensor(req.input_ids + output), model.args.vision
+    cut = [] if req.images is None else [image.patches for image in req.images.images]
+    grids, seen = [one.grid for one in cut], (None, None)
+    if cut:
+        pixels = torch.from_numpy(np.concatenate([one.pixels for one in cut]))
+        rows = (tokens == args.image_token_id).nonzero().squeeze(1)
+        seen = model.look(Images(pixels, torch.tensor(grids))), rows
+    positions = torch.from_numpy(mrope_positions(tokens.numpy(), grids, args))
+    attend = PackedAttention(torch.tensor([0, len(tokens)]), len(tokens))
+    logits = model.logits(model(tokens, positions, attend, *seen)).double()
+    logits[:, list(args.placeholder_ids)] = -torch.inf
+    rows = range(len(req.input_ids) - 1, len(tokens) - 1)
+    return logits.log_softmax(-1)[rows, output].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
+@pytest.mark.parametrize(
+    ("family", "sections", "drafts"),
+    [("qwen2_5_vl", [2, 3, 3], False), ("qwen3_vl", [4, 2, 2], True)],
+)
+@torch.no_grad()
+def test_prompts_with_images_are_what_a_full_forward_gives(monkeypatch, family, sections, drafts):
+    """Embeddings and positions in chunks of a prompt, positions of steps, masked draws."""
+    monkeypatch.setattr(engine_module, "make_runner", EagerRunner)
+    monkeypatch.setattr(program_module, "splits_for", lambda *_: 2)
+    monkeypatch.setattr(EagerRunner, "max_prefill_tokens", 7)
+    config = tiny_vision_config(family)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config["text_config"] |= {**heads, "num_hidden_layers": 2}
+    config["text_config"]["rope_parameters"]["mrope_section"] = sections
+    model = build_model(config, device="cpu", dtype=torch.float32)
+    model.init_weights(0)
+    model.output_weight[list(model.args.vision.placeholder_ids)] *= 30  # and yet never drawn
+    if drafts:
+        monkeypatch.setattr(Drafts, "best_length", lambda *_: 3)
+    engine = NativeEngine(model, page_size=4, num_pages=100, max_running=12, drafts=drafts)
+    args = model.args.vision
+    sizes = {"one": [(4, 6)], "two": [(2, 2), (6, 4)], "words": [], "again": [(4, 6)]}
+    requests = {rid: image_request(args, rid, some) for rid, some in sizes.items()}
+    for request in requests.values():
+        engine.add(request)
+    for rid, done in run(engine).items():
+        expected = image_logprobs(model, requests[rid], done.output_tokens)
+        assert done.output_logprobs == pytest.approx(expected, abs=1e-4)
+        assert not set(done.output_tokens) & set(args.placeholder_ids)
 
 
 def mixed_requests(count: int, most: int, seed: int = 0) -> list[GenRequest]:

@@ -1,0 +1,79 @@
+"""What the vision tower makes of images, computed on the engine's thread, once for each weights.
+
+    sights = SightCache(runner.look, device)
+    chunk = sights.chunk(span)                   # with the embeddings of the image tokens in it
+    sights.clear()                               # new weights
+
+Images are told apart by the hash of their bytes, so a group, and every turn of a dialogue, looks at
+an image once. Each is computed by itself: its bits do not depend on others. Those used longest ago
+are dropped beyond a limit of memory, and computed again if they are needed once more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from areal.engine.native.kv_cache import Prefix
+from areal.engine.native.runner import Chunk
+from areal.models.vision.tower import Images, Sight
+
+if TYPE_CHECKING:
+    from areal.engine.native.scheduler import Span
+    from areal.models.vision.prompt_images import CutImage
+
+_MAX_BYTES = 512 << 20
+
+
+class SightCache:
+    def __init__(
+        self, look: Callable[[Images], Sight], device: torch.device, *, max_bytes: int = _MAX_BYTES
+    ) -> None:
+        """`look` computes images whose pixels are on `device`."""
+        self._look, self._device = look, device
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, Sight] = OrderedDict()
+        self._num_bytes = 0
+        self.num_looks = 0  # images the tower has computed
+
+    def chunk(self, span: Span) -> Chunk:
+        """What a runner gets of it."""
+        item, start, end, states = span
+        images = item.images
+        chunk = Chunk(item.token_slice(start, end), start, item.pages, item.adapter, states)
+        if images is None:
+            return chunk
+        if not isinstance(item, Prefix):  # of the output
+            return replace(chunk, positions=np.arange(start, end) + images.delta)
+        sights = [
+            (self._sight(image)[some], first - start)
+            for image, some, first in images.seen(start, end)
+        ]
+        return replace(chunk, positions=images.positions_3S[:, start:end], sights=sights)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._num_bytes = 0
+
+    def _sight(self, image: CutImage) -> Sight:
+        sight = self._kept.get(image.sha256)
+        if sight is not None:
+            self._kept.move_to_end(image.sha256)
+            return sight
+        pixels = torch.from_numpy(image.patches.pixels).to(self._device)
+        sight = self._look(Images(pixels, torch.tensor([image.patches.grid])))
+        self.num_looks += 1
+        self._kept[image.sha256] = sight
+        self._num_bytes += _size(sight)
+        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+            self._num_bytes -= _size(self._kept.popitem(last=False)[1])
+        return sight
+
+
+def _size(sight: Sight) -> int:
+    return sum(part.nbytes for part in (sight.tokens_ID, *sight.deepstack))

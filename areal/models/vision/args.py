@@ -1,0 +1,174 @@
+"""Shape and options of a vision tower, read from a parsed Hugging Face config.json. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Special tokens of a config.json that stand for images or enclose them, in the field's order.
+_PLACEHOLDER_KEYS = (
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+# transformers' defaults, which a config.json may omit.
+_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+_QWEN2_5_VL: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+}
+_QWEN3_VL: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionArgs:
+    """A tower: transformer blocks over the patches of an image, merged `merge_size` x `merge_size`
+    to one embedding of the decoder each."""
+
+    n_layers: int
+    dim: int
+    n_heads: int
+    hidden_dim: int
+    out_dim: int  # the decoder's
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int  # copies of an image, as if it were a short video
+    merge_size: int
+    rope_theta: float
+    image_token_id: int  # stands once for each merged patch in a sequence
+    vision_start_token_id: int
+    placeholder_ids: tuple[int, ...]  # that only a prompt may contain, ascending: never sampled
+    window: int = 0  # side of an attention window in merged patches; 0: no windows
+    full_layers: tuple[int, ...] = ()  # layers without a window
+    position_side: int = 0  # side of the grid of learned positions; 0: none
+    deepstack_layers: tuple[int, ...] = ()  # outputs added to the first layers of the decoder
+
+    def __post_init__(self) -> None:
+        if self.dim % (4 * self.n_heads):
+            raise ValueError(
+                f"vision_config: hidden_size ({self.dim}) must be a multiple of 4 x num_heads "
+                f"({self.n_heads}), to rotate heads by row and column"
+            )
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in a row of `pixel_values`."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    def num_patches(self, grid: Sequence[int]) -> int:
+        return int(grid[0]) * int(grid[1]) * int(grid[2])
+
+    def num_tokens(self, grid: Sequence[int]) -> int:
+        """Image tokens of one image whose patches are a `grid` of (time, height, width)."""
+        return self.num_patches(grid) // self.merge_size**2
+
+    def check_grid(self, grid: Sequence[int]) -> None:
+        """ValueError for what is not the grid of one image."""
+        time, height, width = (int(size) for size in grid)
+        if time != 1:
+            raise ValueError(
+                f"image_grid_thw: {time} frames; videos are not supported, an image has 1"
+            )
+        if height < 1 or width < 1 or height % self.merge_size or width % self.merge_size:
+            raise ValueError(
+                f"image_grid_thw: {height} x {width} patches; both must be positive multiples of "
+                f"{self.merge_size} (spatial_merge_size of the model's config.json)"
+            )
+
+
+def qwen2_5_vl_vision(hf: Mapping[str, Any], dim: int) -> VisionArgs:
+    """`hf` is the whole config.json, `dim` that of the decoder."""
+    given = _vision_config(hf, _QWEN2_5_VL, activation="silu")
+    full_layers = tuple(given["fullatt_block_indexes"])
+    window = given["window_size"] // given["spatial_merge_size"] // given["patch_size"]
+    if window < 1:
+        raise ValueError(
+            f"vision_config.window_size ({given['window_size']}) must hold a merged patch of "
+            f"{given['spatial_merge_size'] * given['patch_size']} pixels"
+        )
+    return VisionArgs(**_common(hf, given, dim), window=window, full_layers=full_layers)
+
+
+def qwen3_vl_vision(hf: Mapping[str, Any], dim: int) -> VisionArgs:
+    given = _vision_config(hf, _QWEN3_VL, activation="gelu_pytorch_tanh")
+    side = int(given["num_position_embeddings"] ** 0.5)
+    if side**2 != given["num_position_embeddings"]:
+        raise ValueError(
+            "vision_config.num_position_embeddings must be a square number, got "
+            f"{given['num_position_embeddings']}"
+        )
+    layers = tuple(given["deepstack_visual_indexes"])
+    return VisionArgs(**_common(hf, given, dim), position_side=side, deepstack_layers=layers)
+
+
+def _vision_config(
+    hf: Mapping[str, Any], defaults: Mapping[str, Any], *, activation: str
+) -> dict[str, Any]:
+    own = {key: value for key, value in hf.get("vision_config", {}).items() if value is not None}
+    own.setdefault("in_channels", own.get("in_chans", defaults["in_channels"]))
+    given = {**defaults, **own}
+    if given["hidden_act"] != activation:
+        raise ValueError(
+            f"vision_config.hidden_act must be {activation!r}, got {given['hidden_act']!r}"
+        )
+    return given
+
+
+def _common(hf: Mapping[str, Any], given: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    if given["out_hidden_size"] != dim:
+        raise ValueError(
+            f"vision_config.out_hidden_size must be the decoder's hidden_size ({dim}), got "
+            f"{given['out_hidden_size']}"
+        )
+    tokens = {**_TOKENS, **{key: hf[key] for key in _TOKENS if hf.get(key) is not None}}
+    rope = given.get("rope_parameters") or {}
+    return {
+        "n_layers": given["depth"],
+        "dim": given["hidden_size"],
+        "n_heads": given["num_heads"],
+        "hidden_dim": given["intermediate_size"],
+        "out_dim": given["out_hidden_size"],
+        "in_channels": given["in_channels"],
+        "patch_size": given["patch_size"],
+        "temporal_patch_size": given["temporal_patch_size"],
+        "merge_size": given["spatial_merge_size"],
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "image_token_id": tokens["image_token_id"],
+        "vision_start_token_id": tokens["vision_start_token_id"],
+        "placeholder_ids": placeholder_ids(tokens),
+    }
+
+
+def placeholder_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids of the config's image tokens, which trainers and engines give probability 0."""
+    return tuple(sorted({hf[key] for key in _PLACEHOLDER_KEYS if hf.get(key) is not None}))

@@ -1,0 +1,158 @@
+"""Decoded images cut to patches, as the image processor of the model's folder does it.
+
+    rules = read_patch_rules(folder)            # its preprocessor_config.json
+    patches = cut_patches(image.rgb, rules)     # patches.pixels [P, V] float32, patches.grid
+
+An image is resized so that its sides are multiples of a merged patch and its area lies within the
+folder's limits, then rescaled, normalised, and cut. Patches lie in merge order: the `merge_size` x
+`merge_size` of them that become one token of the decoder are neighbours. No torch.
+
+Shape legend: H, W sides in pixels, P patches, C channels, V = C * temporal * patch * patch values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from areal.api.json_text import loads_object
+from areal.utils.images import ImageError
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+_FAMILY = "Qwen2VLImageProcessor"  # of Qwen2-VL, Qwen2.5-VL and Qwen3-VL; Fast and Pil are suffixes
+_MAX_RATIO = 200  # of the sides
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchRules:
+    """The keys of a preprocessor_config.json; transformers' defaults where it is silent."""
+
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    resample: int = Image.Resampling.BICUBIC
+    rescale_factor: float = 1 / 255
+    mean: tuple[float, ...] = _CLIP_MEAN
+    std: tuple[float, ...] = _CLIP_STD
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a merged patch's side."""
+        return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patches:
+    pixels: np.ndarray  # float32 [P, V]
+    grid: tuple[int, int, int]  # patches in time (1), height and width
+
+
+def read_patch_rules(folder: str | Path) -> PatchRules:
+    """ValueError, naming file and key, for what is missing or not computed here."""
+    for name in _FILES:
+        file = Path(folder) / name
+        try:
+            content = loads_object(file.read_bytes(), name)
+        except FileNotFoundError:
+            continue
+        given = content.get("image_processor", content)
+        try:
+            return _rules(given)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file}: {error}") from None
+    raise ValueError(
+        f"{folder} has no {_FILES[0]}, which says how images are cut: copy it from the folder the "
+        "model was published in"
+    )
+
+
+def _rules(given: Mapping[str, Any]) -> PatchRules:
+    kind = given.get("image_processor_type", _FAMILY)
+    if str(kind).removesuffix("Fast").removesuffix("Pil") != _FAMILY:
+        raise ValueError(f"image_processor_type must be {_FAMILY}, got {kind!r:.60}")
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        if given.get(name, True) is not True:
+            raise ValueError(f"{name} must be true, got {given[name]!r:.60}")
+    size = given.get("size") or {}
+    limits = {
+        "min_pixels": given.get("min_pixels") or size.get("shortest_edge"),
+        "max_pixels": given.get("max_pixels") or size.get("longest_edge"),
+    }
+    names = {
+        "patch_size": "patch_size",
+        "temporal_patch_size": "temporal_patch_size",
+        "merge_size": "merge_size",
+        "resample": "resample",
+        "rescale_factor": "rescale_factor",
+    }
+    found = {ours: given.get(theirs) for ours, theirs in names.items()} | limits
+    rules = {name: value for name, value in found.items() if value is not None}
+    for name, value in rules.items():
+        if not _is_positive(value, float if name == "rescale_factor" else int):
+            raise ValueError(f"{name} must be a number above 0, got {value!r:.60}")
+    for ours, theirs in (("mean", "image_mean"), ("std", "image_std")):
+        if (value := given.get(theirs)) is not None:
+            rules[ours] = _channels(theirs, value)
+    return PatchRules(**rules)
+
+
+def _is_positive(value: Any, kind: type) -> bool:
+    allowed = (int, float) if kind is float else int
+    return isinstance(value, allowed) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _channels(name: str, value: Any) -> tuple[float, ...]:
+    if (
+        not isinstance(value, list)
+        or len(value) != 3
+        or not all(isinstance(number, int | float) and math.isfinite(number) for number in value)
+    ):
+        raise ValueError(f"{name} must be three numbers, got {value!r:.60}")
+    return tuple(value)
+
+
+def resized_sides(height: int, width: int, rules: PatchRules) -> tuple[int, int]:
+    """Multiples of a merged patch near the sides, with an area within the limits."""
+    if max(height, width) > _MAX_RATIO * min(height, width):
+        raise ImageError(
+            f"the image is {width} x {height} pixels: expected sides within {_MAX_RATIO} times "
+            "each other"
+        )
+    factor = rules.factor
+    rounded = [round(side / factor) * factor for side in (height, width)]
+    area = rounded[0] * rounded[1]
+    if area > rules.max_pixels:
+        shrink = math.sqrt(height * width / rules.max_pixels)
+        rounded = [
+            max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width)
+        ]
+    elif area < rules.min_pixels:
+        grow = math.sqrt(rules.min_pixels / (height * width))
+        rounded = [math.ceil(side * grow / factor) * factor for side in (height, width)]
+    return rounded[0], rounded[1]
+
+
+def cut_patches(rgb_HWC: np.ndarray, rules: PatchRules) -> Patches:
+    height, width = resized_sides(*rgb_HWC.shape[:2], rules)
+    resized = Image.fromarray(rgb_HWC).resize((width, height), Image.Resampling(rules.resample))
+    scaled_HWC = np.asarray(resized).astype(np.float32) * np.float32(rules.rescale_factor)
+    mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)
+    normal_HWC = (scaled_HWC - mean) / std
+    side, merge = rules.patch_size, rules.merge_size
+    rows, columns = height // side, width // side
+    blocks = normal_HWC.reshape(rows // merge, merge, side, columns // merge, merge, side, -1)
+    # To [row of blocks, column of blocks, row in it, column in it, C, side, side].
+    ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
+    copies = np.repeat(ordered[:, :, :, :, :, None], rules.temporal_patch_size, axis=5)
+    pixels = np.ascontiguousarray(copies).reshape(rows * columns, -1)
+    return Patches(pixels, (1, rows, columns))

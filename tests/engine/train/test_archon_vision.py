@@ -1,0 +1,236 @@
+"""Archon with images: log-probabilities, micro-batches, ranks, a frozen tower, checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.train.archon_world import (
+    loss_fn,
+    num_loss_tokens,
+    open_engine,
+    own_rows,
+    train,
+    weights_of,
+)
+from gloo_ranks import run_ranks
+from tiny import tiny_config, write_tiny_model
+from tiny_vision import END, IMAGE, START, VIDEO, image_row, tiny_vision_config
+from tiny_vision import write_tiny_vision_model as write_vision
+
+from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.api.io_struct import SaveLoadMeta
+from areal.engine.train.fit import check_training
+
+CONFIG = tiny_vision_config("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(write_vision(tmp_path_factory.mktemp("model"), "qwen2_5_vl"))
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory) -> str:
+    return str(write_vision(tmp_path_factory.mktemp("model"), "qwen3_vl"))
+
+
+def image_batch(*, without_images_at: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Seven rows: no image, one, several; rows 1 and 2 are samples of one prompt."""
+    sizes = [[(4, 6)], [(4, 4)], [(4, 4)], [], [(2, 2), (6, 4)], [], [(2, 6)]]
+    rows = [
+        image_row(CONFIG, [] if number in without_images_at else size, seed=number, text=2 + number)
+        for number, size in enumerate(sizes)
+    ]
+    images = [row.multi_modal_input() for row in rows]
+    images[2] = dict(images[1])  # the same tensors
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.int32)
+    for number, row in enumerate(rows):
+        ids[number, : len(row.tokens)] = row.tokens
+    learn = ((ids < IMAGE) & mask).roll(-1, 1)
+    learn[:, -1] = False
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "loss_mask": learn,
+        "multi_modal_input": images,
+    }
+
+
+def their_logprobs(folder: str, batch: dict[str, Any]) -> torch.Tensor:
+    """Of transformers, with the image placeholders taken out of the choices."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    out = torch.zeros(batch["input_ids"].shape)
+    for number, images in enumerate(batch["multi_modal_input"]):
+        tokens = batch["input_ids"][number][batch["attention_mask"][number]].long()
+        inputs = {"mm_token_type_ids": (tokens == IMAGE).int()[None], **images} if images else {}
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], **inputs).logits[0]
+        logits[:, [IMAGE, VIDEO, START, END]] = -torch.inf
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
+        out[number, : len(logprobs)] = logprobs
+    return out
+
+
+@pytest.mark.parametrize("which", ["folder", "other_folder"])
+def test_log_probabilities_equal_transformers_and_placeholders_have_none(which, request):
+    batch, folder = image_batch(), request.getfixturevalue(which)
+    engine = open_engine(folder, "archon:d1")
+    found = engine.forward_batch(batch)
+    expected, learned = their_logprobs(folder, batch), batch["loss_mask"]
+    torch.testing.assert_close(found[learned], expected[learned], atol=1e-5, rtol=1e-5)
+    is_placeholder = (batch["input_ids"] >= IMAGE).roll(-1, 1)
+    is_placeholder[:, -1] = False
+    assert (found[is_placeholder] == 0).all() and is_placeholder.any()
+    engine.mb_spec = MicroBatchSpec(max_tokens_per_mb=30)
+    torch.testing.assert_close(engine.forward_batch(batch)[learned], found[learned])
+
+
+def work(engine) -> dict[str, Any]:
+    """One step, and one where some rows and whole micro-batches have no image, one without any."""
+    found: dict[str, Any] = {"start": weights_of(engine)}
+    batch = image_batch()
+    found["eval"] = engine.eval_batch(own_rows(engine, batch), loss_fn, num_loss_tokens).item()
+    found["step"] = train(engine, batch)
+    found["after"] = weights_of(engine)
+    engine.mb_spec = MicroBatchSpec(max_tokens_per_mb=24)
+    # With two data parallel ranks the second has no image at all.
+    found["cut_step"] = train(
+        engine, image_batch(without_images_at=(1, 2, 3, 5)) | no_images_at_1()
+    )
+    text = {**image_batch(without_images_at=tuple(range(7))), "multi_modal_input": [{}] * 7}
+    found["text_step"] = train(engine, text)
+    found["end"] = weights_of(engine)
+    return found
+
+
+def no_images_at_1() -> dict[str, Any]:
+    batch = image_batch(without_images_at=(1, 2, 3, 5))
+    batch["multi_modal_input"][2] = {}
+    return {"multi_modal_input": batch["multi_modal_input"]}
+
+
+def ranks_body(jobs: list[tuple[str, str]], scratch: str) -> None:
+    for folder, backend in jobs:
+        engine = open_engine(folder, backend)
+        found = work(engine)
+        engine.save(SaveLoadMeta(path=f"{scratch}/{backend}-dcp", weight_format="dcp"))
+        engine.save(SaveLoadMeta(path=f"{scratch}/{backend}-hf", weight_format="hf"))
+        if dist.get_rank() == 0:
+            torch.save(found, f"{scratch}/{backend}.pt")
+
+
+def test_two_ranks_train_as_one_and_shard_and_save_the_tower(folder, other_folder, tmp_path):
+    jobs = [(folder, "archon:d2"), (other_folder, "archon:c2")]
+    run_ranks(2, "engine.train.test_archon_vision:ranks_body", jobs, str(tmp_path), timeout_s=900)
+    for own, backend in jobs:
+        expected, got = work(open_engine(own, "archon:d1")), torch.load(tmp_path / f"{backend}.pt")
+        (name,) = (name for name in got["start"] if name.endswith("patch_embed.proj.weight"))
+        assert not torch.allclose(got["start"][name], got["after"][name], atol=1e-4)
+        torch.testing.assert_close(
+            got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, b=backend: f"{b}: {m}"
+        )
+        for kind in ("dcp", "hf"):
+            engine = open_engine(own, "archon:d1")
+            engine.load(SaveLoadMeta(path=str(tmp_path / f"{backend}-{kind}"), weight_format=kind))
+            for name, tensor in engine.hf_weights():
+                assert torch.equal(tensor, got["end"][name]), (backend, kind, name)
+
+
+def test_a_frozen_tower_stays_and_recomputation_changes_nothing(folder):
+    batch = image_batch()
+    plain = open_engine(folder, "archon:d1")
+    saving = open_engine(folder, "archon:d1", gradient_checkpointing=True)
+    frozen = open_engine(folder, "archon:d1", freeze_vision_tower=True)
+    start = weights_of(plain)
+    for engine in (plain, saving, frozen):
+        train(engine, batch)
+    ends = [weights_of(engine) for engine in (plain, saving, frozen)]
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
+    for name, tensor in ends[2].items():
+        if name.startswith("visual."):
+            assert torch.equal(tensor, start[name]), name
+        else:
+            torch.testing.assert_close(tensor, ends[0][name], rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_are_of_the_decoder_and_peft_reads_them(folder, tmp_path):
+    engine = open_engine(folder, "archon:d1", use_lora=True, lora_rank=2)
+    train(engine, image_batch())
+    engine.save(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
+    expected = engine.forward_batch(image_batch())
+    other = open_engine(folder, "archon:d1", use_lora=True, lora_rank=2)
+    other.load(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
+    torch.testing.assert_close(other.forward_batch(image_batch()), expected)
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForImageTextToText
+
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of adapters that the file lacks
+        adapted = peft.PeftModel.from_pretrained(base, str(tmp_path))
+    merged = adapted.merge_and_unload().state_dict()
+    ours = weights_of(engine)
+    name = "layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(ours[f"model.{name}"], merged[f"model.language_model.{name}"])
+
+
+def changed_rows(change: str) -> dict[str, Any]:
+    batch = image_batch()
+    row = dict(batch["multi_modal_input"][0])
+    if change == "by reference":
+        row["image_sha256"] = row.pop("pixel_values")
+    elif change == "cut":
+        row["pixel_values"] = row["pixel_values"][:-1]
+    elif change == "nan":
+        row["pixel_values"] = row["pixel_values"].clone().fill_(torch.nan)
+    elif change == "grid":
+        row["image_grid_thw"] = torch.tensor([[1, 6, 6]])
+    else:
+        row = {}
+    batch["multi_modal_input"][0] = row
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("by reference", "expected the tensors pixel_values"),
+        ("cut", r"expected \[24, 96\]"),
+        ("nan", "not finite"),
+        ("grid", r"expected \[36, 96\]"),
+        ("missing", "pass an image for each placeholder"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(folder, change, message):
+    engine = open_engine(folder, "archon:d1")
+    with pytest.raises(ValueError, match=message):
+        engine.forward_batch(changed_rows(change))
+
+
+def test_images_for_a_text_model_are_refused(tmp_path):
+    engine = open_engine(str(write_tiny_model(tmp_path, "qwen2")), "archon:d1")
+    with pytest.raises(ValueError, match="has no vision tower"):
+        engine.forward_batch(image_batch())
+
+
+@pytest.mark.parametrize(
+    ("changes", "hf_config", "message"),
+    [
+        ({"backend": "archon:t2"}, CONFIG, "over tensor or pipeline"),
+        ({"backend": "archon:p2"}, CONFIG, "over tensor or pipeline"),
+        ({"enable_tree_training": True}, CONFIG, "trees do not compute images"),
+        ({"freeze_vision_tower": True}, tiny_config("qwen3"), "has no vision tower"),
+    ],
+)
+def test_what_is_not_computed_with_images_is_refused_from_the_config(changes, hf_config, message):
+    config = TrainEngineConfig(**{"path": "m", "backend": "archon:d1", **changes})
+    with pytest.raises(ValueError, match=message):
+        check_training(config, hf_config)

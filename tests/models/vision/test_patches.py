@@ -1,0 +1,81 @@
+"""Patches of an image: those of transformers' image processor."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from areal.models.vision.patches import PatchRules, cut_patches, read_patch_rules, resized_sides
+from areal.utils.images import ImageError
+
+OPTIONS = [
+    {},
+    {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    {
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 1,
+        "min_pixels": 64,
+        "max_pixels": 4096,
+    },
+]
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(height * width).integers(0, 256, (height, width, 3), np.uint8)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sides", [(28, 28), (3, 5), (100, 31), (57, 640), (1200, 1100), (13, 200)])
+def test_they_are_those_of_transformers(tmp_path, options, sides):
+    processor = Qwen2VLImageProcessorPil(**options)
+    processor.save_pretrained(tmp_path)
+    rules = read_patch_rules(tmp_path)
+    rgb = picture(*sides)
+    expected = processor(images=[Image.fromarray(rgb)], return_tensors="np")
+    found = cut_patches(rgb, rules)
+    assert [list(found.grid)] == expected["image_grid_thw"].tolist()
+    assert found.pixels.dtype == np.float32
+    np.testing.assert_allclose(found.pixels, expected["pixel_values"], atol=1e-6)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rules_of_a_folder(tmp_path, nested):
+    given = {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 65536}}
+    name = "processor_config.json" if nested else "preprocessor_config.json"
+    (tmp_path / name).write_text(json.dumps({"image_processor": given} if nested else given))
+    assert read_patch_rules(tmp_path) == PatchRules(
+        patch_size=16, min_pixels=1024, max_pixels=65536
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"image_processor_type": "CLIPImageProcessor"}, "image_processor_type must be"),
+        ({"patch_size": 0}, "patch_size must be"),
+        ({"merge_size": True}, "merge_size must be"),
+        ({"max_pixels": "many"}, "max_pixels must be"),
+        ({"image_std": [1, 2]}, "image_std must be three numbers"),
+        ({"do_normalize": False}, "do_normalize must be true"),
+    ],
+)
+def test_rules_that_are_not_computed_are_refused(tmp_path, content, says):
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{file}: {says}"):
+        read_patch_rules(tmp_path)
+
+
+def test_a_folder_without_rules_is_named(tmp_path):
+    with pytest.raises(ValueError, match="has no preprocessor_config.json"):
+        read_patch_rules(tmp_path)
+
+
+def test_a_strip_is_refused():
+    with pytest.raises(ImageError, match="200 times"):
+        resized_sides(1, 201, PatchRules())

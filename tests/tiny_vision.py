@@ -1,0 +1,146 @@
+"""Tiny random models with a vision tower, and sequences with images for them.
+
+    config = tiny_vision_config("qwen2_5_vl", depth=3)       # overrides of vision_config
+    model = tiny_vision_model("qwen2_5_vl")
+    folder = write_tiny_vision_model(tmp_path / "m", "qwen2_5_vl")
+    row = image_row(config, [(4, 6), (2, 2)], seed=1)        # tokens, and two images of patches
+
+Special tokens are the last of the vocabulary (64): image 60, video 61, start 62, end 63.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny import tiny_config
+
+IMAGE, VIDEO, START, END = 60, 61, 62, 63
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "initializer_range": 0.2,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "like": "qwen2",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "mrope_section": [1, 1, 2],
+        "vision": {
+            "depth": 3,
+            "hidden_act": "silu",
+            "window_size": 16,  # two by two merged patches
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "qwen3_vl": {
+        "like": "qwen3",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "mrope_section": [2, 1, 1],
+        "vision": {
+            "depth": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    },
+}
+
+
+def tiny_vision_config(family: str = "qwen2_5_vl", **vision: Any) -> dict[str, Any]:
+    """A config.json as a dict; `vision` are keys of its vision_config."""
+    own = _FAMILIES[family]
+    text = tiny_config(own["like"])
+    theta = text.pop("rope_theta")
+    for key in ("architectures", "tie_word_embeddings", "dtype"):
+        del text[key]
+    rope = {"rope_type": "default", "rope_theta": theta, "mrope_section": own["mrope_section"]}
+    return {
+        "model_type": family,
+        "architectures": own["architectures"],
+        "dtype": "float32",
+        "tie_word_embeddings": False,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "text_config": {
+            **text,
+            "model_type": f"{family}_text",
+            "num_hidden_layers": 3,
+            "rope_parameters": rope,
+        },
+        "vision_config": {"model_type": f"{family}_vision", **_VISION, **own["vision"], **vision},
+    }
+
+
+def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, **vision: Any):
+    """Our module on the CPU in float32, biases and norms moved off 0 and 1."""
+    import torch
+
+    from areal.models.hf_io import build_model
+
+    config = tiny_vision_config(family, **vision)
+    model = build_model(config, device="cpu", dtype=torch.float32)
+    model.init_weights(seed)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def write_tiny_vision_model(
+    folder: str | Path, family: str = "qwen2_5_vl", seed: int = 0, **vision: Any
+) -> Path:
+    """Write config.json and safetensors (no tokenizer) into `folder`, made when absent."""
+    from areal.models.hf_io import save_hf
+
+    model = tiny_vision_model(family, seed, **vision)
+    save_hf(model.named_hf_tensors(), tiny_vision_config(family, **vision), folder)
+    return Path(folder)
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    tokens: Any  # [S] int64
+    pixels: Any  # [P, values]
+    grids: Any  # [N, 3] int64
+
+    def multi_modal_input(self) -> dict[str, Any]:
+        if not len(self.grids):
+            return {}
+        return {"pixel_values": self.pixels, "image_grid_thw": self.grids}
+
+
+def image_row(
+    config: dict[str, Any], sizes: list[tuple[int, int]], *, seed: int, text: int = 5
+) -> ImageRow:
+    """Images of `sizes` (height, width in patches), with `text` random tokens around each."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    vision = config["vision_config"]
+    merged, values = vision["spatial_merge_size"] ** 2, 3 * 2 * vision["patch_size"] ** 2
+
+    def words(count: int) -> list[int]:
+        return torch.randint(2, IMAGE, (count,), generator=generator).tolist()
+
+    tokens = words(text)
+    for height, width in sizes:
+        tokens += [START, *[IMAGE] * (height * width // merged), END, *words(text)]
+    num_patches = sum(height * width for height, width in sizes)
+    return ImageRow(
+        torch.tensor(tokens),
+        torch.randn(num_patches, values, generator=generator),
+        torch.tensor([[1, *size] for size in sizes], dtype=torch.int64).view(-1, 3),
+    )
