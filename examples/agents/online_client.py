@@ -1,7 +1,7 @@
 """Episodes from outside: a program that a run did not start plays, rewards itself and says so.
 
     export AREAL_ADMIN_API_KEY=a-secret-of-your-own
-    areal train examples/math/arithmetic_grpo.yaml rollout.agent.mode=online rollout.agent.port=8700
+    areal train examples/agents/online_grpo.yaml
     python examples/agents/online_client.py http://127.0.0.1:8700   # meanwhile, elsewhere
 
 A product would be here: sessions of its users, and rewards when they are known.
@@ -22,7 +22,7 @@ def play(session: dict) -> float:
     return float(session["data"]["answer"] in (reply.choices[0].message.content or ""))
 
 
-def main(url: str) -> int:
+def main(url: str, play=play) -> int:
     """Waits for the run to begin and plays until it is over; returns the number of episodes."""
     admin = {"Authorization": f"Bearer {os.environ['AREAL_ADMIN_API_KEY']}"}
     episodes = 0
@@ -35,13 +35,13 @@ def main(url: str) -> int:
                     return episodes
             else:
                 if started.status_code != 429:
-                    finish(http, started.raise_for_status().json())
+                    finish(http, started.raise_for_status().json(), play)
                     episodes += 1
                     continue
             time.sleep(0.5)  # no run yet, or it has enough sessions for now
 
 
-def finish(http: httpx.Client, session: dict) -> None:
+def finish(http: httpx.Client, session: dict, play) -> None:
     reward = play(session)
     key = {"Authorization": f"Bearer {session['api_key']}"}
     http.post("/rl/end_session", headers=key, json={"reward": reward}).raise_for_status()
