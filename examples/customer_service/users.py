@@ -23,8 +23,8 @@ LEAVES = "LEAVE"
 SCENE = (
     "You play a customer of a shop in a chat with its service. You want to {wish} your order "
     "number {order}. Begin without the number, and say it only when you are asked. Write one short "
-    "message at a time. When you were told that it is done or that it cannot be done, answer with the one "
-    "word {leaves}."
+    "message at a time. When you were told that it is done or that it cannot be done, answer with "
+    "the one word {leaves}."
 )
 
 
