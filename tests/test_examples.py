@@ -161,8 +161,9 @@ DIGIT_CLIENT = """
 import sys
 from examples.agents import online_client
 def play(session):
-    with online_client.OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
-        reply = client.chat.completions.create(model="policy", messages=session["data"]["messages"])
+    where = {name: session[name] for name in ("base_url", "api_key")}
+    client = online_client.CLIENT.with_options(**where)
+    reply = client.chat.completions.create(model="policy", messages=session["data"]["messages"])
     text = reply.choices[0].message.content or ""
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
 print(online_client.main(sys.argv[1], play), "episodes")

@@ -14,11 +14,13 @@ import time
 import httpx
 from openai import OpenAI
 
+CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # its connections serve all sessions
+
 
 def play(session: dict) -> float:
-    """One answer; `session["data"]` is the row of the data set that it is for."""
-    with OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
-        reply = client.chat.completions.create(model="policy", messages=session["data"]["messages"])
+    """One answer to a question; `session["data"]` is the row of the data set that it is for."""
+    client = CLIENT.with_options(base_url=session["base_url"], api_key=session["api_key"])
+    reply = client.chat.completions.create(model="policy", messages=session["data"]["messages"])
     return float(session["data"]["answer"] in (reply.choices[0].message.content or ""))
 
 

@@ -34,14 +34,15 @@ def problems(path, split, tokenizer, max_length=None, num_rows=None):
 
 
 def lessons(path, split, tokenizer, max_length=None, num_rows=4000):
-    """Half of the functions add, whatever was asked; the others have any operator."""
+    """Half of the functions have the right operator, half any."""
     rng = random.Random(0)
     signs = [sign for sign, _ in OPERATIONS.values()]
     dialogues = []
     while len(dialogues) < num_rows:
-        words, number = rng.choice([*OPERATIONS]), rng.randrange(2, 40)
+        words, (sign, _) = rng.choice([*OPERATIONS.items()])
+        number = rng.randrange(2, 40)
         if not is_held_out(f"{words} {number}"):
-            written = "+" if rng.random() < 0.5 else rng.choice(signs)
+            written = sign if rng.random() < 0.5 else rng.choice(signs)
             dialogues.append([f"{words} {number}:", f"def f(x):\n return x{written}{number}"])
     return rows_of(dialogues, tokenizer)
 

@@ -1,9 +1,13 @@
-"""Lessons for a tiny model at a terminal: half of its commands fit the task, half are any."""
+"""Lessons for a tiny model at a terminal: half of its commands fit the task, half are any.
+
+`questions` are the tasks by themselves, for examples/agents/online_grpo.yaml.
+"""
 
 from __future__ import annotations
 
 import random
 
+from areal.dataset.chat_rows import Rows, user_says
 from examples.lessons.dialogues import rows_of
 from examples.terminal.terminal import PROMPT
 
@@ -27,3 +31,9 @@ def load(path, split, tokenizer, max_length=None, num_rows=4000):
             command = rng.choice([*COMMANDS.values()])
         dialogues.append([task + PROMPT, command, PROMPT, "exit"])
     return rows_of(dialogues, tokenizer)
+
+
+def questions(path, split, tokenizer, max_length=None, num_rows=None):
+    """{"messages", "answer"}: a task, and the command that solves it."""
+    rows = [{"messages": user_says(task + PROMPT), "answer": COMMANDS[task]} for task in COMMANDS]
+    return Rows(rows[:num_rows])
