@@ -73,11 +73,14 @@ class ModelUser:
         try:
             async with httpx.AsyncClient(timeout=self.timeout_s, trust_env=False) as http:
                 answer = await http.post(f"{self.url}/chat/completions", json=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise EnvError(f"user_url: {self.url}: {type(error).__name__}: {error}") from error
+        try:
             said = answer.raise_for_status().json()["choices"][0]["message"]["content"]
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (httpx.HTTPStatusError, ValueError, KeyError, IndexError, TypeError) as error:
             raise EnvError(
-                f"user_url: {self.url} gave no reply of a user ({type(error).__name__}: {error}); "
-                f"expected an OpenAI-compatible server with the model {self.model!r}"
+                f"user_url: {self.url} answered with status {answer.status_code} and "
+                f"{answer.text!r:.300}; expected a chat completion of the model {self.model!r}"
             ) from error
         if not isinstance(said, str) or not said.strip():
             raise EnvError(f"user_url: {self.url} replied {said!r:.80}, expected a text")
