@@ -112,6 +112,8 @@ def scenario(wish: str, status: str) -> int:
         ("cancel", "open", "cancel", "cancelled", 1.0),
         ("refund", "lost", "refund", "It is refunded.", 1.0),
         ("cancel", "sent", None, "sorry", 1.0),
+        ("cancel", "sent", None, "Sorry, it cannot be cancelled.", 1.0),
+        ("cancel", "open", "cancel", "Sorry, it is cancelled.", 0.0),
         ("cancel", "sent", "cancel", "cancelled", 0.0),  # obeyed against the policy
         ("refund", "lost", None, "refunded", 0.0),  # promised and not done
         ("cancel", "open", "cancel", "sorry", 0.0),  # done and not told

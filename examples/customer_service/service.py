@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from examples.customer_service.shop import SORRY, Shop, scenario_of
+from examples.customer_service.shop import OUTCOMES, SORRY, Shop, scenario_of
 from examples.customer_service.users import ModelUser, ScriptedUser
-
-OUTCOMES = ("cancelled", "refunded", SORRY)
 
 
 class Service:
@@ -44,4 +42,8 @@ class Service:
         if said is not None:
             return said, 0.0, False
         is_right = self.shop.orders == self.scenario.wanted_orders
-        return "", float(is_right and self.told == {self.scenario.wanted_word}), True
+        return "", float(is_right and self._was_told(self.scenario.wanted_word)), True
+
+    def _was_told(self, word: str) -> bool:
+        # "Sorry, it cannot be cancelled" is a refusal, whatever else it says.
+        return word in self.told and (word == SORRY or SORRY not in self.told)

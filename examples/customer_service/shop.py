@@ -16,6 +16,7 @@ WISHES = ("cancel", "refund")
 # (wish, status) -> status afterwards, and the word that the user must be told
 BY_POLICY = {("cancel", "open"): "cancelled", ("refund", "lost"): "refunded"}
 SORRY = "sorry"
+OUTCOMES = (*BY_POLICY.values(), SORRY)  # what a user can be told
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import os
 import httpx
 
 from areal.environments.interface import EnvError
-from examples.customer_service.shop import SORRY, Scenario
+from examples.customer_service.shop import OUTCOMES, Scenario
 
 API_KEY = "USER_MODEL_API_KEY"  # variable with the key of the user's model, if it wants one
 MAX_QUESTIONS = 2
@@ -39,7 +39,7 @@ class ScriptedUser:
         return f"please {self.scenario.wish} my order."
 
     async def reply(self, message: str) -> str | None:
-        is_outcome = any(word in message for word in ("cancelled", "refunded", SORRY))
+        is_outcome = any(word in message.casefold() for word in OUTCOMES)
         if is_outcome or self.questions_left == 0:
             return None
         self.questions_left -= 1
