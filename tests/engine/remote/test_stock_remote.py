@@ -334,12 +334,9 @@ async def test_a_server_that_missed_an_update_gets_no_more_requests(model, tmp_p
 
             servers[1].hides = False
             await asyncio.to_thread(engine.join, second)  # with the weights, before any request
-            assert servers[1].orders == [
-                "/health",
-                "/pause_generation",
-                "/update_weights_from_disk",
-                "/continue_generation",
-            ]
+            orders = [order for order in servers[1].orders if order != "/health"]
+            loading = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+            assert orders == loading
             await asyncio.to_thread(engine.leave, first)
             reply = await engine.agenerate(request())
             assert reply.output_tokens == [8] and reply.output_versions == [3]
