@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 class _Question:
     prompt: Prompt  # as the chat template writes it: what the reward gets
     ids: list[int]  # with one image token per merged patch
+    chat: list[dict[str, Any]]
     image_data: list[str]  # base64
     references: dict[str, torch.Tensor]
 
@@ -88,7 +89,7 @@ class VisionRLVRWorkflow(RolloutWorkflow):
             processor = load_processor(processor, self.tokenizer)
         self.processor = processor
         self._store = ImageStore(image_folder)
-        self._feedback_ids: list[int] = []
+        self._feedback, self._feedback_ids = {"role": "user", "content": feedback}, []
         if max_turns > 1:
             self._feedback_ids = feedback_ids(feedback, self.tokenizer, enable_thinking)
 
@@ -96,11 +97,11 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         question = await self._question(data)
-        prompt, transcript = question.prompt, Transcript(question.ids)
+        prompt, chat, transcript = question.prompt, question.chat, Transcript(question.ids)
         row = _for_reward(data)
         while True:
             response = await self._turn.generate(
-                engine, transcript.ids, image_data=question.image_data
+                engine, transcript.ids, image_data=question.image_data, chat=chat
             )
             transcript.add_reply(response)
             reward = await self._turn.judge(prompt, response.output_tokens, row)
@@ -110,6 +111,8 @@ class VisionRLVRWorkflow(RolloutWorkflow):
             if len(transcript.ids) + len(feedback) >= self._turn.gconfig.max_tokens:
                 break
             transcript.add_text(feedback)
+            reply = self._turn.reply_text(response.output_tokens)
+            chat = [*chat, {"role": "assistant", "content": reply}, self._feedback]
             ids = [*prompt.ids, *response.output_tokens, *feedback]
             prompt = Prompt(ids=ids, text=self.tokenizer.decode(ids))
         reward *= self.turn_discount ** (transcript.num_turns - 1)
@@ -124,7 +127,11 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         if self.max_turns > 1:
             return await self._run_episodes(engine, data, num_samples)
         replies = await self._turn.generate_group(
-            engine, question.ids, num_samples, image_data=question.image_data
+            engine,
+            question.ids,
+            num_samples,
+            image_data=question.image_data,
+            chat=question.chat,
         )
         failures = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Exception)}
         samples = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Sample)}
@@ -178,6 +185,7 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         return _Question(
             prompt,
             self.processor.expand(prompt.ids, grids),
+            chat_of(data),
             [base64.b64encode(image).decode() for image in images],
             references(digests, grids),
         )

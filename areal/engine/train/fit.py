@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 # Back ends that see: of actor.backend, and of rollout.backend.
-IMAGE_TRAINERS, IMAGE_SERVERS = ("archon",), ("native",)
+IMAGE_TRAINERS, IMAGE_SERVERS = ("archon",), ("native", "sglang", "vllm")
 # That read images, as `workflow` of a config names them.
 VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
