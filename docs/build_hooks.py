@@ -2,7 +2,10 @@ r"""What MkDocs does to a page besides Markdown: formulas, and learning curves t
 
 In: the text of a page. Out: MathML in place of a fenced block `math` (formulas apart by an empty
 line) and of inline $`x`$, which is how GitHub writes them too; an image in place of a comment
-`<!-- curve: name -->` when docs/assets/curves/name.png exists, and nothing when it does not.
+`<!-- curve: name -->` when docs/assets/curves/name.png exists, and nothing when it does not. The
+stamp at the top of a translated page (docs/zh_lag.py) is left out: MkDocs takes a page's title from
+its heading only if nothing stands before it. Anchors keep the letters of every language, and the
+HTML of a Chinese page says that it is Chinese, by which browsers choose its glyphs.
 
 Formulas are translated while the site is built, so a reader's browser needs no script and no
 network. A formula that does not translate stops the build.
@@ -17,14 +20,17 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from latex2mathml.converter import convert
+from markdown.extensions.toc import slugify_unicode
 
 CURVE = re.compile(r"<!-- curve: ([\w-]+) -->")
+STAMP = re.compile(r"\A<!-- translates .+? -->\s*")
 INLINE = re.compile(r"\$<code>(.*?)</code>\$")
 
 
 def on_config(config: Any) -> Any:
     options = config.mdx_configs.setdefault("pymdownx.superfences", {})
     options["custom_fences"] = [{"name": "math", "class": "math", "format": _display}]
+    config.mdx_configs["toc"]["slugify"] = slugify_unicode
     return config
 
 
@@ -38,11 +44,17 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         path = os.path.relpath(uri, folder)
         return f"![Learning curve of {match[1]} on the arithmetic task]({path})"
 
-    return CURVE.sub(image, markdown)
+    return CURVE.sub(image, STAMP.sub("", markdown))
 
 
 def on_page_content(content: str, *, page: Any, config: Any, files: Any) -> str:
     return INLINE.sub(lambda match: _mathml(html.unescape(match[1]), "inline"), content)
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    if page.file.src_uri.startswith("zh/"):
+        return output.replace('<html lang="en"', '<html lang="zh-Hans"', 1)
+    return output
 
 
 def _display(source: str, *_: Any, **__: Any) -> str:

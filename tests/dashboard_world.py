@@ -14,6 +14,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from areal.dashboard.routes import Routes
 from areal.dashboard.server import create_app
+from areal.evaluation.store import Evaluation, ResultStore, SampleResult
 from areal.rollout.buffer import Outcome
 from areal.rollout.executor import Batch
 from areal.rollout.ledger import Ledger
@@ -111,6 +112,17 @@ class WrittenRun:
 
     def close(self) -> None:
         self.database.close()
+
+
+def write_evaluation(file: Path, *, text: str = "48") -> None:
+    """Two problems: one sample scored, one failed, one cut off."""
+    evaluation = Evaluation("e1", "final model", 7, "arithmetic", {"weights": "abc"})
+    with ResultStore(file) as store:
+        rows = [{"messages": [{"role": "user", "content": f"{i} + 41? {text}"}]} for i in (7, 8)]
+        store.begin(evaluation, rows)
+        store.add("e1", SampleResult(0, 0, "scored", 1.0, completion=text, num_tokens=2, version=7))
+        store.add("e1", SampleResult(0, 1, "failed", None, why="TimeoutError: 3 s"))
+        store.add("e1", SampleResult(1, 0, "truncated", 0.5, completion="4", num_tokens=1))
 
 
 class Dash:

@@ -29,7 +29,7 @@ from areal.engine.remote.server_control import ControlClient
 from areal.engine.remote.vllm import MODEL_NAME
 from areal.engine.train.export import send_weights
 from areal.models.hf_io import read_shapes, weight_files
-from areal.models.lora import FILE_PREFIX, read_peft, write_peft
+from areal.models.lora_files import FILE_PREFIX, read_peft, write_peft
 from areal.models.lora_merge import merge_adapter
 from areal.rollout.ledger import Ledger
 from areal.rollout.trajectory import decode

@@ -31,8 +31,9 @@ LAYERS = (
     {"run"},
     {"workflow"},
     {"rollout"},
-    {"dashboard", "trainer"},
+    {"trainer"},
     {"doctor", "evaluation"},
+    {"dashboard"},
     {"cli", "tools"},
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}

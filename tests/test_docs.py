@@ -1,6 +1,6 @@
 """What the documentation says is true: its commands run, its code works, its keys and paths exist.
 
-Every page of docs/ and README.md is a story, run block by block in a folder of its own (see
+Every English page of docs/ and README.md is a story, run block by block in a folder of its own (see
 docs_world.py). On the pages of algorithms `areal train` is replaced by `areal check`, because
 `pytest -m examples` trains each of their recipes. YAML blocks are loaded: a block with a `trainer`
 key as it stands, any other laid over the arithmetic GRPO recipe.
@@ -22,7 +22,11 @@ from sandbox_support import needs_sandbox
 
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"  # generated
-PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if REFERENCE not in p.parents)]
+ZH = DOCS / "zh"  # the same blocks, which tests/test_docs_zh.py compares
+PAGES = [
+    ROOT / "README.md",
+    *sorted(p for p in DOCS.rglob("*.md") if not {REFERENCE, ZH} & set(p.parents)),
+]
 SECTIONS = (
     "actor|critic|ref|teacher|rollout|native|vllm|sglang|gconfig|recover|saver|evaluator|cluster"
 )

@@ -52,7 +52,7 @@ def areal(*argv: str, cwd: Path) -> None:
         ("quickstart.md", f"{GRPO} reward_fn=my_rewards.exact_reward_fn", 40),
         ("howto/reward.md", f"{GRPO} reward_fn=my_rewards.close_reward_fn", 40),
         ("howto/workflow.md", f"{GRPO} workflow=second_chance.SecondChance", 40),
-        ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 40),
+        ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 24),
         ("howto/algorithm.md", f"{GRPO} actor.eps_clip_higher=null", 40),
         ("howto/dataset.md", "tens.yaml", 120),
         ("algorithms/ppo.md", "examples/multi_turn_math/arithmetic_ppo.yaml", 60),

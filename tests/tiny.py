@@ -70,6 +70,40 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
         "tie_word_embeddings": False,
     },
+    "qwen3_5_text": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 3,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.5,
+        # The gated norm divides by the length of what the state returned, which may be tiny: with
+        # the usual 1e-6 two orders of the same sums differ in the fourth digit.
+        "rms_norm_eps": 1e-2,
+        "attention_bias": False,
+    },
+    "qwen3_5_moe_text": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "intermediate_size": None,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.5,
+        # The gated norm divides by the length of what the state returned, which may be tiny: with
+        # the usual 1e-6 two orders of the same sums differ in the fourth digit.
+        "rms_norm_eps": 1e-2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 20,
+        "attention_bias": False,
+    },
     "gemma3_text": {
         "architectures": ["Gemma3ForCausalLM"],
         "hidden_act": None,

@@ -221,11 +221,17 @@ def _interaction(
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
     """The parsed request; options it leaves out come from the run's `gconfig`."""
-    call = parse_chat(with_defaults(options, body))
+    call = parse_text_chat(with_defaults(options, body))
+    return dataclasses.replace(call, gconfig=checked_gconfig(options, call))
+
+
+def parse_text_chat(body: dict[str, Any]) -> ChatCall:
+    """A chat without images, which the record of an episode would not have."""
+    call = parse_chat(body)
     if call.images:
         message = "an agent's episodes are recorded as text: leave the images out"
         raise WireError(400, f"messages: {message}", "messages")
-    return dataclasses.replace(call, gconfig=checked_gconfig(options, call))
+    return call
 
 
 def with_defaults(options: SessionOptions, body: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal.agents.completions import Route, complete
+from areal.agents.completions import Route, complete, parse_text_chat
 from areal.agents.registry import ID_LENGTH, Entry, session_id_of
 from areal.agents.retries import Attempt, SharedCall
 from areal.agents.routes import ROUTES, TOKEN_ROUTES
@@ -58,7 +58,6 @@ from areal.openai.apis import error_for
 from areal.openai.errors import WireError, loads_body, parse_body
 from areal.openai.models import model_card, model_list
 from areal.openai.prompts import chat_prompt_ids
-from areal.openai.requests import parse_chat
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_body import Body, Expect, Text, json_body
@@ -261,7 +260,7 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
     async def count_tokens(request: Request) -> dict[str, int]:
         session, content = proxy.session_of(request), await _body(proxy, request)
-        call = parse_chat(prompt_body(content))
+        call = parse_text_chat(prompt_body(content))
         tokenizer = session.options.tokenizer
         return {"input_tokens": len(await asyncio.to_thread(chat_prompt_ids, tokenizer, call))}
 

@@ -206,6 +206,7 @@ def _check_import_paths(config: PPOConfig) -> None:
         policy_loss_call,
     )
     from areal.cli.static_import import has_blocking_run
+    from areal.environments.hubs.catalog import check_env
     from areal.reward import REWARD_CALL, REWARD_FNS
     from areal.workflow import WORKFLOWS
 
@@ -225,7 +226,7 @@ def _check_import_paths(config: PPOConfig) -> None:
         finds_messages = "data_extract_prompt_fn" not in config.workflow_kwargs
         call = replace(REWARD_CALL, certain=["messages"] if finds_messages else [])
     _check_name("reward_fn", config.reward_fn, REWARD_FNS, call)
-    if config.env is not None:
+    if config.env is not None and not check_env(config.env):
         _check_name("env", config.env, ())
     if config.dynamic_filter_fn is not None:
         _check_name("dynamic_filter_fn", config.dynamic_filter_fn, DYNAMIC_FILTERS, filter_call())

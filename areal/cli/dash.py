@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Serves a page about runs on this machine: numbers, time by cause, samples token by token, "
-        "prompts, curves, configs, alarms. Reads only. Open the link it prints; from another "
-        "machine, forward the port: ssh -L PORT:127.0.0.1:PORT HOST."
+        "prompts, curves, configs, evaluations, alarms. Reads only. Open the link it prints; from "
+        "another machine, forward the port: ssh -L PORT:127.0.0.1:PORT HOST."
     )
     parser.add_argument(
         "folders",
         metavar="RUN",
         nargs="*",
         default=["runs"],
-        help="folders of runs, or folders that hold runs (default: runs)",
+        help="folders of runs, folders that hold runs, files of areal eval (default: runs)",
     )
     parser.add_argument("--port", type=int, default=0, help="default: any that is free")
     parser.add_argument("--export", metavar="FILE", help="write one HTML file instead, and end")
@@ -34,8 +34,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must lie between 0 and 65535, got {args.port}")
     routes = Routes([Path(folder) for folder in args.folders])
-    if not routes.num_runs:
-        raise ValueError(f"no run in {', '.join(args.folders)}: give a folder with a run.db")
+    if not routes.num_runs and not routes.num_eval_files:
+        raise ValueError(
+            f"no run in {', '.join(args.folders)}: give a folder with a run.db, or the eval.db of "
+            "areal eval"
+        )
     if args.export:
         _export(routes, Path(args.export))
     else:

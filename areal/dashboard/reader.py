@@ -68,7 +68,7 @@ class RunReader:
             self._connection = connection = open_read_only(self.paths.database)
             try:
                 # Faster than LIKE and instr of SQLite, which compare byte by byte.
-                connection.create_function("has_text", 2, _has_text, deterministic=True)
+                connection.create_function("has_text", 2, has_text, deterministic=True)
                 connection.execute("BEGIN")
                 self._check(connection)
             except BaseException:
@@ -264,7 +264,8 @@ class RunReader:
             ) from error
 
 
-def _has_text(text: str, lower_part: str) -> bool:
+def has_text(text: str, lower_part: str) -> bool:
+    """For SQL."""
     return lower_part in text.lower()
 
 
@@ -273,22 +274,21 @@ def find_runs(folder: str | Path) -> list[Path]:
     root = Path(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}: give a run's folder, or one that holds runs")
-    return sorted(_runs_in(root, _MAX_DEPTH))
+    return sorted(one for one in folders_below(root) if RunPaths(one).database.is_file())
 
 
-def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
-    if RunPaths(folder).database.is_file():
-        yield folder
-        return
-    if depth == 0:
+def folders_below(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
+    """`folder` and those below, but not inside a run, hidden ones or those of another user."""
+    yield folder
+    if depth == 0 or RunPaths(folder).database.is_file():
         return
     try:
         entries = list(os.scandir(folder))
-    except PermissionError:  # of another user
+    except (PermissionError, FileNotFoundError):  # of another user, or just deleted
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-            yield from _runs_in(Path(entry.path), depth - 1)
+            yield from folders_below(Path(entry.path), depth - 1)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

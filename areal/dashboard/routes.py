@@ -4,6 +4,7 @@ the server, the exported page and the benchmark ask the same thing.
     routes = Routes([Path("runs")])
     routes.answer("runs", {})
     routes.answer("run/0/samples", {"min_reward": "1", "text": "boxed"})
+    routes.answer("evals", {})
 
 ValueError: a query that cannot be answered (HTTP 400). LookupError: nothing is there (404).
 """
@@ -17,8 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from areal.dashboard import views
-from areal.dashboard.reader import RunReader, find_runs
+from areal.dashboard.evaluations import (
+    ResultFilter,
+    find_evaluations,
+    find_results,
+    list_evaluations,
+)
+from areal.dashboard.reader import RunReader, UnreadableRunError, find_runs
 from areal.dashboard.samples import SampleFilter
+from areal.evaluation.store import STATES as RESULT_STATES
 from areal.rollout.ledger_balance import STATES
 
 Query = Mapping[str, str]
@@ -27,21 +35,32 @@ _MAX_STEPS = 10_000
 
 
 class Routes:
-    """Runs are numbered as they are found; a number stays that of its run."""
+    """Runs and files of evaluations are numbered as they are found; a number stays.
+
+    `roots`: folders, or files of `areal eval`.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = list(roots)
         self._folders: list[Path] = []
+        self._eval_files: list[Path] = []
         self.find()
 
     @property
     def num_runs(self) -> int:
         return len(self._folders)
 
+    @property
+    def num_eval_files(self) -> int:
+        return len(self._eval_files)
+
     def find(self) -> None:
-        """Also runs that were started since the last call."""
+        """Also what was started since the last call."""
         for root in self._roots:
-            self._folders += [one for one in find_runs(root) if one not in self._folders]
+            runs = [] if root.is_file() else find_runs(root)
+            self._folders += [one for one in runs if one not in self._folders]
+            files = find_evaluations(root)
+            self._eval_files += [one for one in files if one not in self._eval_files]
 
     def answer(self, path: str, query: Query) -> Any:
         match path.split("/"):
@@ -55,6 +74,12 @@ class Routes:
                     self._run(query.get("second", "")) as other,
                 ):
                     return views.diff(one, other)
+            case ["evals"]:
+                return [_evaluations(number, file) for number, file in enumerate(self._eval_files)]
+            case ["eval", number, "results"]:
+                if not number.isdecimal() or int(number) >= self.num_eval_files:
+                    raise LookupError(f"no file {number[:20]!r}: /api/evals lists the numbers")
+                return _results(self._eval_files[int(number)], query)
             case ["run", number, view, *rest] if view in _VIEWS:
                 with self._run(number) as run:
                     value = _VIEWS[view](run, rest, query)
@@ -67,6 +92,33 @@ class Routes:
         if not number.isdecimal() or int(number) >= self.num_runs:
             raise LookupError(f"no run {number[:20]!r}: /api/runs lists the numbers")
         return RunReader(self._folders[int(number)])
+
+
+def _evaluations(number: int, file: Path) -> dict[str, Any]:
+    """One unreadable file must not hide the others."""
+    try:
+        found, fault = list_evaluations(file), ""
+    except (UnreadableRunError, FileNotFoundError) as error:
+        found, fault = [], str(error)
+    return {"id": number, "file": str(file), "fault": fault, "evaluations": found}
+
+
+def _results(file: Path, query: Query) -> Any:
+    state = query.get("state", "")
+    if state and state not in RESULT_STATES:
+        expected = ", ".join(RESULT_STATES)
+        raise ValueError(f"state: expected one of {expected}, got {state[:40]!r}")
+    limit = _whole(query, "limit")
+    wanted = ResultFilter(
+        evaluation=query.get("evaluation", ""),
+        state=state,
+        min_reward=_number(query, "min_reward"),
+        max_reward=_number(query, "max_reward"),
+        text=query.get("text", ""),
+        limit=min(_MAX_LIMIT, 50 if limit is None else limit),
+        offset=_whole(query, "offset") or 0,
+    )
+    return {"results": find_results(file, wanted), "limit": wanted.limit}
 
 
 def _prompts(run: RunReader, rest: list[str], query: Query) -> Any:

@@ -22,6 +22,7 @@ from areal.dashboard.samples import (
     read_sample,
 )
 from areal.dashboard.seconds import time_by_cause
+from areal.run.mailbox import read_state
 
 MAX_POINTS = 600  # of one curve
 # Numbers of the newest step on the first view: title, statistic.
@@ -145,6 +146,12 @@ def prompt(run: RunReader, task_id: int) -> dict[str, Any] | None:
         return None
     story = [{"time": time, "text": text} for time, text in life_of(task)]
     return _clean({"task": task, "story": story, "samples": read_group(run, task_id)})
+
+
+def servers(run: RunReader) -> dict[str, str]:
+    """State of each server by address. RuntimeError if the run is not alive, or has none."""
+    found = read_state(run.paths.fleet)["servers"]
+    return {str(address): str(state) for address, state in found.items()}
 
 
 def step(run: RunReader, number: int) -> dict[str, Any] | None:

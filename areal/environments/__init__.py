@@ -5,5 +5,7 @@ tools.py           functions that a model may call, and the checks of its calls
 adapters.py        classes of gymnasium and skyrl-gym, as environments
 sandbox_tools.py   ready tools: Python, shell, files
 calls.py           deadlines, threads, open episodes
-load.py            the key `env`: import paths
+load.py            the key `env`: import paths and hubs
+hubs/              environments of hubs, in a Python of their own
+rpc.py             a child process that answers requests
 """

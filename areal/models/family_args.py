@@ -11,6 +11,7 @@ from typing import Any
 
 from areal.models.common.args import (
     DecoderArgs,
+    DeltaArgs,
     LatentArgs,
     MoEArgs,
     RopeArgs,
@@ -48,6 +49,33 @@ _DEEPSEEK_V2_DEFAULTS: dict[str, Any] = {
     "v_head_dim": 128,
     "moe_intermediate_size": 1407,
 }
+_QWEN35_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+}
+_QWEN35_MOE_DEFAULTS: dict[str, Any] = _QWEN35_DEFAULTS | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_WINDOW, _ALL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _QWEN2_5_VL_DEFAULTS: dict[str, Any] = {
     "vocab_size": 152064,
     "hidden_size": 8192,
@@ -70,7 +98,6 @@ _QWEN3_VL_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 128000,
     "rope_theta": 5e5,
 }
-_WINDOW, _ALL = "sliding_attention", "full_attention"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -297,6 +324,61 @@ class Gemma3ModelArgs(DecoderArgs):
             window_rope=RopeArgs.from_hf_config(plain | ropes[_WINDOW]),
             logit_softcap=hf.get("final_logit_softcapping"),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35ModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen35ModelArgs:
+        is_sparse = hf.get("model_type") == "qwen3_5_moe_text"
+        defaults = _QWEN35_MOE_DEFAULTS if is_sparse else _QWEN35_DEFAULTS
+        hf = defaults | {key: value for key, value in hf.items() if value is not None}
+        if is_sparse:
+            hf["intermediate_size"] = hf["moe_intermediate_size"]  # no layer is dense
+            hf |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        rope = dict(hf.get("rope_parameters") or {})
+        share = rope.pop("partial_rotary_factor", hf.pop("partial_rotary_factor"))
+        fields = common_decoder_fields(hf | {"rope_parameters": rope})
+        rotated = int(fields["head_dim"] * share)
+        if rotated < 2 or rotated % 2:
+            raise ValueError(
+                f"partial_rotary_factor {share} rotates {rotated} of the {fields['head_dim']} dims "
+                "of a head: expected an even number of at least 2"
+            )
+        bias = hf.get("attention_bias", False)
+        return cls(
+            **fields,
+            zero_centered_norms=True,
+            qk_norm=True,
+            qkv_bias=bias,
+            attention_out_bias=bias,
+            moe=_gated_shared(hf) if is_sparse else None,
+            delta=_delta_args(hf),
+            rotated_dim=rotated,
+        )
+
+
+def _gated_shared(hf: Mapping[str, Any]) -> MoEArgs:
+    shared_dim = hf["shared_expert_intermediate_size"]
+    return replace(_moe_args(hf), shared_dim=shared_dim, shared_gate=shared_dim > 0)
+
+
+def _delta_args(hf: Mapping[str, Any]) -> DeltaArgs:
+    num_layers, every = hf["num_hidden_layers"], hf["full_attention_interval"]
+    default = [_LINEAR if (i + 1) % every else _ALL for i in range(num_layers)]
+    kinds = hf.get("layer_types") or default
+    if unknown := set(kinds) - {_LINEAR, _ALL}:
+        raise ValueError(f"layer_types must be {_LINEAR!r} or {_ALL!r}, got {sorted(unknown)}")
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types must name all {num_layers} layers, got {len(kinds)}")
+    return DeltaArgs(
+        layers=frozenset(i for i, kind in enumerate(kinds) if kind == _LINEAR),
+        num_key_heads=hf["linear_num_key_heads"],
+        num_value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        conv_size=hf["linear_conv_kernel_dim"],
+    )
 
 
 def _layer_types(hf: Mapping[str, Any]) -> list[str]:

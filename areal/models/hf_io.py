@@ -95,6 +95,15 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
                     model.load_hf_tensor(name, tensors.get_tensor(name))
 
 
+def kept_tensors(path: str | Path, model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the folder has beside the model's weights and a saved model keeps, bit for bit."""
+    for file in weight_files(Path(path)):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if model.adapter.is_kept(name):
+                    yield name, tensors.get_tensor(name)
+
+
 def check_hf_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], *, source: str) -> None:
     """ValueError unless the named weights match the model's exactly."""
     expected, adapter = model.hf_shapes(), model.adapter

@@ -6,17 +6,14 @@
     adapters.save(adapters.tensors(is_receiver=True), folder, base_model)
 
 A fresh adapter is a no-op: one of its two matrices is zero. A critic's score head is trained in
-full and saved beside the adapters. Files have peft's format, with Hugging Face names; peft itself
-is not needed.
+full and saved beside the adapters. Files: lora_files.py.
 
 Shape legend: T tokens, D inputs, N outputs, R rank.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,34 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from areal.models.common.lora_layers import ExpertLora, LoraLinear
 from areal.models.common.moe import Experts
+from areal.models.lora_files import ADAPTER_FILE, FILE_PREFIX, base_model_keys, write_peft_config
 from areal.models.parallelize import whole, write_own_part
-from areal.utils.hub import hub_name
-from areal.utils.model_files import read_json
 
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
 
-_FILE = "adapter_model.safetensors"
-_CONFIG_FILE = "adapter_config.json"
-FILE_PREFIX = "base_model.model."
 _TOWER_MODULES = r".*\bvisual\b.*"  # matches names of transformers' modules
-# Keys of a config that change what an adapter computes, with the values that do not.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "lora_bias": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-}
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 PassOn = Callable[[str, torch.Tensor], torch.Tensor]
@@ -144,12 +125,12 @@ class LoraAdapters(ABC):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors}
-        save_file(on_cpu, folder / _FILE, metadata={"format": "pt"})
-        self._write_config(folder, _base_model_keys(base_model))
+        save_file(on_cpu, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        self._write_config(folder, base_model_keys(base_model))
 
     def load(self, folder: str | Path) -> None:
         """Load a folder that `save` or peft wrote."""
-        file = Path(folder) / _FILE
+        file = Path(folder) / ADAPTER_FILE
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file} not found: with use_lora a saved model is the adapter alone"
@@ -163,56 +144,6 @@ class LoraAdapters(ABC):
             raise ValueError(f"{file} does not fit {self}: {differ}")
         for one in trained:
             one.write(tensors)
-
-
-def read_peft(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
-    """Tensors by their names in the file, and alpha, of a folder that peft or areal wrote.
-
-    ValueError for what is more than A, B and a factor.
-    """
-    file, config_file = Path(folder) / _FILE, Path(folder) / _CONFIG_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} not found: expected the folder of a PEFT adapter")
-    config = read_json(config_file)
-    for key, plain in _PLAIN.items():
-        if config.get(key, plain[0]) not in plain:
-            raise ValueError(f"{config_file}: {key} is {config[key]!r}, expected {plain[0]!r}")
-    alpha = config.get("lora_alpha")
-    if (
-        not isinstance(alpha, int | float)
-        or isinstance(alpha, bool)
-        or not 0 < alpha <= sys.float_info.max
-    ):
-        raise ValueError(f"{config_file}: lora_alpha is {alpha!r}, expected a number above 0")
-    try:
-        return load_file(file), float(alpha)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
-
-
-def write_peft(
-    tensors: Mapping[str, torch.Tensor], folder: Path, *, alpha: float, base_model: str
-) -> None:
-    """A folder as `LoraAdapters.save` makes it, of a policy's A and B under their names in the
-    file; what its config says of them is read from them."""
-    save_file(dict(tensors), folder / _FILE, metadata={"format": "pt"})
-    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
-    rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A" in name)
-    shape = {"r": rank, "lora_alpha": alpha, "target_modules": sorted(layers)}
-    _write_peft_config(folder, {**_base_model_keys(base_model), **shape}, is_critic=False)
-
-
-def _write_peft_config(folder: Path, own: Mapping[str, Any], *, is_critic: bool) -> None:
-    config = {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
-        **own,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "modules_to_save": ["score"] if is_critic else None,
-        "inference_mode": True,
-    }
-    (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 class Adapters(LoraAdapters):
@@ -254,7 +185,7 @@ class Adapters(LoraAdapters):
         is_critic = self._model.score is not None
         if self._model.tower is not None:  # its layers may have the same names
             shape["exclude_modules"] = _TOWER_MODULES
-        _write_peft_config(folder, {**base_model, **shape}, is_critic=is_critic)
+        write_peft_config(folder, {**base_model, **shape}, is_critic=is_critic)
 
     def _trained(self) -> list[Trained]:
         trained = []
@@ -267,15 +198,6 @@ class Adapters(LoraAdapters):
             files = [f"{FILE_PREFIX}score.weight"]
             trained.append(Trained(self._model.score.weight, "score.weight", files))
         return trained
-
-
-def _base_model_keys(base_model: str) -> dict[str, str]:
-    """A folder, or a hub name with its revision."""
-    name = hub_name(base_model)
-    if name is None:
-        return {"base_model_name_or_path": base_model}
-    revision = {} if name.revision is None else {"revision": name.revision}
-    return {"base_model_name_or_path": name.repo, **revision}
 
 
 def _linear_layers(model: Decoder) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from areal.models.hf_io import critic_config, read_shapes, save_hf
-from areal.models.lora import FILE_PREFIX, read_peft
+from areal.models.lora_files import FILE_PREFIX, read_peft
 from areal.utils.model_files import read_hf_config, weight_files
 
 _COPIED = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation config

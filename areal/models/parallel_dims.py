@@ -135,6 +135,12 @@ def check_layout(args: DecoderArgs, dims: ParallelDims) -> None:
             f"t{dims.tp}: archon does not cut multi-head latent attention ({args.model_type}) over "
             "tensor parallel ranks; lay the model out with d, c, p and e"
         )
+    if args.delta is not None and (dims.tp > 1 or dims.cp > 1):
+        found = f"t{dims.tp}" if dims.tp > 1 else f"c{dims.cp}"
+        raise ValueError(
+            f"{found}: archon does not cut layers with a recurrent state ({args.model_type}) over "
+            "tensor or context parallel ranks; lay the model out with d, p and e"
+        )
     if args.vision is not None and (dims.tp > 1 or dims.pp > 1):
         raise ValueError(
             f"t{dims.tp}p{dims.pp}: archon does not cut a model with a vision tower "

@@ -11,6 +11,7 @@
     images/          images that trajectories show, by the sha256 of their bytes
     tmp/             temporary folders of the run's processes (api/scratch.py)
     agents/          servers for agents that run now, and their keys
+    fleet/           requests of `areal serve join` to the run while it is alive (mailbox.py)
     logs/            main.log, server logs, dumped trajectories and episodes
     traces/          Chrome traces of the processes (JSONL); `areal trace` joins them
     profiles/        what torch did in some steps (perf_tracer.profile_steps)
@@ -115,6 +116,11 @@ class RunPaths:
     def agents(self) -> Path:
         """Entries of the running servers for agents."""
         return self.root / "agents"
+
+    @property
+    def fleet(self) -> Path:
+        """Requests to the living run about its servers."""
+        return self.root / "fleet"
 
     @property
     def stacks(self) -> Path:

@@ -44,6 +44,7 @@ from areal.trainer.episodes import (
     mean_reward,
     refuse_images,
 )
+from areal.trainer.fleet import listen_for_servers
 from areal.trainer.ppo.actor import PPOLearner
 from areal.trainer.probe import UpdateProbe
 from areal.trainer.samples import SampleRecorder
@@ -281,13 +282,15 @@ class PPOTrainer(Trainer):
             dynamic_bs=self.config.dynamic_bs,
             resume=resume,
         )
+        listen_for_servers(self.config, self.run, self.inference, self._closing)
         return first
 
     def publish_weights(self, version: int) -> None:
         """Send the weights of `version` to the servers, which generate with them from then on."""
+        # First: a server that joins from here on is brought to `version` by `note_weights`.
+        self.inference.expect_weights(version)
         if self.inference.servers != self._receivers:
             self._connect()
-        self.inference.expect_weights(version)
         self.engine.update_weights(version)
         self.engine.set_version(version)
         self.inference.note_weights(self.weights.with_version(version))

@@ -105,7 +105,7 @@ def _stock_adapters(config: PPOConfig) -> tuple[str, int | None]:
 
 
 def _local_engine(config: PPOConfig) -> NativeLocalEngine:
-    options = _native_options(config)
+    options = native_options(config)
     return NativeLocalEngine(
         config.actor.path,
         seed=config.seed,
@@ -162,11 +162,14 @@ def _attached_engine(config: PPOConfig, paths: RunPaths) -> RemoteEngine:
     remember_secret(token)
     kind = _KINDS[rollout.engine](config)
     for address in rollout.addresses:
-        _check_attached(config, kind.protocol, address, token)
+        check_server(config, kind.protocol, address, token, key="rollout.api_url")
     return _client(config, paths, kind, rollout.addresses, token, awaits_weights=True)
 
 
-def _check_attached(config: PPOConfig, protocol: ServerProtocol, address: str, token: str) -> None:
+def check_server(
+    config: PPOConfig, protocol: ServerProtocol, address: str, token: str, *, key: str
+) -> None:
+    """ValueError unless it is of the run's kind and model; `key` is where its address was given."""
     timeout_s = config.rollout.setup_timeout
     control = ControlClient(address, token, timeout_s=timeout_s, kind=protocol.kind)
     try:
@@ -175,12 +178,12 @@ def _check_attached(config: PPOConfig, protocol: ServerProtocol, address: str, t
     except (ServerError, ValueError, LookupError, TypeError) as error:
         cause = error if isinstance(error, ServerError) else f"unexpected reply ({error!r})"
         raise ValueError(
-            f"rollout.api_url: {address} cannot be used as a {protocol.kind}: {cause}; its token "
+            f"{key}: {address} cannot be used as a {protocol.kind}: {cause}; its token "
             f"is read from {TOKEN_VARIABLE}"
         ) from error
     if not _is_same_model(model, config.actor.path):
         raise ValueError(
-            f"rollout.api_url: {address} was started with the model {model!r:.200}, expected "
+            f"{key}: {address} was started with the model {model!r:.200}, expected "
             f"actor.path {config.actor.path!r}: start it with that"
         )
 
@@ -230,12 +233,16 @@ class _Kind(NamedTuple):
 
 def _native_kind(config: PPOConfig) -> _Kind:
     device = None  # the best one of its machine
-    options = {"model_path": config.actor.path, "device": device, **_native_options(config)}
+    options = {"model_path": config.actor.path, "device": device, **native_options(config)}
     protocol = NativeProtocol(return_routed_experts=config.rollout.return_routed_experts)
     return _Kind(protocol, launch_native_server, options)
 
 
-def _native_options(config: PPOConfig) -> dict[str, Any]:
+def protocol_of(config: PPOConfig) -> ServerProtocol:
+    return _KINDS[config.rollout.engine](config).protocol
+
+
+def native_options(config: PPOConfig) -> dict[str, Any]:
     native = config.native
     return {
         "dtype": native.dtype or config.actor.dtype,

@@ -1,4 +1,4 @@
-"""Python environments of stock inference servers: which interpreter starts a server.
+"""Python environments of stock inference servers and hubs: which interpreter starts one.
 
 Their packages pin versions that conflict with ours, so each kind has its own environment. Order of
 lookup: the config, the variable AREAL_VLLM_PYTHON (AREAL_SGLANG_PYTHON), the default folder of
@@ -18,7 +18,7 @@ def default_folder(kind: str) -> Path:
 
 
 def interpreter_variable(kind: str) -> str:
-    return f"AREAL_{kind.upper()}_PYTHON"
+    return f"AREAL_{kind.upper().replace('-', '_')}_PYTHON"
 
 
 def find_interpreter(kind: str, configured: str = "") -> str:

@@ -45,8 +45,8 @@ NUM_CACHED_TURNS = 1024
 class EnvWorkflow(RolloutWorkflow):
     """Episodes in an environment (areal/environments).
 
-    `env` is an import path or a class, built anew with `env_kwargs` for each episode. `timeout_s`
-    holds for each call of the environment, `gconfig.max_new_tokens` for each reply and
+    `env` is an import path, a class or HUB:NAME, built anew with `env_kwargs` for each episode.
+    `timeout_s` holds for each call of the environment, `gconfig.max_new_tokens` for each reply and
     `gconfig.max_tokens` for all of an episode.
     """
 
@@ -85,6 +85,12 @@ class EnvWorkflow(RolloutWorkflow):
                 return await self._play(engine, environment, data)
             finally:
                 await self._calls.close(environment)
+
+    def close(self) -> None:
+        """End the hub's processes, if the environment is one of a hub."""
+        close = getattr(self._make, "close", None)
+        if close is not None:
+            close()
 
     async def _play(
         self, engine: InferenceEngine, environment: Any, row: dict[str, Any]

@@ -106,7 +106,7 @@ def test_why_a_message_ends(world, stream, said, reason, sequence):
         ({}, "messages: expected a list"),
         ({"messages": ["x"]}, r"messages[0]: expected a JSON object"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].source"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
     ],
 )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dashboard_world import TOKEN, Dash, WrittenRun
+from dashboard_world import TOKEN, Dash, WrittenRun, write_evaluation
 
 from areal.cli.main import main
 
@@ -31,6 +31,7 @@ def root(tmp_path_factory):
         connection.execute("UPDATE tasks SET why = ? WHERE why != ''", (HOSTILE,))
     run.database.record_event("odd", HOSTILE)
     run.finish()
+    write_evaluation(root / "eval.db", text=HOSTILE)
     WrittenRun(root / "math" / "second", steps=5, **{"rollout/reward": 0.9}).finish()
     return root
 
@@ -53,6 +54,7 @@ def browser():
 def page(browser):
     context = browser.new_context(viewport={"width": 1180, "height": 800})
     page = context.new_page()
+    page.set_default_timeout(600_000)  # on a busy machine everything takes long
     page.faults = []
     page.on("pageerror", lambda error: page.faults.append(str(error)))
     page.on("console", lambda line: line.type == "error" and page.faults.append(line.text))
@@ -82,6 +84,7 @@ def test_hostile_texts_stay_texts(page, dash):
         "sample": {"task": 58, "sample": 0},
         "prompts": {"state": "failed"},
         "prompt": {"task": 58},
+        "results": {"file": 0, "evaluation": "e1"},
     }
     for view, params in views.items():
         visit(page, dash, view, **params)
@@ -155,6 +158,17 @@ def test_curves_of_two_runs_and_their_configs(page, dash):
     assert "0 keys differ" in page.inner_text("main")
 
 
+def test_samples_of_an_evaluation(page, dash):
+    visit(page, dash, "evals")
+    page.locator("tr.row").click()
+    page.wait_for_selector("main[data-ready=results]")
+    assert page.locator("tbody tr").count() == 3
+    page.select_option("select[name=state]", "failed")
+    page.locator("tbody tr").nth(2).wait_for(state="detached")
+    assert page.locator("tbody tr").count() == 1
+    assert "TimeoutError: 3 s" in page.inner_text("tbody")
+
+
 def test_narrow_screens_need_no_sideways_scrolling(page, dash):
     page.set_viewport_size({"width": 380, "height": 800})
     for view in ("now", "seconds", "samples", "prompts", "curves", "config"):
@@ -179,10 +193,13 @@ def test_a_file_to_share_shows_the_same(page, root, tmp_path):
     assert main(["dash", str(root), "--export", str(file)]) == 0
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    for view in ("now", "seconds", "samples", "prompts", "curves", "config"):
+    for view in ("now", "seconds", "samples", "prompts", "curves", "config", "evals"):
         page.goto(f"{file.as_uri()}#{view}?run=0")
         page.wait_for_selector(f"main[data-ready={view}]")
         assert page.locator(".error").count() == 0, view
+    page.locator("tr.row").click()
+    page.wait_for_selector("main[data-ready=results]")
+    assert page.locator("tbody tr").count() == 3
     page.goto(f"{file.as_uri()}#sample?run=0&task=58&sample=1")
     page.wait_for_selector("#strip span")
     assert "owned" not in page.title()

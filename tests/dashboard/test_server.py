@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dashboard_world import TOKEN, Dash, WrittenRun
+from dashboard_world import TOKEN, Dash, WrittenRun, write_evaluation
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +13,8 @@ def dash(tmp_path_factory):
     alive = WrittenRun(root / "math" / "second", steps=2)
     (root / "math" / "third").mkdir()
     (root / "math" / "third" / "run.db").write_bytes(b"no database " * 500)
+    write_evaluation(root / "eval.db")
+    (root / "math" / "eval.db").write_bytes(b"no database " * 500)
     dash = Dash(root)
     yield dash
     dash.close()
@@ -83,6 +85,27 @@ def test_views_answer(dash, path):
     assert status == 200 and value is not None
 
 
+def test_evaluations_and_their_samples(dash):
+    _, (first, second) = dash.get("evals")
+    assert second["evaluations"] == [] and "is it a database of areal eval?" in second["fault"]
+    (found,) = first["evaluations"]
+    assert (found["target"], found["suite"], found["step"]) == ("final model", "arithmetic", 7)
+    assert (found["problems"], found["samples"], found["tokens"]) == (2, 3, 3)
+    assert found["reward"] == 0.5  # of three: the failed one counts as 0
+    assert found["counts"] == {"failed": 1, "scored": 1, "truncated": 1}
+    for query, places in (
+        ("", [(0, 0), (0, 1), (1, 0)]),
+        ("&state=failed", [(0, 1)]),
+        ("&min_reward=0.6", [(0, 0)]),
+        ("&max_reward=0.6", [(1, 0)]),
+        ("&text=8%20%2B", [(1, 0)]),
+        ("&offset=1&limit=1", [(0, 1)]),
+    ):
+        _, reply = dash.get(f"eval/0/results?evaluation=e1{query}")
+        assert [(one["row"], one["sample"]) for one in reply["results"]] == places, query
+    assert dash.get("eval/0/results?evaluation=other")[1]["results"] == []
+
+
 @pytest.mark.parametrize(
     ("path", "status", "error"),
     [
@@ -96,6 +119,10 @@ def test_views_answer(dash, path):
         ("run/0/sample/4", 404, "2 numbers"),
         ("run/9/now", 404, "no run"),
         ("run/../now", 404, "no run"),
+        ("eval/0/results?state=odd", 400, "scored, truncated"),
+        ("eval/0/results?min_reward=inf", 400, "min_reward"),
+        ("eval/1/results", 503, "is it a database of areal eval?"),
+        ("eval/2/results", 404, "no file"),
         ("nothing", 404, "no such view"),
         ("diff?first=0", 404, "no run"),
     ],

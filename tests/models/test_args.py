@@ -92,3 +92,18 @@ def test_what_cannot_be_computed_exactly_is_refused(overrides, message):
 def test_what_a_deepseek_v2_cannot_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         args_of("deepseek_v2", **overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"layer_types": ["linear_attention"]}, "layer_types must name all 3 layers, got 1"),
+        ({"layer_types": ["mamba"] * 3}, r"layer_types must be .* got \['mamba'\]"),
+        ({"linear_num_value_heads": 3}, r"linear_num_value_heads \(3\) must be a multiple of"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2, got 1"),
+        ({"partial_rotary_factor": 0.4}, "rotates 3 of the 8 dims of a head"),
+    ],
+)
+def test_what_a_qwen3_5_cannot_be(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        args_of("qwen3_5_text", **overrides)

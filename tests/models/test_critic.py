@@ -17,7 +17,7 @@ from areal.models.hf_io import (
     save_hf,
 )
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma3_text")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma3_text", "qwen3_5_text")
 
 
 def critic(family: str, **overrides):

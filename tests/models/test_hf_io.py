@@ -16,7 +16,7 @@ from tiny import tiny_config, tiny_model, write_tiny_model
 from areal.models import _FAMILIES, get_model_spec, known_model_types
 from areal.models.hf_io import build_model, check_hf_shapes, load_hf, read_hf_config, save_hf
 
-FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "qwen3_5_text"]
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 

@@ -64,6 +64,21 @@ CASES = {
         {"rope_scaling": {**YARN_ALL, "mscale_all_dim": 0.8}, "tie_word_embeddings": True},
     ),
     "deepseek-yarn-no-mscale": ("deepseek_v2", {"rope_scaling": YARN}),
+    "qwen3.5": ("qwen3_5_text", {}),
+    "qwen3.5-untied-bias": (
+        "qwen3_5_text",
+        {"tie_word_embeddings": False, "attention_bias": True, "linear_num_key_heads": 4},
+    ),
+    "qwen3.5-interval": (
+        "qwen3_5_text",
+        {"full_attention_interval": 3, "partial_rotary_factor": 0.25},
+    ),
+    "qwen3.5-layer-types": (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    ),
+    "qwen3.5-conv": ("qwen3_5_text", {"linear_conv_kernel_dim": 2, "linear_key_head_dim": 12}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {"num_experts_per_tok": 3}),
     "mistral-window": ("mistral", {}),
     "mistral-all": ("mistral", {"sliding_window": None, "num_key_value_heads": 4}),
     "mistral-tied": ("mistral", {"tie_word_embeddings": True, "sliding_window": 400}),
@@ -97,6 +112,8 @@ def test_logits_of_packed_sequences_equal_transformers(case):
         ("qwen3_moe", {}),
         ("gemma3_text", {}),
         ("deepseek_v2", {**GROUPS, "q_lora_rank": 9}),
+        ("qwen3_5_text", {}),
+        ("qwen3_5_moe_text", {}),
     ],
 )
 def test_gradients_equal_transformers(family, overrides):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "qwen3_5_text"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -200,9 +200,9 @@ class PPOConfig(BaseExperimentConfig):
     eval_workflow: str | None = None
     """The same for evaluation. Default: workflow."""
     env: str | None = None
-    """The environment of workflow env: the import path of its class."""
+    """The environment of workflow env: the import path of its class, or HUB:NAME of a hub."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the environment's class."""
+    """Arguments of the environment's class, or of the hub's environment."""
     reward_fn: str = "gsm8k"
     """A name, or the import path of a reward function."""
     dynamic_bs: bool = False
@@ -219,7 +219,8 @@ class PPOConfig(BaseExperimentConfig):
         self._check_batch()
         require(
             self.env is not None or "env" not in (self.workflow, self.eval_workflow),
-            "env must be set for workflow env: the import path of a class with reset and step",
+            "env must be set for workflow env: the import path of a class with reset and step, or "
+            "HUB:NAME of a hub",
             None,
         )
         self._check_ref()

@@ -4,10 +4,10 @@
 
 const VIEWS = [
   ["now", "Now"], ["seconds", "Seconds"], ["samples", "Samples"],
-  ["prompts", "Prompts"], ["curves", "Curves"], ["config", "Config"],
+  ["prompts", "Prompts"], ["curves", "Curves"], ["config", "Config"], ["evals", "Evals"],
 ];
 const KEYS = [
-  ["1 … 6", "views"], ["r", "next run"], ["j, k", "next, previous row"], ["Enter", "open the row"],
+  ["1 … 7", "views"], ["r", "next run"], ["j, k", "next, previous row"], ["Enter", "open the row"],
   ["/", "search"], ["c", "next colour of tokens"], ["Esc", "back"], ["t", "light or dark"],
 ];
 const REFRESH_MS = 3000;
@@ -134,7 +134,7 @@ async function refreshRuns() {
   chip.textContent = run ? run.state : "no run";
   document.title = run ? run.name + " · areal" : "areal";
   const { view } = place();
-  const parent = { sample: "samples", prompt: "prompts" }[view] || view;
+  const parent = { sample: "samples", prompt: "prompts", results: "evals" }[view] || view;
   document.getElementById("tabs").replaceChildren(
     ...VIEWS.map(([name, title]) => h("a", { href: link(name, {}), "aria-current": name === parent ? "page" : null }, title)),
   );
@@ -150,7 +150,8 @@ async function draw(quietly) {
   try {
     const run = await refreshRuns();
     isLive = Boolean(run) && run.state === "running" && !EMBEDDED;
-    if (run && run.fault) throw new Error(run.fault);
+    if (run && run.fault && !["evals", "results"].includes(view)) throw new Error(run.fault);
+    if (!run && !["evals", "results"].includes(view)) return go("evals", {});
     content = await (DRAW[view] || drawNow)("run/" + currentRun() + "/", params);
   } catch (error) {
     content = [h("p", { class: "error", role: "alert" }, error.message)];
@@ -524,9 +525,54 @@ async function drawConfig(run, params) {
   ];
 }
 
+// Evaluations
+
+async function drawEvals() {
+  const files = await get("evals");
+  if (!files.length) return h("p", { class: "dim" }, "No eval.db of areal eval is here: give its file to areal dash, too.");
+  return files.map((file) => [
+    h("h2", {}, file.file),
+    file.fault ? h("p", { class: "error" }, file.fault) : h("div", { class: "scroll" }, h("table", {},
+      h("thead", {}, h("tr", {}, ["target", "suite", "step", "problems", "samples", "mean reward", "not scored", "begun"].map((one) => h("th", {}, one)))),
+      h("tbody", {}, file.evaluations.map((one) => h("tr", { class: "row", onclick: () => go("results", { file: file.id, evaluation: one.id }) },
+        h("td", {}, one.target), h("td", {}, one.suite), h("td", {}, one.step === null ? "–" : one.step), h("td", {}, one.problems), h("td", {}, one.samples),
+        h("td", {}, short(one.reward)), h("td", { class: "dim" }, Object.entries(one.counts).filter(([name]) => name !== "scored").map(([name, count]) => name + " " + count).join(", ")),
+        h("td", {}, clock(one.time))))))),
+  ]);
+}
+
+const RESULT_FILTERS = [["text", "text", "search"], ["min_reward", "reward ≥", "number"], ["max_reward", "reward ≤", "number"]];
+
+async function drawResults(run, params) {
+  const wanted = { evaluation: params.evaluation, state: params.state || "", offset: params.offset || "" };
+  for (const [name] of RESULT_FILTERS) wanted[name] = params[name] || "";
+  const found = await get("eval/" + params.file + "/results", wanted);
+  const back = { file: params.file, evaluation: params.evaluation };
+  const form = h("form", { class: "filter", onsubmit: (event) => {
+    event.preventDefault();
+    go("results", { ...back, ...Object.fromEntries([...new FormData(form)].filter(([, one]) => one !== "")) });
+  } },
+    RESULT_FILTERS.map(([name, title, type]) => h("label", {}, title, h("input", { name, type, step: "any", value: wanted[name] }))),
+    h("label", {}, "state", h("select", { name: "state", onchange: () => form.requestSubmit() },
+      ["", "scored", "truncated", "rejected", "failed"].map((one) => h("option", { value: one, selected: one === wanted.state }, one || "any")))),
+    h("button", { type: "submit" }, "Filter"), h("a", { href: link("results", back) }, "all"));
+  return [
+    !EMBEDDED && form,
+    found.results.length === 0 && h("p", { class: "dim" }, "No sample matches."),
+    h("div", { class: "scroll" }, h("table", { class: "samples" },
+      h("thead", {}, h("tr", {}, h("th", { class: "number" }, "problem"), h("th", {}, "state"), h("th", { class: "number" }, "reward"), h("th", { class: "number wide" }, "tokens"), h("th", {}, "problem, completion"))),
+      h("tbody", {}, found.results.map((one) => h("tr", {},
+        h("td", { class: "number" }, one.row + "/" + one.sample), h("td", {}, one.state), h("td", { class: "number" }, rewardChip(one.reward)),
+        h("td", { class: "number wide" }, one.num_tokens),
+        h("td", { class: "text" }, h("div", { class: "dim" }, one.problem), h("div", {}, one.completion || one.why))))))),
+    found.results.length >= found.limit && !EMBEDDED && h("a", { href: link("results", { ...back, ...wanted, offset: Number(wanted.offset) + found.limit }) }, "more"),
+  ];
+}
+
 const DRAW = {
   now: drawNow, seconds: drawSeconds, samples: drawSamples, sample: drawSample,
   prompts: drawPrompts, prompt: drawPrompt, curves: drawCurves, config: drawConfig,
+  evals: drawEvals, results: drawResults,
 };
 
 // Keyboard, theme

@@ -30,7 +30,7 @@ from safetensors import safe_open
 from torch import nn
 
 from areal.models.common.decoder import Decoder
-from areal.models.lora import FILE_PREFIX
+from areal.models.lora_files import FILE_PREFIX
 from areal.models.lora_merge import merged_weight
 from areal.utils.model_files import weight_files
 

@@ -45,7 +45,7 @@ from areal.engine.native.adapters import Adapter, AdapterBank, merged, read_adap
 from areal.engine.native.admission import Limits
 from areal.engine.native.drafts import Drafts
 from areal.engine.native.kv_cache import PagePool, Prefix
-from areal.engine.native.make_runner import default_num_pages, make_runner
+from areal.engine.native.make_runner import checked_num_states, default_num_pages, make_runner
 from areal.engine.native.runner import Drawn, Runner
 from areal.engine.native.scheduler import Scheduler
 from areal.engine.native.scoring import ScoredTokens, check_tokens, score
@@ -55,7 +55,7 @@ from areal.engine.native.tokenizer import read_eos_ids
 from areal.models.common.decoder import Decoder
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import build_model, check_hf_shapes, default_dtype, load_hf
-from areal.models.lora import read_peft
+from areal.models.lora_files import read_peft
 from areal.utils.hub import model_folder
 
 DEVICE_PARTS = frozenset({"weights", "kv_cache"})  # can be offloaded
@@ -80,6 +80,7 @@ class NativeEngine:
         eos_ids: Iterable[int] = (),
         page_size: int = 16,
         num_pages: int | None = None,
+        num_states: int | None = None,
         max_running: int = 512,
         max_prefill_tokens: int | None = None,
         batch_invariant: bool = False,
@@ -87,7 +88,8 @@ class NativeEngine:
         seed: int = 0,
         folder: Path | None = None,
     ) -> None:
-        """`num_pages=None`: enough for `max_running` full contexts, bounded by memory.
+        """`num_pages=None`: enough for `max_running` full contexts, bounded by memory; likewise
+        `num_states`, of a model with recurrent layers.
 
         `seed` draws the seeds of requests without one. `batch_invariant`: tokens and
         log-probabilities of a request do not depend, bit for bit, on the requests beside it.
@@ -97,6 +99,7 @@ class NativeEngine:
         args, weight = model.args, model.embedding_weight
         if num_pages is None:
             num_pages = default_num_pages(model, page_size=page_size, max_running=max_running)
+        num_states = checked_num_states(model, num_states, max_running=max_running)
         self.model = model.eval()
         self.version = 0
         self._pool = PagePool(num_pages, page_size)
@@ -105,6 +108,7 @@ class NativeEngine:
             self._pool,
             max_running=max_running,
             max_pages=self._pool.pages_for(self._limits.max_context),
+            states=None if num_states is None else PagePool(num_states, 1),
         )
         self.adapters = AdapterBank(model)
         self._folder, self._is_merged = folder, False
@@ -114,6 +118,7 @@ class NativeEngine:
             self._scheduler.slots,
             self.adapters,
             num_pages=num_pages,
+            num_states=num_states,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
             batch_invariant=batch_invariant,
@@ -332,7 +337,7 @@ class NativeEngine:
         """ValueError if `score` cannot run."""
         if "weights" in self._offloaded:
             raise ValueError("the weights are offloaded: call onload first")
-        check_tokens(sequences, self.model.args.vocab_size)
+        check_tokens(sequences, self.model.args.vocab_size, self.model.args.vision)
 
     def offload(self, tags: Iterable[str] | None = None) -> None:
         """Free the device memory of these parts; running requests recompute their cache later."""
@@ -369,6 +374,7 @@ class NativeEngine:
             "pages_shared": scheduler.prefixes.num_pages,
             "pages_in_use": self._pool.num_usable - self._pool.num_free,
             "pages_total": self._pool.num_usable,
+            "states_in_use": scheduler.num_states_in_use,
             "images_seen": self._sights.num_looks,
         }
 
@@ -467,13 +473,13 @@ class NativeEngine:
     def _launch_prefill(self) -> bool:
         """Prefill prompts and preempted outputs within the budget; draw for complete prompts."""
         spans = self._scheduler.next_to_prefill(self._present_runner.max_prefill_tokens)
-        self._counts["tokens_prefilled"] += sum(end - start for _, start, end in spans)
+        self._counts["tokens_prefilled"] += sum(span.end - span.start for span in spans)
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
         if spans:
-            chunks = [self._sights.chunk(*span) for span in spans]
+            chunks = [self._sights.chunk(span) for span in spans]
             hidden_CD = self._present_runner.prefill(chunks)
-            for (item, _, _), hidden_D in zip(spans, hidden_CD, strict=True):
+            for (item, *_), hidden_D in zip(spans, hidden_CD, strict=True):
                 if item.num_cached < item.num_tokens:
                     continue
                 if isinstance(item, Prefix):
@@ -519,7 +525,7 @@ class NativeEngine:
         others (preempted before) still have to recompute their output.
         """
         size, scheduler = self._pool.page_size, self._scheduler
-        starting, sources, targets = [], [], []
+        starting, sources, targets, states = [], [], [], []
         for sequence in scheduler.filling:
             prefix = sequence.prefix
             if prefix is None or not prefix.is_ready:
@@ -527,6 +533,8 @@ class NativeEngine:
             if prefix.num_tokens % size:
                 sources.append(prefix.pages[-1])
                 targets.append(sequence.pages[prefix.num_tokens // size])
+            if prefix.state is not None:
+                states.append((prefix.state, sequence.state))
             if not sequence.output_tokens:
                 starting.append((sequence, prefix.last_hidden))
             scheduler.prefixes.attach(prefix)
@@ -534,6 +542,8 @@ class NativeEngine:
             sequence.cache_age = scheduler.prefixes.num_updates
         if sources:
             self._present_runner.copy_pages(sources, targets)
+        if states:
+            self._present_runner.copy_states(*map(list, zip(*states, strict=True)))
         return starting
 
     def _drain(self) -> None:

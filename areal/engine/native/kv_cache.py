@@ -22,14 +22,19 @@ and reply. So such a page stands for all tokens up to its end, and whatever hold
 holds all pages before it. All pages that a prompt can find were computed with the weights and the
 adapter it has itself. In the tokens of a prompt with images, an image token is the image's hash
 (prompt_images.py): all here is as for text.
+
+Models with recurrent layers have states besides (state_cache.py), whose numbers are pages of a pool
+of their own. A prompt shares pages up to the last one with a mark, the state at its end. It makes
+marks itself: at its last full page, and where it left the pages of others for want of a mark, so
+that the next prompt with this beginning finds one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +42,19 @@ if TYPE_CHECKING:
     from areal.models.vision.prompt_images import PromptImages
 
 SCRATCH_PAGE = 0
+EMPTY_STATE = 0  # of a sequence without tokens
+# A prompt has its own state and up to two marks, and may hold the mark it starts from.
+STATES_OF_PREFIX, STATES_OF_SEQUENCE = 3, 2
+MIN_STATES = 1 + STATES_OF_PREFIX + STATES_OF_SEQUENCE + 1  # with the empty one
 Key = tuple[int, tuple[int, ...]] | int  # adapter and tokens of a prompt, or a page
+
+
+class StateSpan(NamedTuple):
+    """The states of a few consecutive tokens of one sequence."""
+
+    read: int = EMPTY_STATE  # before the first of them
+    write: int = EMPTY_STATE  # after the last
+    marks: tuple[tuple[int, int], ...] = ()  # after so many of them, this one too
 
 
 class PagePool:
@@ -105,6 +122,10 @@ class Prefix:
     num_cached: int = 0  # leading tokens whose keys and values are computed
     last_hidden: torch.Tensor | None = None  # [D] of the last token: every sample starts from it
     num_waiting: int = 0  # running sequences that have not attached yet
+    # Of models with recurrent layers; None and empty of others.
+    state: int | None = None  # after the cached tokens
+    start_state: int | None = None  # the mark after the borrowed tokens, until it was read
+    marks: dict[int, int] = field(default_factory=dict)  # number of tokens -> state to keep there
 
     @property
     def is_ready(self) -> bool:
@@ -126,12 +147,26 @@ class Prefix:
     def token_slice(self, start: int, end: int) -> tuple[int, ...]:
         return (self.tokens if self.images is None else self.images.tokens)[start:end]
 
+    def state_span(self, start: int, end: int) -> StateSpan:
+        """The states of its tokens `start` to `end`."""
+        if self.state is None:
+            return StateSpan()
+        read = self.state if start else EMPTY_STATE
+        if self.start_state is not None:
+            assert start == self.num_borrowed, "the first of its own tokens follow the mark"
+            read = self.start_state
+        marks = [(n - start, state) for n, state in self.marks.items() if start < n <= end]
+        return StateSpan(read, self.state, tuple(marks))
+
 
 class PrefixTable:
     """Prompts by their tokens, and kept pages, least recently used first."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, states: PagePool | None = None) -> None:
+        """`states`: numbers of states, of a model with recurrent layers."""
         self._pool = pool
+        self._states = states
+        self._mark_of: dict[int, int] = {}  # full page of computed entries -> state at its end
         # An OrderedDict finds its oldest entry in O(1), however many older ones were deleted.
         self._entries: OrderedDict[Key, Prefix] = OrderedDict()
         self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
@@ -163,6 +198,19 @@ class PrefixTable:
     def borrow(self, tokens: tuple[int, ...], adapter: int = 0) -> list[int]:
         """Retained pages with the first of these tokens, for `create`. The last token is never
         among them: its hidden state has to be computed."""
+        pages = self._known_pages(tokens, adapter)
+        while self._states is not None and pages and pages[-1] not in self._mark_of:
+            pages.pop()
+        self._pool.retain(pages)
+        if pages and pages[-1] in self._entries:
+            self._entries.move_to_end(pages[-1])
+        return pages
+
+    def can_follow(self, borrowed: Sequence[int]) -> bool:
+        """Whether `create` can still use them: not if the mark at their end was evicted since."""
+        return self._states is None or not borrowed or borrowed[-1] in self._mark_of
+
+    def _known_pages(self, tokens: tuple[int, ...], adapter: int) -> list[int]:
         size, pages, before = self._pool.page_size, [], -adapter
         for start in range(0, (len(tokens) - 1) // size * size, size):
             page = self._page_after.get((before, tokens[start : start + size]))
@@ -170,9 +218,6 @@ class PrefixTable:
                 break
             pages.append(page)
             before = page
-        self._pool.retain(pages)
-        if before in self._entries:
-            self._entries.move_to_end(before)
         return pages
 
     def create(
@@ -190,15 +235,46 @@ class PrefixTable:
         )
         self._entries[prefix.key] = prefix
         self._pending[prefix] = None
+        if self._states is not None:
+            self._give_states(prefix, self._states, len(borrowed))
         return prefix
+
+    def _give_states(self, prefix: Prefix, states: PagePool, num_borrowed: int) -> None:
+        if num_borrowed:
+            prefix.start_state = self._mark_of[prefix.pages[num_borrowed - 1]]
+            states.retain([prefix.start_state])
+        num_known = len(self._known_pages(prefix.tokens, prefix.adapter))
+        num_full = prefix.num_tokens // self._pool.page_size
+        marked = sorted({n for n in (num_known, num_full) if n > num_borrowed})
+        prefix.state, *marks = states.allocate(1 + len(marked))
+        counts = (n * self._pool.page_size for n in marked)
+        prefix.marks = dict(zip(counts, marks, strict=True))
+
+    def has_read_start(self, prefix: Prefix) -> None:
+        """Its first chunk follows the mark it started from, which it no longer needs."""
+        if self._states is not None and prefix.start_state is not None:
+            self._states.release([prefix.start_state])
+            prefix.start_state = None
 
     def complete(self, prefix: Prefix, last_hidden: torch.Tensor) -> None:
         prefix.last_hidden = last_hidden
         del self._pending[prefix]
         self._share_pages(prefix)
+        for count, state in prefix.marks.items():
+            self._mark(prefix.pages[count // self._pool.page_size - 1], state)
 
-    def keep(self, tokens: tuple[int, ...], pages: list[int], adapter: int = 0) -> None:
-        """The full pages among `pages`, which hold keys and values of `tokens`."""
+    def _mark(self, page: int, state: int) -> None:
+        """`state` is at the end of a page that the table has."""
+        assert self._states is not None, "only models with recurrent layers have states"
+        if page not in self._mark_of:
+            self._states.retain([state])
+            self._mark_of[page] = state
+
+    def keep(
+        self, tokens: tuple[int, ...], pages: list[int], adapter: int = 0, mark: int | None = None
+    ) -> None:
+        """The full pages among `pages`, which hold keys and values of `tokens`; `mark` is the
+        state at the end of the last of them."""
         num_full = len(tokens) // self._pool.page_size
         if not num_full:
             return
@@ -211,6 +287,8 @@ class PrefixTable:
             self._entries.move_to_end(kept.key)
         else:
             self._entries[kept.key] = kept
+        if mark is not None:
+            self._mark(kept.pages[-1], mark)
 
     def wait(self, prefix: Prefix) -> None:
         prefix.num_waiting += 1
@@ -225,9 +303,12 @@ class PrefixTable:
         if not prefix.num_waiting and not prefix.is_ready:
             self._drop(prefix)
 
-    def make_room(self, count: int, keep: Prefix | None = None) -> bool:
-        """Evict idle entries other than `keep`, oldest first, until `count` pages are free."""
-        while self._pool.num_free < count:
+    def make_room(self, count: int, keep: Prefix | None = None, *, num_states: int = 0) -> bool:
+        """Evict idle entries other than `keep`, oldest first, until `count` pages are free, and
+        `num_states` states of a model that has such."""
+        while self._pool.num_free < count or (
+            self._states is not None and self._states.num_free < num_states
+        ):
             idle = (p for p in self._entries.values() if not p.num_waiting and p is not keep)
             oldest = next(idle, None)
             if oldest is None:
@@ -258,7 +339,12 @@ class PrefixTable:
                 self._num_entries[page] -= 1
                 if not self._num_entries[page]:
                     del self._num_entries[page], self._page_after[place]
+                    if self._states is not None and page in self._mark_of:
+                        self._states.release([self._mark_of.pop(page)])
         self._pool.release(prefix.pages)
+        if self._states is not None:
+            own = (prefix.state, prefix.start_state, *prefix.marks.values())
+            self._states.release([state for state in own if state is not None])
 
     def _share_pages(self, prefix: Prefix) -> None:
         """Its full pages can be found from now on; pages computed twice become one."""

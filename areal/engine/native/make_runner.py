@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from areal.engine.native.kv_cache import MIN_STATES, STATES_OF_PREFIX, STATES_OF_SEQUENCE
+from areal.engine.native.state_cache import state_bytes
 from areal.engine.native.torch_runner import TorchRunner
 from areal.models.common.decoder import DecoderBlock
 
@@ -30,6 +32,7 @@ def make_runner(
     *,
     max_prefill_tokens: int | None,
     batch_invariant: bool,
+    num_states: int | None,
     **cache: Any,
 ) -> Runner:
     """Kernels and graphs on CUDA, plain torch elsewhere and for models the kernels do not support.
@@ -47,7 +50,9 @@ def make_runner(
                 f"{model.args.model_type}{' in FP8' * model.has_fp8_cache}; turn it off"
             )
         tokens = max_prefill_tokens or _CPU_PREFILL_TOKENS
-        return TorchRunner(model, table, adapters, max_prefill_tokens=tokens, **cache)
+        return TorchRunner(
+            model, table, adapters, max_prefill_tokens=tokens, num_states=num_states, **cache
+        )
     if model.has_fp8_cache and torch.cuda.get_device_capability(weight_device) < _FP8_CAPABILITY:
         raise ValueError(
             "dtype fp8: this GPU has no FP8 products, which come with compute capability 8.9 (Ada) "
@@ -62,8 +67,8 @@ def make_runner(
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: what args describe, but for latent attention and for experts
-    beyond a plain choice of the most probable."""
+    """Whether the kernels support it: what args describe, but for latent attention, for experts
+    beyond a plain choice of the most probable, and for blocks of a family's own."""
     args = model.args
     has_plain_experts = args.moe is None or args.moe.is_plain
     return type(model).block_class is DecoderBlock and args.latent is None and has_plain_experts
@@ -75,14 +80,33 @@ def default_num_pages(model: Decoder, *, page_size: int, max_running: int) -> in
     head_bytes = args.head_dim * weight.itemsize
     if model.has_fp8_cache and weight.is_cuda:
         head_bytes = args.head_dim + 4  # with its scale
-    token_bytes = 2 * args.n_layers * args.n_kv_heads * head_bytes
+    token_bytes = max(1, 2 * len(args.attention_layers) * args.n_kv_heads * head_bytes)
     context_pages = -(-args.max_position_embeddings // page_size) + 1
     affordable = _cache_bytes(model) // (token_bytes * page_size)
     return 1 + min(max_running * context_pages, max(affordable, context_pages))
 
 
+def checked_num_states(model: Decoder, given: int | None, *, max_running: int) -> int | None:
+    """`given`, or as many as `max_running` sequences and their prompts use, bounded by memory;
+    None without recurrent layers."""
+    if model.args.delta is None:
+        return None
+    if given is not None:
+        if given < MIN_STATES:
+            raise ValueError(f"num_states must be at least {MIN_STATES}, got {given}")
+        return given
+    affordable = _cache_bytes(model) // state_bytes(model.args, model.embedding_weight.itemsize)
+    wanted = 1 + max_running * (STATES_OF_SEQUENCE + STATES_OF_PREFIX)
+    return max(MIN_STATES, min(wanted, affordable))
+
+
 def _cache_bytes(model: Decoder) -> int:
-    """Default size of the key-value cache: the minimum over ranks."""
+    """Default size of the key-value cache, and of that of states: the minimum over ranks."""
+    num_bytes = _all_cache_bytes(model)
+    return num_bytes if model.args.delta is None else num_bytes // 2
+
+
+def _all_cache_bytes(model: Decoder) -> int:
     device = model.embedding_weight.device
     if device.type != "cuda":
         return _CPU_CACHE_BYTES

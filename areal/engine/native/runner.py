@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from areal.engine.native.kv_cache import StateSpan
 from areal.models.vision.tower import Images, Sight
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Chunk:
     start: int  # position of the first of them
     pages: list[int]  # of positions 0 .. start + len(tokens) - 1, at least
     adapter: int = 0  # its number (adapters.py)
+    states: StateSpan = StateSpan()  # of a model with recurrent layers
     # With images: rotary positions [n] or [3, n], which are else those from `start` on; embeddings
     # of image tokens, each from which of `tokens` on.
     positions: np.ndarray | None = None
@@ -101,6 +103,10 @@ class Runner(Protocol):
         ...
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        """Of a model with recurrent layers."""
+        ...
 
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         """The experts of the first tokens in `pages` (expert_cache.py), of a model that has some.

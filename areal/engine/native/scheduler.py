@@ -19,16 +19,34 @@ mirrors its `pages`.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
-from areal.engine.native.kv_cache import SCRATCH_PAGE, PagePool, Prefix, PrefixTable
+from areal.engine.native.kv_cache import (
+    SCRATCH_PAGE,
+    STATES_OF_PREFIX,
+    STATES_OF_SEQUENCE,
+    PagePool,
+    Prefix,
+    PrefixTable,
+    StateSpan,
+)
 from areal.engine.native.sampler import SamplingOptions, has_rare_options
 from areal.engine.native.sequence import Sequence
 
 _MAX_INT64 = 2**63 - 1
 # Values beyond these give the same distribution but overflow float32.
 _TEMPERATURES = (1e-20, 1e20)
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `end` of a prompt, or of an output that is computed again."""
+
+    item: Prefix | Sequence
+    start: int
+    end: int
+    states: StateSpan
 
 
 class SlotTable:
@@ -55,6 +73,8 @@ class SlotTable:
         self.greedy = np.zeros(num_slots, bool)
         self.seed = np.zeros(num_slots, np.uint64)
         self.adapter = np.zeros(num_slots, np.int64)  # its number: see adapters.py
+        self.state = np.zeros(num_slots, np.int64)  # of a model with recurrent layers
+        self.mark = np.zeros(num_slots, np.int64)  # its state at the last border of a page
         self.rotary_delta = np.zeros(num_slots, np.int64)  # rotary position minus index in output
         self.constrained = np.zeros(num_slots, bool)  # by a grammar
         self.allowed: dict[int, np.ndarray] = {}  # constrained slot -> mask of its next token
@@ -80,6 +100,7 @@ class SlotTable:
         self.adapter[slot] = sequence.adapter
         self.rotary_delta[slot] = 0 if sequence.images is None else sequence.images.delta
         self.constrained[slot] = sequence.grammar is not None
+        self.state[slot], self.mark[slot] = sequence.state or 0, sequence.mark or 0
 
     def set_pages(self, slot: int, pages: list[int]) -> None:
         self.pages[slot, : len(pages)] = pages
@@ -142,12 +163,20 @@ class SlotTable:
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, *, max_running: int, max_pages: int) -> None:
-        """`max_pages`: most pages of one sequence."""
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_running: int,
+        max_pages: int,
+        states: PagePool | None = None,
+    ) -> None:
+        """`max_pages`: most pages of one sequence. `states`: numbers of states (kv_cache.py)."""
         if max_running < 1:
             raise ValueError(f"max_running must be at least 1, got {max_running}")
         self.pool = pool
-        self.prefixes = PrefixTable(pool)
+        self.states = states
+        self.prefixes = PrefixTable(pool, states)
         self.slots = SlotTable(max_running, max_pages)
         self.waiting: deque[Sequence] = deque()
         # Ordered sets, oldest admission first; removal of any member is O(1).
@@ -159,6 +188,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self.filling) + len(self.decoding)
+
+    @property
+    def num_states_in_use(self) -> int:
+        """0 without recurrent layers."""
+        return 0 if self.states is None else self.states.num_usable - self.states.num_free
 
     def admit(self) -> None:
         """Move sequences from the queue to `filling` while slots and pages last."""
@@ -188,16 +222,21 @@ class Scheduler:
         """Slots of `decoding`, in its order."""
         return np.fromiter((s.slot for s in self.decoding), np.int64, len(self.decoding))
 
-    def next_to_prefill(self, budget: int) -> list[tuple[Prefix | Sequence, int, int]]:
-        """Prompts and preempted outputs, and the positions of each to compute now: at most `budget`
-        in all. They count as cached from here on."""
+    def next_to_prefill(self, budget: int) -> list[Span]:
+        """What to compute now of prompts and preempted outputs: at most `budget` tokens in all,
+        which count as cached from here on."""
         refilling = (s for s in self.filling if s.prefix is None)
         spans = []
         for item in (*self.prefixes.pending, *refilling):
             start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
             if start == end:
                 break
-            spans.append((item, start, end))
+            if isinstance(item, Prefix):
+                states = item.state_span(start, end)
+                self.prefixes.has_read_start(item)
+            else:
+                states = item.state_span(start, end, self.pool.page_size)
+            spans.append(Span(item, start, end, states))
             item.num_cached = end
             budget -= end - start
         return spans
@@ -214,6 +253,10 @@ class Scheduler:
         if sequence.prefix is not None:
             self.prefixes.leave(sequence.prefix)
         self.pool.release(sequence.pages)
+        if self.states is not None:
+            assert sequence.state is not None and sequence.mark is not None
+            self.states.release([sequence.state, sequence.mark])
+            sequence.state, sequence.mark = None, None
         assert sequence.slot is not None, "a sequence that waits holds nothing"
         self.slots.clear(sequence.slot)
         self._free_slots.append(sequence.slot)
@@ -224,7 +267,10 @@ class Scheduler:
         """Remove a sequence that has ended. What it cached is kept for prompts that begin alike."""
         if sequence in self.decoding and sequence.cache_age == self.prefixes.num_updates:
             cached = (*sequence.prompt_key, *sequence.output_tokens[:-1])
-            self.prefixes.keep(cached, sequence.pages, sequence.adapter)
+            border = len(cached) // self.pool.page_size * self.pool.page_size
+            # A border within the prompt is the prefix's, and marked by it.
+            mark = sequence.mark if border > len(sequence.prompt_key) else None
+            self.prefixes.keep(cached, sequence.pages, sequence.adapter, mark)
         self.release(sequence)
 
     def send_back(self, sequence: Sequence) -> None:
@@ -254,9 +300,12 @@ class Scheduler:
         prefix = self.prefixes.find(prompt, adapter)
         borrowed = self.prefixes.borrow(prompt, adapter) if prefix is None else []
         num_new = pool.pages_for(len(prompt)) - len(borrowed) if prefix is None else 0
-        if not self.prefixes.make_room(num_own + num_new, keep=prefix):
+        num_states = STATES_OF_SEQUENCE + (STATES_OF_PREFIX if prefix is None else 0)
+        has_room = self.prefixes.make_room(num_own + num_new, prefix, num_states=num_states)
+        if not has_room or not self.prefixes.can_follow(borrowed):
             pool.release(borrowed)
-            return False
+            # Making room evicted the mark after the borrowed pages: there are fewer to borrow now.
+            return has_room and self._place(sequence)
         prefix = prefix or self.prefixes.create(prompt, borrowed, adapter, sequence.images)
         self.prefixes.wait(prefix)
         if sequence.cached_tokens is None:
@@ -265,6 +314,8 @@ class Scheduler:
         pool.retain(shared)
         sequence.prefix = prefix
         sequence.pages = shared + pool.allocate(num_own)
+        if self.states is not None:
+            sequence.state, sequence.mark = self.states.allocate(STATES_OF_SEQUENCE)
         sequence.slot = self._free_slots.pop()
         self.slots.fill(sequence.slot, sequence)
         self.slots.set_pages(sequence.slot, sequence.pages)

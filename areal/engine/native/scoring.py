@@ -22,6 +22,8 @@ import torch
 from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.models.common.attention import PackedAttention
 from areal.models.common.decoder import Decoder
+from areal.models.vision.args import VisionArgs
+from areal.models.vision.placeholders import never_sampled
 from areal.utils.data import sequence_lengths
 
 _BATCH_TOKENS = 16384  # of one forward, unless a single sequence is longer
@@ -51,8 +53,16 @@ def score(
     ]
 
 
-def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+def check_tokens(
+    sequences: Sequence[Sequence[int]], vocab_size: int, vision: VisionArgs | None = None
+) -> None:
+    banned = set(never_sampled(vision, vocab_size))
     for index, tokens in enumerate(sequences):
+        if found := banned.intersection(tokens):
+            raise ValueError(
+                f"sequences[{index}] has the token {min(found)}, which stands for an image: only "
+                "text is scored"
+            )
         if not tokens:
             raise ValueError(f"sequences[{index}] is empty: expected at least one token id")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -83,12 +93,16 @@ def _score_batch(
     tokens_T = torch.tensor([token for tokens in batch for token in tokens], device=device)
     hidden_TD = model(tokens_T, attend.positions_T, attend)
     next_T = tokens_T.roll(-1)
+    never = never_sampled(model.args.vision, model.args.vocab_size)
     chosen: list[float] = []
     top: list[list[tuple[int, float]]] = []
     for hidden_CD, next_C in zip(
         hidden_TD.split(_CHUNK_TOKENS), next_T.split(_CHUNK_TOKENS), strict=True
     ):
-        logprobs_CV = model.logits(hidden_CD).float().log_softmax(-1)
+        logits_CV = model.logits(hidden_CD).float()
+        if never:
+            logits_CV = logits_CV.index_fill(1, torch.tensor(never, device=device), -torch.inf)
+        logprobs_CV = logits_CV.log_softmax(-1)
         chosen += logprobs_CV.gather(-1, next_C[:, None]).squeeze(-1).tolist()
         top += _most_likely(logprobs_CV, num_top)
     ends = lengths.cumsum(0).tolist()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import Grammar, StopReason
+from areal.engine.native.kv_cache import StateSpan
 from areal.openai.text_stream import token_text
 
 if TYPE_CHECKING:
@@ -163,6 +164,9 @@ class Sequence:
     num_cached: int = 0  # while filling: leading tokens whose keys and values are in `pages`
     cache_age: int = -1  # PrefixTable.num_updates when its prompt was in `pages`
     has_ended: bool = False
+    # Of a model with recurrent layers; see state_cache.py.
+    state: int | None = None
+    mark: int | None = None  # at the last border of a page after its prompt
 
     @property
     def num_tokens(self) -> int:
@@ -177,6 +181,14 @@ class Sequence:
         """Output tokens at positions `start` to `end`; those of the prompt are the prefix's."""
         offset = len(self.prompt)
         return self.output_tokens[start - offset : end - offset]
+
+    def state_span(self, start: int, end: int, page_size: int) -> StateSpan:
+        """The states of output tokens at positions `start` to `end`, computed again."""
+        if self.state is None or self.mark is None:
+            return StateSpan()
+        border = end // page_size * page_size
+        marks = ((border - start, self.mark),) if border > start else ()
+        return StateSpan(self.state, self.state, marks)
 
     def take(
         self, tokens: list[int], logprobs: list[float], version: int, now: float

@@ -1,7 +1,7 @@
 """What the vision tower makes of images, computed on the engine's thread, once for each weights.
 
     sights = SightCache(runner.look, device)
-    chunk = sights.chunk(prefix, start, end)     # with the embeddings of the image tokens in it
+    chunk = sights.chunk(span)                   # with the embeddings of the image tokens in it
     sights.clear()                               # new weights
 
 Images are told apart by the hash of their bytes, so a group, and every turn of a dialogue, looks at
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ from areal.engine.native.runner import Chunk
 from areal.models.vision.tower import Images, Sight
 
 if TYPE_CHECKING:
-    from areal.engine.native.sequence import Sequence
+    from areal.engine.native.scheduler import Span
     from areal.models.vision.prompt_images import CutImage
 
 _MAX_BYTES = 512 << 20
@@ -40,20 +41,20 @@ class SightCache:
         self._num_bytes = 0
         self.num_looks = 0  # images the tower has computed
 
-    def chunk(self, item: Prefix | Sequence, start: int, end: int) -> Chunk:
-        """Tokens `start` to `end` of a prompt, or of an output that is computed again."""
-        images, tokens = item.images, item.token_slice(start, end)
+    def chunk(self, span: Span) -> Chunk:
+        """What a runner gets of it."""
+        item, start, end, states = span
+        images = item.images
+        chunk = Chunk(item.token_slice(start, end), start, item.pages, item.adapter, states)
         if images is None:
-            return Chunk(tokens, start, item.pages, item.adapter)
+            return chunk
         if not isinstance(item, Prefix):  # of the output
-            positions = np.arange(start, end) + images.delta
-            return Chunk(tokens, start, item.pages, item.adapter, positions)
+            return replace(chunk, positions=np.arange(start, end) + images.delta)
         sights = [
             (self._sight(image)[some], first - start)
             for image, some, first in images.seen(start, end)
         ]
-        positions_3n = images.positions_3S[:, start:end]
-        return Chunk(tokens, start, item.pages, item.adapter, positions_3n, sights)
+        return replace(chunk, positions=images.positions_3S[:, start:end], sights=sights)
 
     def clear(self) -> None:
         self._kept.clear()

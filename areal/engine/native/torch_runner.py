@@ -32,10 +32,12 @@ import torch.nn.functional as F
 
 from areal.engine.native.drafts import num_equal
 from areal.engine.native.expert_cache import ExpertCache
-from areal.engine.native.kv_cache import SCRATCH_PAGE
+from areal.engine.native.kv_cache import SCRATCH_PAGE, StateSpan
 from areal.engine.native.runner import Computed, joined_sights
 from areal.engine.native.sampler import sample
+from areal.engine.native.state_cache import StateCache, StateRows
 from areal.models.common.moe import recorded_experts
+from areal.models.vision.placeholders import never_sampled
 from areal.models.vision.tower import Images, Sight
 from areal.utils.device import use_plain_blas
 
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
     from areal.engine.native.adapters import AdapterBank
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
+    from areal.models.common.args import DeltaArgs
     from areal.models.common.decoder import Decoder
+    from areal.models.common.delta_rule import DeltaInputs
 
 
 class TorchRunner:
@@ -59,6 +63,7 @@ class TorchRunner:
         num_pages: int,
         page_size: int,
         max_prefill_tokens: int,
+        num_states: int | None = None,
     ) -> None:
         weight = model.embedding_weight
         if weight.device.type == "cpu":
@@ -69,16 +74,14 @@ class TorchRunner:
         self._table = table
         self._adapters = adapters
         self._cache = KVCache(model, num_pages=num_pages, page_size=page_size)
+        self._states = None if num_states is None else StateCache(model, num_states)
         moe = model.args.moe
         self._experts = moe and ExpertCache(
             moe, num_pages=num_pages, page_size=page_size, device=weight.device
         )
         # A drawn image token would stand for an image that is not there.
-        vision = model.args.vision
-        self._never = vision and torch.tensor(
-            [token for token in vision.placeholder_ids if token < model.args.vocab_size],
-            device=weight.device,
-        )
+        never = never_sampled(model.args.vision, model.args.vocab_size)
+        self._never = torch.tensor(never, device=weight.device) if never else None
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
 
     def look(self, images: Images) -> Sight:
@@ -92,15 +95,18 @@ class TorchRunner:
             tokens, pages = np.array(chunk.tokens), np.array(chunk.pages)
             rows.add(tokens, positions, pages, chunk.adapter, chunk.positions)
             last.append(rows.count - 1)
-        return self._forward(rows, joined_sights(chunks))[last]
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        states = [chunk.states for chunk in chunks]
+        return self._forward(rows, lengths, states, joined_sights(chunks))[last]
 
     def decode(self, slots: np.ndarray, num_steps: int) -> Computed:
         assert num_steps == 1, "this runner takes one step at a time"
         return self.verify(slots, [[] for _ in slots])
 
     def draft_length(self, num_rows: int) -> int:
-        """Drafts take the place of padding rows."""
-        return max(ROW_MULTIPLE // num_rows - 1, 0)
+        """Drafts take the place of padding rows. None with states: these cannot go back to before
+        a draft that did not come true."""
+        return 0 if self._states is not None else max(ROW_MULTIPLE // num_rows - 1, 0)
 
     def draft_cost(self, slots: np.ndarray, length: int) -> float:
         """The products of a tile of rows cost the same; attention and draws cost by the row."""
@@ -125,7 +131,8 @@ class TorchRunner:
             table.adapter[row_slot],
             positions + table.rotary_delta[row_slot],
         )
-        tokens, logprobs = self._sample(row_slot, self._forward(rows)[: rows.count], offset)
+        hidden_TD = self._forward(rows, counts.tolist(), self._spans(slots))
+        tokens, logprobs = self._sample(row_slot, hidden_TD[: rows.count], offset)
         drawn = Computed([], [])
         for start, draft in zip(first_row.tolist(), drafts, strict=True):
             end = start + 1 + num_equal(draft, tokens[start:])
@@ -133,6 +140,18 @@ class TorchRunner:
             drawn.logprobs.append(logprobs[start:end])
         table.last_token[slots] = [kept[-1] for kept in drawn.tokens]
         return drawn
+
+    def _spans(self, slots: np.ndarray) -> list[StateSpan]:
+        """Of the next token of each slot, which marks a state if it ends a page."""
+        if self._states is None:
+            return []
+        table = self._table
+        ends_page = table.num_tokens[slots] % self._cache.page_size == 0
+        columns = (table.state[slots], table.mark[slots], ends_page)
+        return [
+            StateSpan(state, state, ((1, mark),) if ends else ())
+            for state, mark, ends in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
     def draw(self, slots: np.ndarray, hidden: list[torch.Tensor]) -> Computed:
         tokens, logprobs = self._sample(slots, torch.stack(hidden), np.zeros_like(slots))
@@ -155,6 +174,10 @@ class TorchRunner:
         if self._experts is not None:
             self._experts.copy_pages(source, target)
 
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        assert self._states is not None, "the engine has states of recurrent layers alone"
+        self._states.copy(*torch.tensor([sources, targets], device=self._device))
+
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         assert self._experts is not None, "the engine refuses it for a dense model"
         return self._experts.read(pages, num_tokens)
@@ -163,12 +186,24 @@ class TorchRunner:
         for name, tensor in model_weights:
             self._model.load_hf_tensor(name, tensor)
 
-    def _forward(self, rows: Rows, seen: tuple[Sight, np.ndarray] | None = None) -> torch.Tensor:
-        """Hidden states [T, D] of all rows; writes their keys and values to the cache. `seen`:
-        embeddings that replace those of some rows."""
+    def _forward(
+        self,
+        rows: Rows,
+        lengths: list[int],
+        spans: list[StateSpan],
+        seen: tuple[Sight, np.ndarray] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, D] of all rows; writes their keys and values to the cache.
+
+        `lengths`: rows of each sequence, with its states in `spans` if the model has such. `seen`:
+        embeddings that replace those of some rows.
+        """
         tokens_T, positions_T, pages_TP, adapters_T, rotary = rows.build()
         self._adapters.begin(adapters_T)
         attend = PagedAttention(self._cache, positions_T, pages_TP)
+        if self._states is not None:
+            sizes = self._model.args.delta_args
+            attend.states = self._states, StateRows.of(lengths, spans, sizes, self._device)
         inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, rotary))
         with recorded_experts(self._model) as chosen:
             sight, rows_I = seen or (None, None)
@@ -187,15 +222,18 @@ _MAX_GATHERED_ELEMENTS = 2**23
 
 
 class KVCache:
-    """Keys and values of all pages in all layers: `[L, num_pages, page_size, K, H]` each."""
+    """Keys and values of all pages in all layers with attention: `[L, num_pages, page_size, K, H]`
+    each."""
 
     def __init__(self, model: Decoder, *, num_pages: int, page_size: int) -> None:
         args = model.args
-        shape = (args.n_layers, num_pages, page_size, args.n_kv_heads, args.head_dim)
+        self.row_of = {layer: row for row, layer in enumerate(args.attention_layers)}
+        shape = (len(self.row_of), num_pages, page_size, args.n_kv_heads, args.head_dim)
         # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
         self.keys, self.values = (model.embedding_weight.new_zeros(shape) for _ in range(2))
         self.page_size = page_size
-        self.token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim * self.keys.itemsize
+        numbers = 2 * len(self.row_of) * args.n_kv_heads * args.head_dim
+        self.token_bytes = numbers * self.keys.itemsize
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for cache in (self.keys, self.values):
@@ -225,6 +263,12 @@ class PagedAttention:
         # Flat cache position of each row's key and value.
         self.write_T = self._upload(written * size + positions_T % size)
         self._buckets_of: dict[int | None, list[_Bucket]] = {}  # by window
+        self.states: tuple[StateCache, StateRows] | None = None  # of a model with recurrent layers
+
+    def recur(self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs) -> torch.Tensor:
+        assert self.states is not None, "the runner sets them for such a model"
+        cache, rows = self.states
+        return cache.recur(layer, inputs, sizes, rows)
 
     def __call__(
         self,
@@ -236,7 +280,8 @@ class PagedAttention:
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        row = self._cache.row_of[layer]
+        keys, values = self._cache.keys[row], self._cache.values[row]
         keys.flatten(0, 1).index_copy_(0, self.write_T, k_TKH)
         values.flatten(0, 1).index_copy_(0, self.write_T, v_TKH)
         if window not in self._buckets_of:

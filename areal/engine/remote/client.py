@@ -102,7 +102,6 @@ class GenerateClient:
         self,
         protocol: ServerProtocol,
         pool: ServerPool,
-        token: str,
         *,
         gate: UpdateGate | None,
         deadlines: Deadlines,
@@ -136,12 +135,7 @@ class GenerateClient:
         # Two callers may use one rid (copies of a request): on the wire each attempt has a suffix.
         self._client_id = secrets.token_hex(4)
         self._num_sent = itertools.count()
-        # No limits here: the executor bounds the requests in flight.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-        )
+        self._sessions: dict[str, aiohttp.ClientSession] = {}  # by token
 
     async def generate(self, request: ModelRequest) -> ModelResponse:
         """ValueError: the request is invalid. ServerError: the server or the connection failed."""
@@ -218,7 +212,8 @@ class GenerateClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._verdicts.close()
         await self._replacements.close()
-        await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
         # Last, because the event loop may end as soon as the callers have.
         for future in list(self._open):
             future.cancel()
@@ -259,8 +254,9 @@ class GenerateClient:
             task.add_done_callback(self._exchanges.pop)
 
     def _follow_pool(self) -> None:
-        """A server that left the pool gets no more requests: it misses weight updates."""
-        self._router.follow(self._pool.addresses)
+        """A server that drains or left the pool gets no more requests."""
+        self._pool.follow_owner()
+        self._router.follow(self._pool.accepting)
 
     def _assign(self, calls: list[_Call]) -> Iterable[tuple[Server, list[_Call]]]:
         """The calls of each exchange, the samples of one prompt to one server."""
@@ -273,6 +269,19 @@ class GenerateClient:
                 key = (server, call.draft.group or call)
             shares.setdefault(key, (server, []))[1].append(call)
         return shares.values()
+
+    def _session_of(self, address: str) -> aiohttp.ClientSession:
+        """Connections of the servers that share a token: those of a run, or a joined one."""
+        token = self._pool.token_of(address)
+        session = self._sessions.get(token)
+        if session is None:
+            # No limits here: the executor bounds the requests in flight.
+            session = self._sessions[token] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                headers={"Authorization": f"Bearer {token}"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+            )
+        return session
 
     def _wire_rid(self, call: _Call) -> str:
         return f"{call.draft.request.rid[:200]}.{self._client_id}.{next(self._num_sent)}"
@@ -318,7 +327,9 @@ class GenerateClient:
         try:
             if self._gate is not None and not self._pool.has(address):  # it may have missed weights
                 raise aiohttp.ClientConnectionError("the server has left the pool")
-            results = self._protocol.generate(self._session, address, drafts, entry.version)
+            results = self._protocol.generate(
+                self._session_of(address), address, drafts, entry.version
+            )
             async with self._deadlines.limit(), aclosing(results):
                 async for rid, result in results:
                     self._take(exchange, entry, rid, result)
@@ -516,7 +527,7 @@ class GenerateClient:
     async def _send_abort(self, address: str, rid: str) -> None:
         with suppress(aiohttp.ClientError, OSError):  # a server that is gone has freed it
             async with asyncio.timeout(_ABORT_S):
-                await self._protocol.abort(self._session, address, rid)
+                await self._protocol.abort(self._session_of(address), address, rid)
 
     def _describe(self, call: _Call) -> str:
         exchange = call.exchange

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,11 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdateMeta
 from areal.engine.native.loop import BusyIntervals
 from areal.engine.native.scoring import padded_scores, token_lists
+from areal.engine.remote.admission import (
+    UpdateUnderWayError,
+    verify_newcomer,
+    wait_until_idle,
+)
 from areal.engine.remote.client import GenerateClient, close_on_its_loop, runs_here
 from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import ServerProtocol, WeightOrder
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
 _COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # including those of copies
 _LASTING = ("shm", "disk")  # can be loaded again later
 _STRAGGLERS_S = 2.0  # for aborted requests to return; one may reach its server after the abort
+_JOIN_AGAIN_S = 0.5
 _DROP_S = 30.0  # a live event loop needs milliseconds
 
 
@@ -89,7 +96,7 @@ class RemoteEngine(InferenceEngine):
         if not addrs:
             raise ValueError("addrs: expected at least one server address, got none")
         self._protocol = protocol
-        self._token = token
+        self._setup_timeout_s = setup_timeout_s
         self._request_timeout_s = request_timeout_s
         self._request_retries = request_retries
         self._max_context = max_context
@@ -159,27 +166,74 @@ class RemoteEngine(InferenceEngine):
     ) -> list[Sample | Exception]:
         return await self._client_here().generate_group(req, seeds)
 
-    def join(self, address: str, weights: WeightUpdateMeta | None = None) -> None:
-        """Add a server: it loads the live weights, then gets requests.
+    def join(
+        self, address: str, weights: WeightUpdateMeta | None = None, *, token: str | None = None
+    ) -> None:
+        """Add a server: it loads the live weights, which are verified, then it gets requests.
 
-        `weights` is the update that brings these, by default the last one noted here. RuntimeError
-        if it serves another model, or lacks the weights and no update can bring them.
+        `weights` is the update that brings these, by default the last one noted here; `token` is
+        its own, by default that of the others. RuntimeError if it serves another model, or lacks
+        the weights and no update can bring them.
         """
-        with self._updating:
-            order = None if weights is None else self._protocol.weight_order(weights)
-            self._pool.join(address, order)
+        deadline = time.monotonic() + self._setup_timeout_s
+        while True:
+            # Loaded before the lock is taken: the next update waits for what happens below it.
+            preloaded = None if weights is not None else self._pool.preload(address, token)
+            try:
+                with self._updating:
+                    return self._join(address, weights, token, preloaded)
+            except UpdateUnderWayError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_JOIN_AGAIN_S)
+
+    def _join(
+        self,
+        address: str,
+        weights: WeightUpdateMeta | None,
+        token: str | None,
+        preloaded: WeightOrder | None,
+    ) -> None:
+        order = None if weights is None else self._protocol.weight_order(weights)
+        gate, verify = self._gate, partial(verify_newcomer, self._protocol)
+        version = None if gate is None else gate.version
+        held = f"requests are held back, so {address} cannot be verified"
+        if gate is not None and (self._pool.is_paused or not gate.serves(gate.version)):
+            raise UpdateUnderWayError(held)
+        try:
+            self._pool.join(address, order, token=token, preloaded=preloaded, verify=verify)
+        except RuntimeError as error:
+            if gate is not None and version is not None and not gate.serves(version):
+                raise UpdateUnderWayError(held) from error  # by a rank, which has a copy of this
+            raise
 
     def leave(self, address: str) -> None:
-        """Remove a server: it gets no more requests; returns when its in-flight ones are done."""
+        """Remove a server: it gets no more requests; returns when its in-flight ones are done, also
+        those of copies of this engine. A server that was started here is ended."""
         client = self._client
         if client is not None and not client.events.is_running():
             client = None
         if client is not None and runs_here(client.events):
             raise RuntimeError("leave blocks: call it from another thread than agenerate")
+        control = self._pool.drain(address)
+        try:
+            if client is not None:
+                drained = asyncio.run_coroutine_threadsafe(client.drain(address), client.events)
+                drained.result(self._request_timeout_s)
+            wait_until_idle(self._protocol, control, timeout_s=self._request_timeout_s)
+        except BaseException:
+            self._pool.stop_draining(address)
+            raise
         self._pool.leave(address)
-        if client is not None:
-            drained = asyncio.run_coroutine_threadsafe(client.drain(address), client.events)
-            drained.result(self._request_timeout_s)
+
+    def member_states(self) -> dict[str, str]:
+        """`serving` or `draining`, by address; asks nobody."""
+        return self._pool.states()
+
+    def server_states(self) -> list[dict[str, Any]]:
+        """Of each server address, state (`serving`, `draining`), and what it reports of version
+        and load; `silent` instead of the state if it reports nothing."""
+        return self._pool.reports()
 
     def pause_generation(self) -> None:
         self._pool.set_paused(True)
@@ -388,7 +442,6 @@ class RemoteEngine(InferenceEngine):
             client = self._client = GenerateClient(
                 self._protocol,
                 self._pool,
-                self._token,
                 gate=self._gate,
                 deadlines=self._deadlines,
                 retries=self._request_retries,

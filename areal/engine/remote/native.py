@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from areal.weight_sync.bucket import Checksums
 
+_PROBE_TOKENS = range(9)  # every vocabulary has them
 PROGRESS_TOKENS = 64  # most tokens of a request that are lost with its server
 
 
@@ -172,6 +173,10 @@ class NativeProtocol(ServerProtocol):
             return {name: (str(dtype), int(number)) for name, (dtype, number) in found.items()}
         except (ValueError, TypeError) as err:
             raise bad_reply(self.kind, control.address, f"weights: {err}") from err
+
+    def probe(self, control: ControlClient, version: int | None) -> list[tuple[int, float]]:
+        (scores,) = self.score(control, [list(_PROBE_TOKENS)])
+        return list(zip(_PROBE_TOKENS[1:], scores[1:], strict=True))
 
     def layer_trace(self, control: ControlClient, tokens: list[int]) -> dict[str, Any]:
         trace = control.post("/layer_trace", tokens=tokens)

@@ -30,6 +30,7 @@ from areal.engine.remote.server_control import BadReplyError
 if TYPE_CHECKING:
     import aiohttp
     import numpy as np
+    import torch
 
     from areal.engine.remote.server_control import ControlClient
     from areal.weight_sync.bucket import Checksums
@@ -133,6 +134,16 @@ class Draft:
 _NONE = np.empty(0, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class NamedBucket:
+    """Weights that are broadcast one by one, in this order."""
+
+    group: str
+    tensors: Mapping[str, torch.Tensor]
+    version: int
+    is_last: bool  # of its version
+
+
 class ServerProtocol(ABC):
     kind: str  # the server's name in error messages
     batches: bool = False  # requests sent together share one exchange
@@ -141,6 +152,7 @@ class ServerProtocol(ABC):
     versions_tokens: bool = False
     weight_types: Sequence[str]  # of WeightUpdateMeta
     offloads: bool = False
+    wants_names: bool = False  # of the weights of each bucket (`xccl`), before it is sent
 
     @abstractmethod
     def check_request(self, request: ModelRequest) -> None:
@@ -206,6 +218,10 @@ class ServerProtocol(ABC):
         """Receive `meta.version` through the group of this name; returns when it is live."""
         raise NotImplementedError(f"a {self.kind} joins no process group")
 
+    def receive_bucket(self, control: ControlClient, bucket: NamedBucket) -> None:
+        """As `receive`, for servers that want names: one bucket, live when this returns."""
+        raise NotImplementedError(f"a {self.kind} joins no process group")
+
     def served_version(self, control: ControlClient) -> int | None:
         """The version that the server reports; None if it records none."""
         return None
@@ -234,6 +250,11 @@ class ServerProtocol(ABC):
     def weight_checksums(self, control: ControlClient) -> Checksums:
         """Of the live weights."""
         raise NotImplementedError(f"a {self.kind} does not show its weights")
+
+    def probe(self, control: ControlClient, version: int | None) -> list[tuple[int, float]]:
+        """Some tokens and their log-probabilities, which depend on the weights alone. `version` is
+        that of the live weights, if the server records it."""
+        raise NotImplementedError(f"a {self.kind} cannot be compared with another")
 
     def layer_trace(self, control: ControlClient, tokens: list[int]) -> dict[str, Any]:
         """What each layer computes for `tokens` (models/common/layer_trace.py)."""

@@ -87,6 +87,8 @@ class RequestRouter:
 
     def follow(self, addresses: Sequence[str]) -> None:
         """These are the servers from now on. One that is replaced has another address."""
+        if addresses == [server.address for server in self.servers]:
+            return
         for server in self.servers:
             if server.address not in addresses:
                 server.avoided_until = math.inf  # its prompts no longer attract requests

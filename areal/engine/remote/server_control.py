@@ -51,8 +51,13 @@ class ControlClient:
     ) -> None:
         self.address = address
         self.kind = kind
+        self._token = token
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._timeout_s = timeout_s
+
+    def within(self, timeout_s: float) -> ControlClient:
+        """The same server, with another limit on each call."""
+        return ControlClient(self.address, self._token, timeout_s=timeout_s, kind=self.kind)
 
     def get(self, route: str, /, **query: Any) -> dict[str, Any]:
         return self._exchange_json("GET", _with_query(route, query), None)

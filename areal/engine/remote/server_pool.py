@@ -16,9 +16,14 @@ held for long.
 Copies of the client in other processes start no server; a file tells them what became of one:
 
     owner (the controller)               writes: address of each lost server -> its replacement, or
-                                         none; or why there is no server any more
-    copy (training rank, rollout worker) reads: after a lost connection, until the server is in the
-                                         file or answers again
+                                         none; servers that joined, and those that drain; or why
+                                         there is no server any more
+    copy (training rank, rollout worker) reads: before it sends, when the file has changed; after a
+                                         lost connection, until the server is in the file or answers
+                                         again
+
+A server that is to leave drains first: it gets no more requests, but takes part in weight updates
+until its last one has ended.
 """
 
 from __future__ import annotations
@@ -82,6 +87,9 @@ class ServerPool:
         self.num_restarts = 0
         self._forbidden: str | None = None  # why servers are not restarted
         self._file = address_file
+        self._read_file: tuple[int, int] | None = None  # as a copy saw it last
+        self._joined: dict[str, str] = {}  # token by address
+        self._draining: frozenset[str] = frozenset()
         self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
         self._moved: dict[str, str | None] = {}  # address of a lost server -> of its replacement
         self.version: int | None = None  # of the live weights, once noted
@@ -106,6 +114,68 @@ class ServerPool:
     def addresses(self) -> list[str]:
         return [control.address for control in self.controls]
 
+    @property
+    def accepting(self) -> list[str]:
+        """Servers that get new requests: those that do not drain, unless all others are lost."""
+        addresses, draining = self.addresses, self._draining
+        return [one for one in addresses if one not in draining] or addresses
+
+    def token_of(self, address: str) -> str:
+        return self._joined.get(address, self._token)
+
+    def states(self) -> dict[str, str]:
+        """`serving` or `draining`, by address."""
+        draining = self._draining
+        return {one: "draining" if one in draining else "serving" for one in self.addresses}
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What each server says of itself now: version and load; `silent` if it does not answer."""
+        states = self.states()
+        with ThreadPoolExecutor(len(states), thread_name_prefix="server-reports") as pool:
+            return list(pool.map(self._report, states, states.values()))
+
+    def _report(self, address: str, state: str) -> dict[str, Any]:
+        control = self._connect(address).within(_ANSWER_S)
+        report: dict[str, Any] = {"address": address, "state": state, "version": self.version}
+        try:
+            version = self._protocol.served_version(control)
+            report["version"] = self.version if version is None else version
+            stats = self._protocol.stats(control)
+        except ServerRefusedError:  # a stock server without metrics
+            return report
+        except ServerError:
+            return report | {"state": "silent"}
+        return report | {name: stats[name] for name in ("running", "waiting") if name in stats}
+
+    def follow_owner(self) -> None:
+        """A copy learns which servers joined and left. Costs one `stat` while nothing changes, and
+        never blocks: it is called on event loops."""
+        if not self._follows or not self._changing.acquire(blocking=False):
+            return
+        try:
+            assert self._file is not None, "a copy without a file follows nobody"
+            status = self._file.stat()
+            seen = (status.st_mtime_ns, status.st_ino)
+            if seen != self._read_file:
+                self._adopt(self._told())
+                self._read_file = seen
+        except (EngineLostError, OSError):
+            pass  # read again, and raised, by the request that needs a server
+        finally:
+            self._changing.release()
+
+    def _adopt(self, told: dict[str, Any]) -> None:
+        """Take over what the owner says of members."""
+        self._joined = told["joined"]
+        self._draining = frozenset(told["draining"])
+        for address in told["joined"]:
+            self._moved.pop(address, None)
+            if address not in self.addresses and address not in told["moved"]:
+                self.controls = (*self.controls, self._connect(address))
+        for address in self.addresses:
+            if address in told["moved"]:
+                self._move(address, _follow(told["moved"], address))
+
     def open(self, *, awaits_weights: bool = False) -> None:
         """Waits until all answer, and starts to watch the processes."""
         if self._follows:  # an unreachable server is being replaced
@@ -128,6 +198,7 @@ class ServerPool:
 
         `call` may run twice on a server whose connection broke.
         """
+        self.follow_owner()
         controls = self.controls
         if len(controls) == 1:
             answers = [self._attempt(controls[0], call)]
@@ -211,7 +282,9 @@ class ServerPool:
 
     def has(self, address: str) -> bool:
         """Whether the server takes part in weight updates, as far as the owner has told."""
-        return address in self.addresses and not (self._follows and address in self._told())
+        return address in self.addresses and not (
+            self._follows and address in self._told()["moved"]
+        )
 
     def is_gone(self, address: str) -> bool:
         """Whether a server whose connection was lost has ended or was dropped; `successor` may be
@@ -241,10 +314,20 @@ class ServerPool:
                         self._restart_if_ended(address)
             return _follow(self._moved, address)
 
-    def join(self, address: str, order: WeightOrder | None) -> None:
+    def join(
+        self,
+        address: str,
+        order: WeightOrder | None,
+        *,
+        token: str | None,
+        preloaded: WeightOrder | None,
+        verify: Callable[[ControlClient, ControlClient], None],
+    ) -> None:
         """Add a server of the same model once it has the weights; `order` loads them, by default
-        the last one noted."""
-        control = self._connect(address)
+        the last one noted, unless it was `preloaded`. `token` is its own, by default that of the
+        others. `verify(newcomer, member)` raises unless both have the same weights."""
+        token = token or self._token
+        control = self._connect(address, token)
         control.wait_until_healthy(self._setup_timeout_s)
         model = self.on_one(0, self._protocol.served_model)
         version = self.on_one(0, self._protocol.served_version)
@@ -258,7 +341,7 @@ class ServerPool:
                     "start it with the same --model"
                 )
             order = order or self._weights
-            self._prepare(control, order)
+            self._prepare(control, None if order == preloaded else order)
             # During an update the others may be ahead of the noted version until the next note.
             has = self._protocol.served_version(control)
             if has is None:  # it records none
@@ -269,22 +352,54 @@ class ServerPool:
                     f"{control.kind} {address} has version {has} of the weights, the others serve "
                     f"{others}: give `join` the order that brought them"
                 )
+            verify(control, self.controls[0])
             self._moved.pop(address, None)
             self._newcomers.add(address)
+            self._joined = {**self._joined, address: token}
             self.controls = (*self.controls, control)
+            self._tell_copies()
 
-    def leave(self, address: str) -> None:
+    def preload(self, address: str, token: str | None) -> WeightOrder | None:
+        """Load the noted weights into a server that will join, while nobody waits; returns what it
+        was given. None if it is one of the pool, or nothing can be loaded."""
+        order = self._weights
+        if address in self.addresses or order is None:
+            return None
+        control = self._connect(address, token)
+        control.wait_until_healthy(self._setup_timeout_s)
+        self._load(control, order)
+        return order
+
+    def drain(self, address: str) -> ControlClient:
+        """The server gets no more requests, and stays a member until `leave`."""
         with self._changing:
             name = f"{self._protocol.kind} {address}"
             if address not in self.addresses:
                 raise ValueError(f"{name} is not one of {self.addresses}")
-            if len(self.controls) == 1:
+            if not set(self.addresses) - self._draining - {address}:
                 raise ValueError(f"{name} is the last one: let another join first")
-            self._move(address, None)
+            self._draining |= {address}
+            self._tell_copies()
+            return next(control for control in self.controls if control.address == address)
 
-    def _connect(self, address: str) -> ControlClient:
-        kind = self._protocol.kind
-        return ControlClient(address, self._token, timeout_s=self._timeout_s, kind=kind)
+    def stop_draining(self, address: str) -> None:
+        with self._changing:
+            self._draining -= {address}
+            self._tell_copies()
+
+    def leave(self, address: str) -> None:
+        """Remove a drained server; one that was started here is ended."""
+        with self._changing:
+            process = self._processes.pop(address, None)
+            if address in self.addresses:  # else it was lost meanwhile
+                self._move(address, None)
+            self._draining -= {address}
+        if process is not None:
+            process.close()
+
+    def _connect(self, address: str, token: str | None = None) -> ControlClient:
+        kind, token = self._protocol.kind, token or self.token_of(address)
+        return ControlClient(address, token, timeout_s=self._timeout_s, kind=kind)
 
     def _attempt(
         self, control: ControlClient, call: Callable[[ControlClient], T]
@@ -372,7 +487,7 @@ class ServerPool:
         """A copy waits until the owner has replaced the server, or it answers again."""
         deadline = time.monotonic() + self._setup_timeout_s
         while time.monotonic() < deadline:
-            moved = self._told()
+            moved = self._told()["moved"]
             if address in moved:
                 return self._move(address, _follow(moved, address))
             if self._connect(address).is_there(_ANSWER_S):
@@ -381,13 +496,13 @@ class ServerPool:
         limit = f"{self._setup_timeout_s:g} s (rollout.setup_timeout)"
         raise ServerError(f"{self._protocol.kind} {address}: no replacement within {limit}")
 
-    def _told(self) -> dict[str, str | None]:
-        """What the owner says of lost servers. EngineLostError if none is left."""
+    def _told(self) -> dict[str, Any]:
+        """What the owner says of the servers. EngineLostError if none is left."""
         assert self._file is not None, "a copy without a file follows nobody"
         told = json.loads(self._file.read_text(encoding="utf-8"))
         if told["loss"] is not None:
             raise EngineLostError(told["loss"])
-        return told["moved"]
+        return told
 
     def _move(self, former: str, address: str | None) -> None:
         """The server at `former` is replaced by that at `address`, or dropped."""
@@ -398,12 +513,15 @@ class ServerPool:
             self.controls = tuple(new if c.address == former else c for c in self.controls)
             self._moved.pop(address, None)  # a port may be reused
         self._moved[former] = address
+        if not self.is_copy:
+            self._joined = {one: token for one, token in self._joined.items() if one != former}
         self._tell_copies()
 
     def _tell_copies(self, *, loss: str | None = None) -> None:
         if self._file is not None and not self.is_copy:
             # No other run reads it, so it need not survive a power failure.
-            told = {"moved": self._moved, "loss": loss}
+            told = {"moved": self._moved, "loss": loss, "joined": self._joined}
+            told["draining"] = sorted(self._draining)
             atomic_write_text(self._file, json.dumps(told), durable=False)
 
     def _prepare(self, control: ControlClient, order: WeightOrder | None) -> None:

@@ -51,7 +51,7 @@ from areal.engine.remote.server_control import (
     ServerRefusedError,
     error_text,
 )
-from areal.models.lora import write_peft
+from areal.models.lora_files import write_peft
 from areal.models.vision.args import placeholder_ids
 from areal.utils.device import best_device
 from areal.utils.fs import atomic_folder
@@ -208,6 +208,17 @@ class StockProtocol(ServerProtocol):
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
             raise bad_reply(self.kind, address, f"{type(err).__name__}: {err}") from err
         return found
+
+    def probe(self, control: ControlClient, version: int | None) -> list[tuple[int, float]]:
+        """The most likely continuation of a few tokens; by the model itself, where adapters travel
+        alone."""
+        options = GenerationHyperparameters(max_new_tokens=8, greedy=True, ignore_eos=True)
+        call = self.generation(ModelRequest(input_ids=[1, 2, 3], gconfig=options))
+        try:
+            found = self.read(control.post(call.endpoint, **call.payload, stream=False))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+            raise bad_reply(self.kind, control.address, f"{type(err).__name__}: {err}") from err
+        return list(zip(found.output_tokens, found.output_logprobs, strict=True))
 
     def weight_order(self, meta: WeightUpdateMeta) -> WeightOrder:
         """The verified publication as a folder of Hugging Face or peft; one that is there already

@@ -25,6 +25,7 @@ A batch with `routed_experts` (io_struct.py) is computed by these experts. With
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from torch import nn
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
+from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train.base import BaseTrainEngine, reshard, run_each
 from areal.engine.train.export import StageLink, Weights, stream_weights
 from areal.engine.train.fit import check_archon, check_replay
@@ -49,6 +51,7 @@ from areal.models.hf_io import (
     SCORE_HEAD,
     build_model,
     has_score_head,
+    kept_tensors,
     load_hf,
     read_hf_config,
 )
@@ -164,6 +167,11 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
 
     def _load_hf(self, path: str) -> None:
         load_hf(self.model, path)
+
+    def _save_hf(self, weights: Weights, meta: SaveLoadMeta) -> None:
+        if not self.config.init_from_scratch:
+            weights = chain(weights, kept_tensors(self._folder, self.model))
+        super()._save_hf(weights, meta)
 
     def _weights_changed(self) -> None:
         if self._pipeline is not None:

@@ -190,10 +190,16 @@ def check_archon(config: TrainEngineConfig, args: DecoderArgs, dims: ParallelDim
         stage_layout(config, args, dims.pp)
     if config.batch_invariant:
         _check_batch_invariant(args)
-    if config.archon.fp8_forward and args.moe is not None:
+    if config.archon.fp8_forward and (args.moe is not None or args.delta is not None):
+        found = "layers with a recurrent state" if args.moe is None else "experts"
         raise ValueError(
             "archon.fp8_forward rounds dense models as an FP8 server does, and this one has "
-            "experts: set it to false"
+            f"{found}: set it to false"
+        )
+    if config.enable_tree_training and args.delta is not None:
+        raise ValueError(
+            "enable_tree_training: sequences of a tree share keys and values of their prefix, and "
+            f"this {args.model_type} has layers with a recurrent state: set it to false"
         )
 
 
@@ -288,6 +294,11 @@ def _check_batch_invariant(args: DecoderArgs) -> None:
     if args.moe is not None:
         raise ValueError(
             "batch_invariant: there is no such kernel for experts; turn it off for this model"
+        )
+    if args.delta is not None:
+        raise ValueError(
+            "batch_invariant: there is no such kernel for layers with a recurrent state; turn it "
+            "off for this model"
         )
 
 

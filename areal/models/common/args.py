@@ -98,6 +98,7 @@ class MoEArgs:
     num_groups: int = 1  # of consecutive experts
     top_groups: int = 1  # groups per token: those with the most probable experts
     weight_scale: float = 1.0  # factor on the weights of a token's experts
+    shared_gate: bool = False  # the shared feed-forward is weighed by a sigmoid of the token
 
     @property
     def is_plain(self) -> bool:
@@ -145,6 +146,34 @@ class LatentArgs:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaArgs:
+    """Gated delta rule (delta_rule.py): layers that keep a matrix per head and sequence in place of
+    keys and values. The other layers of such a model have gated attention."""
+
+    layers: frozenset[int]  # indices of the layers with it
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_size: int  # tokens that the convolution before it sees, itself included
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads ({self.num_value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({self.num_key_heads})"
+            )
+        if self.conv_size < 2:
+            raise ValueError(f"linear_conv_kernel_dim must be at least 2, got {self.conv_size}")
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of queries, keys and values of all heads."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderArgs:
     """A decoder: blocks of attention (grouped-query, or latent) and a gated feed-forward, dense or
@@ -176,6 +205,8 @@ class DecoderArgs:
     logit_softcap: float | None = None  # logits = cap * tanh(logits / cap)
     moe: MoEArgs | None = None
     latent: LatentArgs | None = None  # latent attention; `head_dim` is that of queries and keys
+    delta: DeltaArgs | None = None  # some layers have a recurrent state instead of attention
+    rotated_dim: int | None = None  # leading dims of a head that are rotated; None: all
     vision: VisionArgs | None = None  # a tower for images
     initializer_range: float = 0.02
     is_critic: bool = False  # a score head in place of the LM head
@@ -213,7 +244,21 @@ class DecoderArgs:
     @property
     def rope_dim(self) -> int:
         """How much of a head is rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return self.rotated_dim or self.head_dim
+
+    @property
+    def delta_args(self) -> DeltaArgs:
+        """`delta`, of a model that has such layers."""
+        assert self.delta is not None, f"this {self.model_type} has no recurrent layers"
+        return self.delta
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that cache keys and values."""
+        recurrent = frozenset() if self.delta is None else self.delta.layers
+        return tuple(layer for layer in range(self.n_layers) if layer not in recurrent)
 
     @property
     def vision_args(self) -> VisionArgs:
@@ -230,6 +275,11 @@ class DecoderArgs:
 
 def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
     """Args of one of `num_ranks` shards. ValueError if the model does not divide evenly."""
+    if args.delta is not None:
+        raise ValueError(
+            f"tensor parallelism over {num_ranks} ranks: layers with a recurrent state "
+            f"({args.model_type}) are not cut; serve copies of the model with d"
+        )
     counts = {"num_key_value_heads": args.n_kv_heads, "intermediate_size": args.hidden_dim}
     moe = args.moe
     if moe is not None:

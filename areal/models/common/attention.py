@@ -41,7 +41,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from areal.models.common.args import DecoderArgs
+from areal.models.common.args import DecoderArgs, DeltaArgs
+from areal.models.common.delta_rule import ChunkLayout, DeltaInputs, recur_packed
 from areal.models.common.fp8 import round_heads
 from areal.models.common.norm import make_norm
 from areal.models.common.rope import rotate
@@ -101,6 +102,14 @@ class PackedAttention:
             q, k, v = (x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH))
             outputs.append(_attend_rows(q, k, v, shape, window, scale))
         return torch.cat(outputs).index_select(0, slot_T)
+
+    def recur(self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs) -> torch.Tensor:
+        """The gated delta rule (delta_rule.py), each sequence from a state of zeros."""
+        return recur_packed(inputs, sizes, self.positions_T, self._chunk_layout)
+
+    @cached_property
+    def _chunk_layout(self) -> ChunkLayout:
+        return ChunkLayout.of(self._lengths, self.positions_T.device)
 
     def _by_packed_kernel(
         self,

@@ -30,8 +30,9 @@ from areal.models.common.args import DecoderArgs, share_of
 from areal.models.common.attention import Attend, Attention, AttentionLayer
 from areal.models.common.fp8 import FP8, dequantize
 from areal.models.common.fp8_linear import Fp8Linear, rounded_to_fp8, stored_in_fp8
+from areal.models.common.gated_layers import GatedAttention, GatedDelta
 from areal.models.common.latent_attention import LatentAttention
-from areal.models.common.moe import Experts, FeedForward, MoE, Router
+from areal.models.common.moe import Experts, FeedForward, MoE, Router, TokenGate
 from areal.models.common.norm import make_norm
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
@@ -95,7 +96,11 @@ class DecoderBlock(nn.Module):
 
 
 def _make_attention(args: DecoderArgs, layer: int) -> AttentionLayer:
-    return Attention(args, layer) if args.latent is None else LatentAttention(args, layer)
+    if args.latent is not None:
+        return LatentAttention(args, layer)
+    if args.delta is None:
+        return Attention(args, layer)
+    return (GatedDelta if layer in args.delta.layers else GatedAttention)(args, layer)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -250,9 +255,12 @@ class Decoder(nn.Module):
                 self._write(module, module.weight, self._drawn(module.weight, generator))
                 if not isinstance(module, nn.Embedding) and module.bias is not None:
                     module.bias.zero_()
-            elif isinstance(module, Router | Experts):
+            elif isinstance(module, Router | Experts | TokenGate):
                 for weight in module.parameters(recurse=False):  # adapters are drawn elsewhere
                     self._write(module, weight, self._drawn(weight, generator))
+            elif isinstance(module, GatedDelta):
+                for weight, drawn in module.drawn_weights(generator):
+                    self._write(module, weight, drawn)
 
     @torch.no_grad()
     def init_score(self) -> None:
@@ -272,8 +280,13 @@ class Decoder(nn.Module):
         self._use_fp8(rounded_to_fp8)
 
     def _use_fp8(self, replace: Callable[[Sequence[nn.Linear]], Sequence[nn.Linear]]) -> None:
-        if self.args.moe is not None or self.share is not None:
-            found = "tensor parallelism" if self.args.moe is None else "experts"
+        refused = {
+            "experts": self.args.moe is not None,
+            "layers with a recurrent state": self.args.delta is not None,
+            "tensor parallelism": self.share is not None,
+        }
+        if any(refused.values()):
+            found = next(name for name, is_there in refused.items() if is_there)
             raise ValueError(
                 f"dtype fp8: it stores the weights of dense models on one device, and this model "
                 f"has {found}; use bfloat16"

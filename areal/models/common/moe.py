@@ -7,7 +7,8 @@ goes through the few experts its router chooses:
     out_SD = experts(x_SD, counts_E)            # rows in the order of their experts
 
 `experts` gets only rows by expert and their counts, so models/expert_parallel.py can replace it.
-A shared feed-forward (`shared`), which every token goes through, is added to their outputs.
+A shared feed-forward (`shared`), which every token goes through, is added to their outputs, in
+some families weighed by a gate (`TokenGate`).
 
 Grouped routing: a token's experts are of a few groups of consecutive experts, those whose best
 expert is the most probable.
@@ -73,6 +74,7 @@ class MoE(nn.Module):
         self.experts = Experts(args)
         shared_dim = args.expert_args.shared_dim
         self.shared = FeedForward(args, shared_dim) if shared_dim else None
+        self.shared_gate = TokenGate(args.dim) if args.expert_args.shared_gate else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         weights_TK, experts_TK = self.router(x_TD)
@@ -84,7 +86,25 @@ class MoE(nn.Module):
         out_SD = self.experts(x_SD, count_rows(experts_TK, self.router.num_experts))
         out_TKD = out_SD.index_select(0, place_S).unflatten(0, experts_TK.shape)
         out_TD = (out_TKD * weights_TK.to(x_TD.dtype)[..., None]).sum(1)
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            shared_TD = shared_TD * self.shared_gate(x_TD)
+        return out_TD + shared_TD
+
+
+class TokenGate(nn.Module):
+    """[T, 1]: how much of a token's shared output counts, from 0 to 1."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, dim))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        # By row: the bits of a product with one column would depend on the number of rows.
+        dot_T1 = (x_TD.float() * self.weight.float()).sum(-1, keepdim=True)
+        return torch.sigmoid(dot_T1).to(x_TD.dtype)
 
 
 class Router(nn.Module):

@@ -66,6 +66,15 @@ def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> t
     )
 
 
+def rotate_leading(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
+    """`rotate` of the first 2 R dims; the others stay."""
+    rotated = 2 * cos_TR.shape[-1]
+    if rotated == x_TNH.shape[-1]:
+        return rotate(x_TNH, cos_TR, sin_TR)
+    turned_TNR = rotate(x_TNH[..., :rotated], cos_TR, sin_TR)
+    return torch.cat((turned_TNR, x_TNH[..., rotated:]), dim=-1)
+
+
 def inverse_frequencies(args: RopeArgs, head_dim: int) -> torch.Tensor:
     """Radians per position of each rotated pair, float32 [R], always on the CPU."""
     with torch.device("cpu"):

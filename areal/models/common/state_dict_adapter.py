@@ -56,6 +56,27 @@ SHARED_EXPERTS_FROM_HF: dict[str, str] = {
     )
     for theirs, ours in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
 }
+GATED_SHARED_EXPERT_FROM_HF: dict[str, str] = {
+    **{
+        theirs.replace("shared_experts", "shared_expert"): ours
+        for theirs, ours in SHARED_EXPERTS_FROM_HF.items()
+    },
+    "model.layers.{}.mlp.shared_expert_gate.weight": "layers.{}.feed_forward.shared_gate.weight",
+}
+DELTA_FROM_HF: dict[str, str] = {
+    f"model.layers.{{}}.linear_attn.{theirs}": f"layers.{{}}.attention.{ours}"
+    for theirs, ours in (
+        ("in_proj_qkv.weight", "in_qkv.weight"),
+        ("in_proj_z.weight", "in_gate.weight"),
+        ("in_proj_b.weight", "in_beta.weight"),
+        ("in_proj_a.weight", "in_decay.weight"),
+        ("conv1d.weight", "kernel"),
+        ("A_log", "log_rate"),
+        ("dt_bias", "decay_bias"),
+        ("norm.weight", "norm.weight"),
+        ("out_proj.weight", "out.weight"),
+    )
+}
 LATENT_FROM_HF: dict[str, str] = {
     "model.layers.{}.self_attn.q_a_proj.weight": "layers.{}.attention.wq_a.weight",
     "model.layers.{}.self_attn.q_a_layernorm.weight": "layers.{}.attention.q_norm.weight",
@@ -82,6 +103,10 @@ class StateDictAdapter:
     def usual_hf_name(self, hf_name: str) -> str:
         """The canonical name (`to_hf_name`) of a tensor that some checkpoints call `hf_name`."""
         return hf_name
+
+    def is_kept(self, hf_name: str) -> bool:
+        """Whether a model neither computes nor trains it, and is saved with it unchanged."""
+        return False
 
     def from_hf_name(self, hf_name: str) -> str | None:
         """Our name, or None for a tensor that is not loaded: rope tables, the head of a tied

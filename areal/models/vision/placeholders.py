@@ -1,5 +1,8 @@
 """Image tokens of a prompt: one per merged patch, made from one per image where that is given.
 
+Tokens that stand for images, or enclose them, are never sampled: the text around them would have no
+image for them. Engines give them probability 0, and so does training (`never_sampled`).
+
 A chat template writes one image token for each image; the decoder reads as many as the image has
 merged patches. `expand_placeholders` takes either form and returns the second. No torch.
 """
@@ -9,6 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal.models.vision.args import VisionArgs
+
+
+def never_sampled(args: VisionArgs | None, vocab_size: int) -> list[int]:
+    """Tokens of probability 0; none without a vision tower."""
+    return [] if args is None else [t for t in args.placeholder_ids if t < vocab_size]
 
 
 def expand_placeholders(

@@ -203,7 +203,7 @@ def test_nothing_is_remembered(client):
         ({"messages": [{"role": "user", "content": "a" * 3000}]}, 400, "invalid_request_error",
          "prompt is too long"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
-         "invalid_request_error", "image"),
+         "invalid_request_error", "content[0].source"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

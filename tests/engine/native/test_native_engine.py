@@ -69,7 +69,18 @@ def pages_in_use_after_forgetting(engine: NativeEngine) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma3_text", "deepseek_v2"]
+    "family",
+    [
+        "qwen2",
+        "qwen3",
+        "llama",
+        "mistral",
+        "qwen3_moe",
+        "gemma3_text",
+        "deepseek_v2",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    ],
 )
 def test_logprobs_equal_a_full_forward_for_mixed_lengths(family):
     model, rng = tiny_model(family), random.Random(0)
@@ -92,7 +103,9 @@ def test_logprobs_equal_a_full_forward_for_mixed_lengths(family):
         assert_matches_full_forward(model, req, done[req.rid])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma3_text", "deepseek_v2", "qwen3_5_text"]
+)
 def test_logprobs_equal_a_full_forward_with_chunked_prefill(family):
     model, rng = tiny_model(family), random.Random(1)
     engine = make_engine(model, max_prefill_tokens=7)

@@ -20,10 +20,16 @@ SHAPES = {
     "moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
     "window": {"sliding_window": 9, "sliding_window_pattern": 2},
     "latent": {"q_lora_rank": 9},
+    "hybrid": {"linear_key_head_dim": 7, "linear_value_head_dim": 9},
 }
 
 
-FAMILIES = {"moe": "qwen3_moe", "window": "gemma3_text", "latent": "deepseek_v2"}
+FAMILIES = {
+    "moe": "qwen3_moe",
+    "window": "gemma3_text",
+    "latent": "deepseek_v2",
+    "hybrid": "qwen3_5_moe_text",
+}
 
 
 @functools.cache
@@ -71,7 +77,7 @@ def alone(shape: str, prompt: list[int], gconfig: GenerationHyperparameters) -> 
 
 @settings(max_examples=10)
 @given(
-    shape=st.sampled_from(["odd", "demo", "moe", "window", "latent"]),
+    shape=st.sampled_from(["odd", "demo", "moe", "window", "latent", "hybrid"]),
     engine_options=engines,
     crowd=st.lists(st.tuples(st.integers(0, 9), requests), min_size=1, max_size=12),
     copies=st.integers(0, 3),

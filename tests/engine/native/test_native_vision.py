@@ -99,16 +99,23 @@ def mixed_requests(text) -> list[GenRequest]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_prefill_tokens": 3}, {"num_pages": 12}], ids=["plain", "chunks", "few"]
+    ("family", "options"),
+    [
+        ("qwen2_5_vl", {}),
+        ("qwen2_5_vl", {"max_prefill_tokens": 3}),
+        ("qwen2_5_vl", {"num_pages": 12}),
+        ("qwen3_vl", {"max_prefill_tokens": 3, "num_pages": 12}),
+    ],
 )
-def test_logprobs_equal_a_fresh_forward(text, models, options):
-    engine = make_engine(models[0], **options)
+def test_logprobs_equal_a_fresh_forward(text, family, options):
+    model = tiny_vision_model(family)
+    engine = make_engine(model, **options)
     requests = mixed_requests(text)
     for req in requests:
         engine.add(req)
     done = run(engine)
     for req in requests:
-        assert_is_fresh(models[0], req, done[req.rid])
+        assert_is_fresh(model, req, done[req.rid])
     if "num_pages" in options:
         assert engine.stats()["preemptions"] > 0
 
@@ -293,6 +300,17 @@ def test_image_tokens_without_images_are_refused(text, models):
     assert not engine.has_work
     engine.add(so_far)
     assert_is_fresh(models[0], so_far, run(engine)["s"])
+
+
+def test_text_is_scored_as_it_is_drawn_and_images_are_not(text, models):
+    engine = make_engine(models[0])
+    words = request(text, "words", [5, 6, 7])
+    engine.add(words)
+    done = run(engine)["words"]
+    (scored,) = engine.score([[5, 6, 7, *done.output_tokens]])
+    assert scored.logprobs[2:-1] == pytest.approx(done.output_logprobs, abs=1e-5)
+    with pytest.raises(ValueError, match="only text is scored"):
+        engine.score([[5, IMAGE, 7]])
 
 
 def test_a_model_of_text_refuses_images(tmp_path):

@@ -22,6 +22,8 @@ CASES = {
     "qwen3": {},
     "qwen3_moe": {"use_expert_bias": True},
     "deepseek_v2": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
     "gemma3_text": {"final_logit_softcapping": 4.0},
 }
 

@@ -40,6 +40,10 @@ def refusal(hf_config: dict[str, Any], backend: str, **options: Any) -> str:
         ("archon:t4", "qwen3", {}, "t4 cannot cut this model: num_key_value_heads"),
         ("archon:t2", "qwen3", {"vocab_size": 63}, "vocab_size of its config.json"),
         ("archon:t2", "deepseek_v2", {}, "t2: archon does not cut multi-head latent attention"),
+        ("archon:t2", "qwen3_5_text", {}, "t2: archon does not cut layers with a recurrent"),
+        ("archon:c2", "qwen3_5_text", {}, "c2: archon does not cut layers with a recurrent"),
+        ("megatron:d1", "qwen3_5_text", {}, "got 'qwen3_5_text': use backend archon or fsdp"),
+        ("fsdp:d1", "qwen3_5_text", {}, "Qwen3_5ForCausalLM has attention of its own"),
         ("archon:c8", "qwen3", {}, "c8 cannot cut this model"),
         ("archon:p2", "qwen3", {}, "cuts this model of 2 layers into 4 stages"),
         ("archon:d2e2", "qwen3", {}, "spreads experts, but this model has none"),
@@ -65,8 +69,10 @@ def refusal(hf_config: dict[str, Any], backend: str, **options: Any) -> str:
 def test_a_model_that_does_not_fit(
     backend: str, family: str, overrides: dict[str, Any], says: str
 ) -> None:
-    known = family in ("qwen2", "qwen3", "llama", "gemma3_text", "deepseek_v2", EXPERTS)
-    config = tiny_config(family if known else "qwen3", **overrides) | {"model_type": family}
+    known = ("qwen2", "qwen3", "llama", "gemma3_text", "deepseek_v2", "qwen3_5_text", EXPERTS)
+    config = tiny_config(family if family in known else "qwen3", **overrides) | {
+        "model_type": family
+    }
     assert says in refusal(config, backend)
 
 
@@ -88,6 +94,24 @@ def test_stock_servers_get_no_adapters_of_experts(tmp_path):
     [
         ("archon:d1", EXPERTS, {"batch_invariant": True}, "no such kernel for experts"),
         ("archon:d1", "deepseek_v2", {"batch_invariant": True}, "no such kernel for experts"),
+        (
+            "archon:d1",
+            "qwen3_5_text",
+            {"batch_invariant": True},
+            "no such kernel for layers with a recurrent state",
+        ),
+        (
+            "archon:d1",
+            "qwen3_5_text",
+            {"enable_tree_training": True},
+            "this qwen3_5_text has layers with a recurrent state: set it to false",
+        ),
+        (
+            "archon:d1",
+            "qwen3_5_text",
+            {"archon": ArchonEngineConfig(fp8_forward=True)},
+            "this one has layers with a recurrent state: set it to false",
+        ),
     ],
 )
 def test_options_that_do_not_fit(

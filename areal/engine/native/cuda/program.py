@@ -43,6 +43,7 @@ from areal.engine.native.cuda.slots import DeviceSlots, SlotRows
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
 from areal.engine.native.runner import joined_sights
 from areal.models.common.invariant import row_logprobs
+from areal.models.vision.placeholders import never_sampled
 
 if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
@@ -78,10 +79,8 @@ class DeviceProgram:
         )
         self._args = args
         # A drawn image token would stand for an image that is not there. None: no vision tower.
-        self._never = args.vision and torch.tensor(
-            [token for token in args.vision.placeholder_ids if token < args.vocab_size],
-            device=weight.device,
-        )
+        never = never_sampled(args.vision, args.vocab_size)
+        self._never = torch.tensor(never, device=weight.device) if never else None
         self._invariant = batch_invariant
         self._decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)
         self._attention_space = Workspace.make(

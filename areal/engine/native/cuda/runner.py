@@ -196,6 +196,9 @@ class CudaRunner:
         with torch.cuda.stream(self.stream):
             self._program.copy_pages(sources, targets)
 
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        raise NotImplementedError("the kernels compute no layers with states: see kernels_take")
+
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         with torch.cuda.stream(self.stream):
             return self._program.routed_experts(pages, num_tokens)

@@ -22,7 +22,8 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from areal.models.lora import FILE_PREFIX, LoraAdapters, Trained
+from areal.models.lora import LoraAdapters, Trained
+from areal.models.lora_files import FILE_PREFIX
 
 _ADAPTER = "default"  # peft's name for the only adapter; not part of names in files
 

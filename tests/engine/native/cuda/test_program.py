@@ -216,17 +216,20 @@ def image_logprobs(model, req: GenRequest, output: list[int]) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("family", "sections", "drafts"),
+    [("qwen2_5_vl", [2, 3, 3], False), ("qwen3_vl", [4, 2, 2], True)],
+)
 @torch.no_grad()
-def test_prompts_with_images_are_what_a_full_forward_gives(monkeypatch, drafts):
+def test_prompts_with_images_are_what_a_full_forward_gives(monkeypatch, family, sections, drafts):
     """Embeddings and positions in chunks of a prompt, positions of steps, masked draws."""
     monkeypatch.setattr(engine_module, "make_runner", EagerRunner)
     monkeypatch.setattr(program_module, "splits_for", lambda *_: 2)
     monkeypatch.setattr(EagerRunner, "max_prefill_tokens", 7)
-    config = tiny_vision_config(depth=2)
-    config["text_config"] |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config["text_config"]["num_hidden_layers"] = 2
-    config["text_config"]["rope_parameters"]["mrope_section"] = [2, 3, 3]
+    config = tiny_vision_config(family)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config["text_config"] |= {**heads, "num_hidden_layers": 2}
+    config["text_config"]["rope_parameters"]["mrope_section"] = sections
     model = build_model(config, device="cpu", dtype=torch.float32)
     model.init_weights(0)
     model.output_weight[list(model.args.vision.placeholder_ids)] *= 30  # and yet never drawn
