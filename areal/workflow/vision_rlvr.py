@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.io_struct import Sample
 from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import episode, workflow_context
-from areal.models.vision.processor import load_processor
+from areal.models.vision.processor import ImageProcessor, load_processor
 from areal.run.images import ImageStore, references
 from areal.utils import stats_tracker
 from areal.utils.data import MULTI_MODAL_KEY, concat_padded_tensors
@@ -87,6 +87,11 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         self.tokenizer = self._turn.tokenizer
         if isinstance(processor, str | Path):
             processor = load_processor(processor, self.tokenizer)
+        if not isinstance(processor, ImageProcessor):
+            raise ValueError(
+                "processor: expected the model's folder or hub name, or an ImageProcessor of "
+                f"areal.models.vision.processor, got {type(processor).__name__}"
+            )
         self.processor = processor
         self._store = ImageStore(image_folder)
         self._feedback, self._feedback_ids = {"role": "user", "content": feedback}, []
@@ -133,21 +138,12 @@ class VisionRLVRWorkflow(RolloutWorkflow):
             image_data=question.image_data,
             chat=question.chat,
         )
-        failures = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Exception)}
-        samples = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Sample)}
-        rewards = await self._turn.judge_group(
-            question.prompt, list(samples.values()), _for_reward(data)
-        )
-        scores: dict[int, float] = {}
-        for i, reward in zip(samples, rewards, strict=True):
-            if isinstance(reward, Exception):
-                failures[i] = reward
-            else:
-                scores[i] = reward
-                self._record(reward, 1)
+        scores, failures = await self._turn.score_group(question.prompt, replies, _for_reward(data))
         if not scores:
             return GroupResult(None, failures)
-        kept = [samples[i] for i in scores]
+        for score in scores.values():
+            self._record(score, 1)
+        kept = [reply for reply in map(replies.__getitem__, scores) if isinstance(reply, Sample)]
         trajectory: dict[str, Any] = group_trajectory(question.ids, kept, list(scores.values()))
         images = [question.references] * len(kept)
         return GroupResult({**trajectory, MULTI_MODAL_KEY: images}, failures)
