@@ -145,12 +145,17 @@ class RunReader:
 
     def _stats(self, row: sqlite3.Row) -> dict[str, float]:
         try:
-            return json.loads(row["stats"])
-        except ValueError as error:
+            stats = json.loads(row["stats"])
+        except (TypeError, ValueError) as error:
+            stats, found = None, f"are not JSON ({error})"
+        else:
+            found = f"are a {type(stats).__name__}, expected an object"
+        if not isinstance(stats, dict):
             raise UnreadableRunError(
-                f"{self.paths.database}: the statistics of step {row['step']} are not JSON "
-                f"({error}): restore a copy of the file"
-            ) from error
+                f"{self.paths.database}: the statistics of step {row['step']} {found}: restore a "
+                "copy of the file"
+            )
+        return stats
 
     def counts(self) -> dict[str, int]:
         """Prompts by state."""

@@ -82,6 +82,16 @@ def test_damaged_empty_and_foreign_files_are_named(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(("stats", "found"), [("{", "not JSON"), ("[1]", "a list, expected")])
+def test_statistics_that_are_none_are_named(tmp_path, stats, found):
+    run = WrittenRun(tmp_path, steps=2)
+    with run.database.transaction() as connection:
+        connection.execute("UPDATE steps SET stats = ? WHERE step = 1", (stats,))
+    with RunReader(run.root) as reader, pytest.raises(UnreadableRunError, match=found):
+        reader.summary()
+    run.close()
+
+
 def test_a_run_of_an_areal_without_samples(tmp_path):
     run = WrittenRun(tmp_path)
     with run.database.transaction() as connection:
