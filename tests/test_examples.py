@@ -369,3 +369,6 @@ def assert_trained(config) -> None:
     is_adapter = config.models()["actor"].use_lora
     saved = "adapter_config.json" if is_adapter else "config.json"
     assert (paths.model / saved).is_file()
+    images = "preprocessor_config.json"  # without it the model could not be shown an image
+    if (Path(config.models()["actor"].path) / images).is_file():
+        assert (paths.model / images).is_file()

@@ -123,6 +123,21 @@ class ChatTurn(Sampler):
                 reward.cancel()
         return [_value_of(reward) for reward in rewards]
 
+    async def score_group(
+        self, prompt: Prompt, replies: Sequence[Sample | Exception], data: dict[str, Any]
+    ) -> tuple[dict[int, float], dict[int, Exception]]:
+        """Rewards and failures by sample; a sample fails if its reply or its reward did."""
+        samples = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Sample)}
+        rewards = await self.judge_group(prompt, list(samples.values()), data)
+        scores: dict[int, float] = {}
+        failures = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Exception)}
+        for i, reward in zip(samples, rewards, strict=True):
+            if isinstance(reward, Exception):
+                failures[i] = reward
+            else:
+                scores[i] = reward
+        return scores, failures
+
     def _start_reward(
         self, prompt: Prompt, output_tokens: list[int], data: dict[str, Any]
     ) -> asyncio.Future[float]:

@@ -74,22 +74,14 @@ class RLVRWorkflow(RolloutWorkflow):
         self, engine: InferenceEngine, data: dict[str, Any], num_samples: int
     ) -> GroupResult:
         prompt = await self._turn.prompt(data)
-        replies = dict(enumerate(await self._turn.generate_group(engine, prompt.ids, num_samples)))
-        samples = {i: reply for i, reply in replies.items() if isinstance(reply, Sample)}
-        rewards = await self._turn.judge_group(prompt, list(samples.values()), data)
-        failures = {i: reply for i, reply in replies.items() if isinstance(reply, Exception)}
-        scores: dict[int, float] = {}
-        for i, reward in zip(samples, rewards, strict=True):
-            if isinstance(reward, Exception):
-                failures[i] = reward
-            else:
-                scores[i] = reward
+        replies = await self._turn.generate_group(engine, prompt.ids, num_samples)
+        scores, failures = await self._turn.score_group(prompt, replies, data)
         if not scores:
             return GroupResult(None, failures)
         stats = stats_tracker.get(workflow_context.stat_scope())
         for score in scores.values():
             stats.scalar(reward=score)
-        kept = [samples[i] for i in scores]
+        kept = [reply for reply in map(replies.__getitem__, scores) if isinstance(reply, Sample)]
         return GroupResult(group_trajectory(prompt.ids, kept, list(scores.values())), failures)
 
     def close(self) -> None:

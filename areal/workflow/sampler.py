@@ -33,14 +33,17 @@ class Sampler:
         *,
         stop: Sequence[str] = (),
         image_data: Sequence[str] = (),
+        chat: list[dict[str, Any]] | None = None,
     ) -> ModelResponse:
-        """`stop`: texts that end the reply, besides those of the config; `image_data`: base64."""
+        """`stop`: texts that end the reply, besides those of the config; `image_data`: base64;
+        `chat`: what the prompt was made of, for servers that take images in one."""
         seed = self.gconfig.seed if self.gconfig.seed is not None else workflow_context.next_seed()
         request = ModelRequest(
             input_ids=list(input_ids),
             gconfig=self.gconfig.new(seed=seed, stop=[*(self.gconfig.stop or ()), *stop] or None),
             tokenizer=self.tokenizer,
             image_data=list(image_data),
+            vision_msg_vllm=chat,
         )
         response = await engine.agenerate(request)
         if response.stop_reason == "abort":
@@ -54,6 +57,7 @@ class Sampler:
         num_samples: int,
         *,
         image_data: Sequence[str] = (),
+        chat: list[dict[str, Any]] | None = None,
     ) -> list[Sample | Exception]:
         seeds: Sequence[int | None] = [self.gconfig.seed] * num_samples
         if self.gconfig.seed is None:
@@ -63,6 +67,7 @@ class Sampler:
             gconfig=self.gconfig,
             tokenizer=self.tokenizer,
             image_data=list(image_data),
+            vision_msg_vllm=chat,
         )
         samples = await engine.agenerate_group(request, seeds)
         return [_unless_aborted(sample) for sample in samples]

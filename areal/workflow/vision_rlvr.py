@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.io_struct import Sample
 from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import episode, workflow_context
-from areal.models.vision.processor import load_processor
+from areal.models.vision.processor import ImageProcessor, load_processor
 from areal.run.images import ImageStore, references
 from areal.utils import stats_tracker
 from areal.utils.data import MULTI_MODAL_KEY, concat_padded_tensors
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 class _Question:
     prompt: Prompt  # as the chat template writes it: what the reward gets
     ids: list[int]  # with one image token per merged patch
+    chat: list[dict[str, Any]]
     image_data: list[str]  # base64
     references: dict[str, torch.Tensor]
 
@@ -86,9 +87,14 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         self.tokenizer = self._turn.tokenizer
         if isinstance(processor, str | Path):
             processor = load_processor(processor, self.tokenizer)
+        if not isinstance(processor, ImageProcessor):
+            raise ValueError(
+                "processor: expected the model's folder or hub name, or an ImageProcessor of "
+                f"areal.models.vision.processor, got {type(processor).__name__}"
+            )
         self.processor = processor
         self._store = ImageStore(image_folder)
-        self._feedback_ids: list[int] = []
+        self._feedback, self._feedback_ids = {"role": "user", "content": feedback}, []
         if max_turns > 1:
             self._feedback_ids = feedback_ids(feedback, self.tokenizer, enable_thinking)
 
@@ -96,11 +102,11 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         question = await self._question(data)
-        prompt, transcript = question.prompt, Transcript(question.ids)
+        prompt, chat, transcript = question.prompt, question.chat, Transcript(question.ids)
         row = _for_reward(data)
         while True:
             response = await self._turn.generate(
-                engine, transcript.ids, image_data=question.image_data
+                engine, transcript.ids, image_data=question.image_data, chat=chat
             )
             transcript.add_reply(response)
             reward = await self._turn.judge(prompt, response.output_tokens, row)
@@ -110,6 +116,8 @@ class VisionRLVRWorkflow(RolloutWorkflow):
             if len(transcript.ids) + len(feedback) >= self._turn.gconfig.max_tokens:
                 break
             transcript.add_text(feedback)
+            reply = self._turn.reply_text(response.output_tokens)
+            chat = [*chat, {"role": "assistant", "content": reply}, self._feedback]
             ids = [*prompt.ids, *response.output_tokens, *feedback]
             prompt = Prompt(ids=ids, text=self.tokenizer.decode(ids))
         reward *= self.turn_discount ** (transcript.num_turns - 1)
@@ -124,23 +132,18 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         if self.max_turns > 1:
             return await self._run_episodes(engine, data, num_samples)
         replies = await self._turn.generate_group(
-            engine, question.ids, num_samples, image_data=question.image_data
+            engine,
+            question.ids,
+            num_samples,
+            image_data=question.image_data,
+            chat=question.chat,
         )
-        failures = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Exception)}
-        samples = {i: reply for i, reply in enumerate(replies) if isinstance(reply, Sample)}
-        rewards = await self._turn.judge_group(
-            question.prompt, list(samples.values()), _for_reward(data)
-        )
-        scores: dict[int, float] = {}
-        for i, reward in zip(samples, rewards, strict=True):
-            if isinstance(reward, Exception):
-                failures[i] = reward
-            else:
-                scores[i] = reward
-                self._record(reward, 1)
+        scores, failures = await self._turn.score_group(question.prompt, replies, _for_reward(data))
         if not scores:
             return GroupResult(None, failures)
-        kept = [samples[i] for i in scores]
+        for score in scores.values():
+            self._record(score, 1)
+        kept = [reply for reply in map(replies.__getitem__, scores) if isinstance(reply, Sample)]
         trajectory: dict[str, Any] = group_trajectory(question.ids, kept, list(scores.values()))
         images = [question.references] * len(kept)
         return GroupResult({**trajectory, MULTI_MODAL_KEY: images}, failures)
@@ -178,6 +181,7 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         return _Question(
             prompt,
             self.processor.expand(prompt.ids, grids),
+            chat_of(data),
             [base64.b64encode(image).decode() for image in images],
             references(digests, grids),
         )

@@ -115,6 +115,7 @@ async def test_an_episode_sends_the_image_and_keeps_a_reference(make_workflow, t
     check_trajectory_format(result)
     (request,) = engine.requests
     assert request.image_data == [base64.b64encode(data).decode() for data in (RED, WIDE)]
+    assert request.vision_msg_vllm == [{"role": "user", "content": [IMAGE, TEXT, IMAGE]}]
     one, other = "<vision_start><image><image>", "<image><image><vision_end>"
     words = tokenizer(f"{one}{other} which colour ? {one}{other}")["input_ids"]
     assert request.input_ids == words
@@ -158,6 +159,8 @@ async def test_a_wrong_reply_is_tried_again_with_the_image(make_workflow, tokeni
     assert result["rewards"].tolist() == [0.25]
     first, second, third = engine.requests
     assert first.image_data == second.image_data == third.image_data != []
+    said = [message["content"] for message in third.vision_msg_vllm[1:]]
+    assert said == ["green", "which ?", "blue", "which ?"]
     assert third.input_ids[: len(second.input_ids)] == second.input_ids
     assert tokenizer.decode(third.input_ids).count("<image>") == 4
     seeds = [request.gconfig.seed for request in engine.requests]

@@ -25,6 +25,7 @@ A batch with `routed_experts` (io_struct.py) is computed by these experts. With
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -200,8 +201,9 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
     def _read_images(self, data: dict[str, Any]) -> MicroImages | None:
         return read_images(data, self.model.args, self.device)
 
-    def _no_images(self) -> MicroImages:
-        return no_images(self.model.args.vision_args, self.device)
+    def _complete_images(self, mbs: list[MicroBatch]) -> list[MicroBatch]:
+        blank = no_images(self.model.args.vision_args, self.device)
+        return [mb if mb.images is not None else replace(mb, images=blank) for mb in mbs]
 
     def _token_outputs(self, mb: MicroBatch) -> tuple[torch.Tensor, ...]:
         if mb.tree is None:

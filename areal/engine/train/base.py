@@ -139,8 +139,9 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         """What the model needs to see the images of packed rows; None if they have none."""
         refuse_images(data.get(MULTI_MODAL_KEY), f"{type(self).__name__} trains text alone")
 
-    def _no_images(self) -> Any:
-        """For a micro-batch without, where other ranks have images."""
+    def _complete_images(self, mbs: list[MicroBatch]) -> list[MicroBatch]:
+        """Of a batch with images on some rank: micro-batches without get what makes a sharded
+        tower run there too. All ranks call; one that is alone may not."""
         raise NotImplementedError(f"{type(self).__name__} trains text alone")
 
     def _weights_changed(self) -> None:
@@ -304,7 +305,7 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
             self.dp_group,
             self.device,
             shares_prefixes=self.shares_prefixes,
-            no_images=self._no_images,
+            complete_images=self._complete_images,
         )
 
     def _weighted_loss(

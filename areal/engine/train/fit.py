@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 # Back ends that see: of actor.backend, and of rollout.backend.
-IMAGE_TRAINERS, IMAGE_SERVERS = ("archon",), ("native",)
+IMAGE_TRAINERS, IMAGE_SERVERS = ("archon", "fsdp"), ("native", "sglang", "vllm")
 # That read images, as `workflow` of a config names them.
 VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -232,12 +232,41 @@ def stage_layout(config: TrainEngineConfig, args: DecoderArgs, num_ranks: int) -
 
 def check_fsdp(config: TrainEngineConfig, hf_config: Mapping[str, Any], dims: ParallelDims) -> None:
     check_transformers_family(hf_config, is_critic=config.is_critic)
+    _check_fsdp_vision(config, hf_config, dims)
     text = language_config(hf_config)
     heads = text.get("num_attention_heads")
     if heads is not None:  # some families use another key, with a default
         check_heads(heads, text.get("num_key_value_heads") or heads, dims)
     if config.use_lora and importlib.util.find_spec("peft") is None:
         raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
+
+
+def _check_fsdp_vision(
+    config: TrainEngineConfig, hf_config: Mapping[str, Any], dims: ParallelDims
+) -> None:
+    if "vision_config" not in hf_config:
+        if config.freeze_vision_tower:
+            raise ValueError(
+                f"freeze_vision_tower: this {hf_config['model_type']} has no vision tower; set it "
+                "to false"
+            )
+        return
+    is_new = hf_config["model_type"] not in (_classes("CAUSAL_LM") or {})
+    if is_new and (dims.tp > 1 or dims.cp > 1):
+        raise ValueError(
+            f"t{dims.tp}c{dims.cp}: fsdp does not cut a model with images "
+            f"({hf_config['model_type']}) over tensor or context parallel ranks; use d"
+        )
+
+
+def banned_ids(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens without probability: image placeholders of a model that the native engine sees with,
+    which masks them too. Servers of other families do not."""
+    try:
+        vision = decoder_args(hf_config).vision
+    except ValueError:  # a family that areal has none of
+        return ()
+    return () if vision is None else vision.placeholder_ids
 
 
 def check_megatron(config: TrainEngineConfig, args: DecoderArgs, layout: ParallelStrategy) -> None:
@@ -305,7 +334,9 @@ def _check_batch_invariant(args: DecoderArgs) -> None:
 def check_transformers_family(hf_config: Mapping[str, Any], *, is_critic: bool) -> None:
     """ValueError for a model that packed attention cannot compute, as far as the source tells."""
     model_type = hf_config["model_type"]
-    classes = _classes(is_critic)
+    classes = _classes("SEQUENCE_CLASSIFICATION" if is_critic else "CAUSAL_LM")
+    if not is_critic and classes is not None:
+        classes = {**(_classes("IMAGE_TEXT_TO_TEXT") or {}), **classes}
     if classes is None:  # a release of transformers with another layout
         return
     if model_type not in classes:
@@ -344,9 +375,8 @@ def _asked_of_attention(hf_config: Mapping[str, Any], text: str) -> str | None:
 
 
 @cache
-def _classes(is_critic: bool) -> dict[str, str] | None:
+def _classes(table: str) -> dict[str, str] | None:
     """Model type -> class."""
-    table = "SEQUENCE_CLASSIFICATION" if is_critic else "CAUSAL_LM"
     return _table("modeling_auto.py", f"MODEL_FOR_{table}_MAPPING_NAMES")
 
 

@@ -10,7 +10,7 @@ weight 0 that no loss function sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,11 +104,11 @@ def fill_up(
     device: torch.device,
     *,
     shares_prefixes: bool,
-    no_images: Callable[[], Any],
+    complete_images: Callable[[list[MicroBatch]], list[MicroBatch]],
 ) -> list[MicroBatch]:
     """What `split` returns, with fillers up to the largest count of any rank of `group`.
 
-    If any rank has images, micro-batches without get `no_images`, as a tower may be sharded."""
+    If any rank has images, all call `complete_images`, as a tower may be sharded."""
     # Raised only after the collective below, which the other ranks are waiting in.
     refused: ValueError | None = None
     mbs: list[MicroBatch] = []
@@ -126,9 +126,7 @@ def fill_up(
         raise ValueError("the batch has no rows on any rank; give at least one")
     tree = PrefixTree.of([[0]]) if shares_prefixes else None
     mbs += [MicroBatch([], _filler(device), tree)] * (most - len(mbs))
-    if any_images:
-        mbs = [mb if mb.images is not None else replace(mb, images=no_images()) for mb in mbs]
-    return mbs
+    return complete_images(mbs) if any_images else mbs
 
 
 def _filler(device: torch.device) -> dict[str, Any]:

@@ -29,6 +29,8 @@ def make_invariant(model: Decoder) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, InvariantLinear(child))
+    if model.tower is not None:
+        model.tower.one_by_one = True
 
 
 class InvariantLinear(nn.Module):

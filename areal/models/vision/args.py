@@ -6,14 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Special tokens of a config.json that stand for images or enclose them, in the field's order.
-_PLACEHOLDER_KEYS = (
-    "image_token_id",
-    "video_token_id",
-    "vision_start_token_id",
-    "vision_end_token_id",
-)
-# transformers' defaults, which a config.json may omit.
+# transformers' defaults, which a config.json may omit. First the special tokens that stand for
+# images or enclose them.
 _TOKENS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
@@ -165,10 +159,5 @@ def _common(hf: Mapping[str, Any], given: Mapping[str, Any], dim: int) -> dict[s
         "rope_theta": rope.get("rope_theta", 10000.0),
         "image_token_id": tokens["image_token_id"],
         "vision_start_token_id": tokens["vision_start_token_id"],
-        "placeholder_ids": placeholder_ids(tokens),
+        "placeholder_ids": tuple(sorted(set(tokens.values()))),
     }
-
-
-def placeholder_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids of the config's image tokens, which trainers and engines give probability 0."""
-    return tuple(sorted({hf[key] for key in _PLACEHOLDER_KEYS if hf.get(key) is not None}))

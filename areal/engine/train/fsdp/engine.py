@@ -1,4 +1,4 @@
-"""FSDPEngine: causal language models of transformers, trained on packed sequences.
+"""FSDPEngine: language and image-text models of transformers, trained on packed sequences.
 
     engine = FSDPEngine(config)
     engine.create_process_group(parallel_strategy)     # only for several ranks, each in a process
@@ -16,6 +16,9 @@ to inference have them merged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +28,13 @@ from areal.api.config.train_engine import OptimizerConfig
 from areal.engine.train.base import BaseTrainEngine, reshard, run_each
 from areal.engine.train.export import Weights
 from areal.engine.train.fit import check_fsdp
+from areal.engine.train.fsdp.images import (
+    HfImages,
+    check_images,
+    fill_blank,
+    read_images,
+    share_example,
+)
 from areal.engine.train.fsdp.model import (
     PackedModel,
     build_model,
@@ -40,15 +50,20 @@ from areal.engine.train.fsdp.weights import (
     load_weights,
     whole_weights,
 )
+from areal.engine.train.images import refuse_images
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.packing import pack_rows
 from areal.engine.train.process_group import join_alone
 from areal.models.hf_io import SCORE_HEAD, has_score_head, read_hf_config
 from areal.models.parallel_dims import ParallelDims
+from areal.utils.data import MULTI_MODAL_KEY
 
 
 class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
+    # A row with images that all ranks have, once one of them had any.
+    _example: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+
     def _dims_of(self, strategy: ParallelStrategy) -> ParallelDims:
         return ParallelDims.of(strategy, num_replicas=self.config.fsdp.num_replicas)
 
@@ -83,6 +98,8 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
         check_layout(model.hf, self._dims)
         if self._mesh is not None and self._dims.tp > 1:
             cut_over_tp(model.hf, self._mesh["tp"])
+        if self.config.freeze_vision_tower:
+            model.freeze_tower()
         if self.config.use_lora:
             self._add_adapters(model, trained_dtype)
         if self.config.gradient_checkpointing:
@@ -139,6 +156,28 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
         reshard(self.model)
         return outputs
 
+    def _micro_batches(self, input_: Mapping[str, Any], rows_per_unit: int) -> list[MicroBatch]:
+        mbs = super()._micro_batches(input_, rows_per_unit)
+        if self.dp_group is None and any(mb.images is not None for mb in mbs):
+            return self._complete_images(mbs)
+        return mbs
+
+    def _read_images(self, data: dict[str, Any]) -> HfImages | None:
+        rows = data.get(MULTI_MODAL_KEY)
+        sees = "vision_config" in self._hf_config and not self.config.is_critic
+        if not sees:
+            refuse_images(rows, f"this {self._hf_config['model_type']} is no image-text model")
+        if self._dims.tp > 1 or self._dims.cp > 1:
+            refuse_images(rows, "fsdp computes them with data parallelism alone")
+        return read_images(data, self.model.hf, self.device) if sees else None
+
+    def _complete_images(self, mbs: list[MicroBatch]) -> list[MicroBatch]:
+        if self._example is None:
+            self._example = share_example(mbs, self.dp_group)
+            check_images(self.model, self._example, self.device)
+            reshard(self.model)
+        return mbs if self.dp_group is None else fill_blank(mbs, self._example[1])
+
     def _token_outputs(self, mb: MicroBatch) -> tuple[torch.Tensor, ...]:
         """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
 
@@ -152,6 +191,7 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
             laid.positions_t,
             laid.attend,
             laid.labels_t,
+            images=mb.images,
             temperature=self.config.temperature,
             chunk_size=self.config.logprobs_chunk_size,
         )

@@ -1,4 +1,5 @@
-"""A Hugging Face causal LM or scorer over packed tokens: its wrapper, sharding and attention.
+"""A Hugging Face causal LM, image-text model or scorer over packed tokens: its wrapper, sharding
+and attention.
 
     model = build_model(folder, dtype=torch.float32, is_critic=False)     # on the meta device
     logprobs_T, entropy_T = model(tokens_T, positions_T, attend, labels_T)
@@ -12,6 +13,9 @@ attention, or whose logits are more than a product.
 Sharding (`shard_model`): FSDP keeps each rank's shard of the float32 weights. A block is gathered
 in the compute dtype when it runs, forward and backward, and its gradients are summed over ranks in
 float32. One rank without offload stays a plain module.
+
+Images: the arguments of the model's own forward (images.py); only its language model has packed
+attention.
 
 Attention: models are built with `attn_implementation=PACKED_ATTENTION`, so they request no mask and
 call `packed_attention` in every layer. The keyword `attend` is passed through transformers' keyword
@@ -28,28 +32,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from areal.engine.train.fit import banned_ids
 from areal.engine.train.fsdp.weights import fill_buffers, with_partial_gradient
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.hf_io import read_hf_config
 from areal.models.parallel_dims import ParallelMesh
+
+if TYPE_CHECKING:
+    from areal.engine.train.fsdp.images import HfImages
 
 PACKED_ATTENTION = "areal_packed"
 
@@ -59,18 +70,20 @@ _SOFTCAP = "final_logit_softcapping"  # in config.json: logits become cap * tanh
 
 
 class PackedModel(nn.Module):
-    def __init__(self, hf: PreTrainedModel, is_critic: bool) -> None:
+    def __init__(self, hf: PreTrainedModel, is_critic: bool, banned: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.hf = hf
         self.is_critic = is_critic
+        self.banned = banned  # image placeholders, which are never sampled
 
     def forward(
         self,
         tokens_T: torch.Tensor,
         positions_T: torch.Tensor,
-        attend: Attend,
+        attend: Attend | None,
         labels_T: torch.Tensor | None = None,
         *,
+        images: HfImages | None = None,
         temperature: float = 1.0,
         chunk_size: int = 1024,
     ) -> tuple[torch.Tensor, ...]:
@@ -84,6 +97,16 @@ class PackedModel(nn.Module):
             "use_cache": False,
             "attend": attend,
         }
+        if images is not None:
+            tensors = {key: x.to(tokens_T.device) for key, x in images.inputs.items()}
+            if images.positions_3T is not None:
+                inputs["position_ids"] = images.positions_3T[:, None]
+            if images.is_blank:
+                inputs["inputs_embeds"] = self._after_blank(inputs.pop("input_ids"), tensors)
+            else:
+                inputs |= tensors
+        if attend is None:  # the model's own positions and attention
+            del inputs["attend"], inputs["position_ids"]
         if not self.is_critic and labels_T is None:
             return (self.hf(**inputs).logits[0].float(),)
         hidden_TD = self.hf.base_model(**inputs).last_hidden_state[0]
@@ -102,7 +125,22 @@ class PackedModel(nn.Module):
             logit_softcap=getattr(self.hf.config.get_text_config(), _SOFTCAP, None),
             chunk_size=chunk_size,
             part=part,
+            banned=self.banned,
         )
+
+    def _after_blank(
+        self, tokens_1T: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Embeddings of text, with the tower in their graph and none of it in their values."""
+        features = cast(Any, self.hf.base_model).get_image_features(**tensors, return_dict=True)
+        # Every output, so that all ranks have gradients of the same weights.
+        parts = tree_leaves(features.to_tuple())
+        unused = sum(x.sum() for x in parts if isinstance(x, torch.Tensor))
+        return cast(nn.Module, self.hf.get_input_embeddings())(tokens_1T) + 0.0 * unused
+
+    def own_logits(self, tokens_T: torch.Tensor, images: HfImages) -> torch.Tensor:
+        """[T, V] of one sequence, by the model's own positions and attention."""
+        return self(tokens_T, tokens_T, None, images=images)[0]
 
     @property
     def score_head(self) -> nn.Linear:
@@ -114,6 +152,13 @@ class PackedModel(nn.Module):
         """The LM head [V, D], of a language model."""
         head = cast(nn.Linear | TiedHead, self.hf.get_output_embeddings())
         return head.weight
+
+    def freeze_tower(self) -> None:
+        """All but the language model and its head."""
+        kept = {id(weight) for weight in self.hf.get_decoder().parameters()}
+        kept.add(id(self.head_weight))
+        for weight in self.hf.parameters():
+            weight.requires_grad_(id(weight) in kept)
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks: the units of sharding and recomputation."""
@@ -151,15 +196,23 @@ class TiedHead(nn.Module):
 
 def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> PackedModel:
     """The model of a folder on the meta device, without weights."""
-    read_hf_config(path)  # a clear error if this is no model folder
+    hf_config = read_hf_config(path)  # a clear error if this is no model folder
     config = _read_config(path)
     family = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
+    if not is_critic and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        family = AutoModelForImageTextToText
+    sees = "vision_config" in hf_config
     if is_critic:
         config.num_labels = 1
     with torch.device("meta"):
-        hf = family.from_config(config, dtype=dtype, attn_implementation="eager")
+        # A tower keeps the attention that transformers chooses for it.
+        attention = {} if sees else {"attn_implementation": "eager"}
+        hf = family.from_config(config, dtype=dtype, **attention)
     _refuse_unfit(hf, is_critic)
-    hf.set_attn_implementation(PACKED_ATTENTION)
+    if sees:
+        hf.set_attn_implementation({"": PACKED_ATTENTION, "text_config": PACKED_ATTENTION})
+    else:
+        hf.set_attn_implementation(PACKED_ATTENTION)
     embedding = hf.get_input_embeddings()
     if not is_critic and hf.get_output_embeddings().weight is embedding.weight:
         hf.set_output_embeddings(TiedHead(embedding))
@@ -168,7 +221,7 @@ def build_model(path: str | Path, *, dtype: torch.dtype, is_critic: bool) -> Pac
             # Packed rows have no padding, so the pad token (often the EOS) is learned like others.
             module.padding_idx = None
     # Dropout would make log-probabilities differ from those the tokens were sampled with.
-    return PackedModel(hf.eval(), is_critic)
+    return PackedModel(hf.eval(), is_critic, () if is_critic else banned_ids(hf_config))
 
 
 def _read_config(path: str | Path) -> PretrainedConfig:
@@ -243,7 +296,13 @@ def _alone(model: PackedModel, tokens_T: torch.Tensor) -> torch.Tensor:
     says = model(*_pack([tokens_T]))[0]
     if model.is_critic:
         return says
+    says[:, list(model.banned)] = -torch.inf
     return says.log_softmax(-1).gather(1, tokens_T.roll(-1)[:, None]).squeeze(1)
+
+
+def pack_alone(tokens_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, PackedAttention]:
+    """Arguments of a forward with one sequence."""
+    return _pack([tokens_T])
 
 
 def _pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, PackedAttention]:

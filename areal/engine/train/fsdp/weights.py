@@ -16,6 +16,7 @@ Weights not in the plan are replicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,26 @@ def draw_weights(hf: PreTrainedModel, seed: int) -> None:
 
 def fill_buffers(hf: PreTrainedModel) -> None:
     """Recompute buffers that no checkpoint holds (rotary tables), lost on the meta device."""
-    for module in hf.modules():
-        if module._non_persistent_buffers_set:
-            hf._init_weights(module)
+    # The innermost model around a module knows it: a vision tower may be of another family.
+    owner_of: dict[nn.Module, PreTrainedModel] = {}
+    for model in hf.modules():
+        if isinstance(model, PreTrainedModel):
+            owner_of |= dict.fromkeys(model.modules(), model)
+    with _kept(hf):
+        for module, owner in owner_of.items():
+            if module._non_persistent_buffers_set:
+                owner._init_weights(module)
+
+
+@contextmanager
+def _kept(hf: PreTrainedModel) -> Iterator[None]:
+    """Parameters are not drawn by transformers' initialization, which honours this mark."""
+    mark = "_is_hf_initialized"
+    for parameter in hf.parameters():
+        setattr(parameter, mark, True)
+    yield
+    for parameter in hf.parameters():
+        delattr(parameter, mark)
 
 
 def check_layout(hf: PreTrainedModel, dims: ParallelDims) -> None:
