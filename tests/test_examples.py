@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiny_run import query
 
 from areal.cli.main import main
 from areal.cli.train import load_config
+from areal.environments.hubs.catalog import check_env
 from areal.run.paths import RunPaths
 
 pytestmark = pytest.mark.examples
@@ -48,6 +50,9 @@ PARTS = {  # what a recipe is made with or names, by itself no training
     "agents/with_langgraph.py",
     "agents/with_openai_agents.py",
     "games/guess.py",
+    "hubs/long_model.py",
+    "hubs/openenv_server.py",
+    "hubs/reverse.py",
     "smollm2/chain_sum.py",
     "smollm2/prepare.py",
     "tir/warm_start.py",
@@ -84,7 +89,9 @@ def checkout_on_the_path(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_the_recipe_is_valid_and_short(recipe, tiny_folder, capsys):
-    overrides = model_overrides(load_config([str(recipe)]), tiny_folder)
+    config = load_config([str(recipe)])
+    skip_without_hub(config)
+    overrides = model_overrides(config, tiny_folder)
     assert main(["check", str(recipe), *overrides]) == 0
     assert capsys.readouterr().out.startswith("ok: ")
     lines = recipe.read_text().splitlines()
@@ -94,9 +101,11 @@ def test_the_recipe_is_valid_and_short(recipe, tiny_folder, capsys):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_the_recipe_runs(recipe, tiny_folder, tmp_path):
+def test_the_recipe_runs(recipe, tiny_folder, tmp_path, monkeypatch):
     from areal.trainer.experiment import run_experiment
 
+    skip_without_hub(load_config([str(recipe)]))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / "hubs"))  # where verifiers looks for modules
     small = small_overrides(load_config([str(recipe)]), tiny_folder, tmp_path)
     config = load_config([str(recipe), *small])
     run_experiment(config)
@@ -201,6 +210,20 @@ def test_missing_sums_name_the_script_that_makes_them(tmp_path):
 def test_a_recipe_selects_the_loss_it_is_named_after(algorithm, loss):
     config = load_config([str(EXAMPLES / "math" / f"arithmetic_{algorithm}.yaml")])
     assert config.actor.policy_loss == loss
+
+
+def skip_without_hub(config) -> None:
+    """A hub's Python is made by `areal env create`, and an OpenEnv server by its user."""
+    env = getattr(config, "env", None) or ""
+    try:
+        check_env(env)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if env.startswith("openenv:"):
+        port = int(env.rpartition(":")[2])
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                pytest.skip(f"no server answers at {env}")
 
 
 def model_overrides(config, tiny_folder: Path) -> list[str]:
