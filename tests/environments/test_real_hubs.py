@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ from areal.environments.calls import Calls
 from areal.environments.hubs.catalog import hub_interpreter
 from areal.environments.interface import EnvError, checked_step
 from areal.environments.load import environment_maker
+from areal.utils.child_process import ChildProcess
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = Calls("hub", 900.0, max_concurrent=8)
+WAIT_S = 900.0
+CALLS = Calls("hub", WAIT_S, max_concurrent=8)
 
 pytestmark = pytest.mark.slow
 
@@ -74,3 +78,27 @@ async def test_a_taskset_of_verifiers(begin):
     digits = message["content"].removesuffix("=")
     assert await step(environment, digits[::-1]) == ([], 1.0, True)
     assert (await step(environment, "9")).reward == 0.0
+
+
+async def test_an_openenv_server(begin):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    try:
+        python = hub_interpreter("openenv")
+    except ValueError as error:
+        pytest.skip(str(error))
+    script = str(ROOT / "examples/hubs/openenv_server.py")
+    server = ChildProcess([python, script, str(port)], name="OpenEnv server")
+
+    def is_up() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        await asyncio.to_thread(server.wait_until, is_up, timeout_s=WAIT_S)
+        environment, seen = await begin(f"openenv:http://127.0.0.1:{port}", 3)
+        larger = max(seen.removesuffix("=").split(","))
+        assert await step(environment, larger) == ([], 1.0, True)
+        await environment.close()
+    finally:
+        server.terminate()

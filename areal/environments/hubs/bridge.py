@@ -27,6 +27,7 @@ import random
 import re
 import sys
 import traceback
+from typing import Any
 
 MAX_LINE_BYTES = 8 << 20
 MAX_TASKS = 100_000  # of a taskset without end
@@ -225,7 +226,7 @@ class OpenEnv:
 class OpenEnvEpisode:
     def __init__(self, hub):
         self.hub = hub
-        self.client = None
+        self.client: Any = None
         self.is_rewarded = False
 
     async def reset(self, row):
