@@ -1,7 +1,7 @@
 # make demo       train a small model by asynchronous GRPO on this machine and show the reward rise
 # make test       lint, documentation, architecture test and the whole CPU suite
 # make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents, and let
-#                   OpenEnv read what areal export writes
+#                   OpenEnv read what areal export writes; tools of servers of the MCP SDK
 # make test-eval  run lm-eval and inspect-ai from .venv-eval against areal serve
 # make test-browser  look at the dashboard with a real Chromium
 # make test-multi-gpu  runs over several GPUs, on a machine that has them; others are skipped with the reason
@@ -34,7 +34,7 @@ test: lint docs
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py \
-	tests/cli/test_export.py
+	tests/cli/test_export.py tests/environments/test_real_mcp.py
 
 test-eval: $(VENV)/.installed-dev .venv-eval/.installed
 	$(BIN)/python -m pytest -m evaluators tests/evaluation/test_evaluators.py

@@ -24,6 +24,7 @@ from tiny_run import query
 
 from areal.cli.main import main
 from areal.cli.train import load_config
+from areal.environments.hubs.catalog import check_env
 from areal.run.paths import RunPaths
 
 pytestmark = pytest.mark.examples
@@ -57,6 +58,9 @@ PARTS = {  # what a recipe is made with or names, by itself no training
     "customer_service/shop.py",
     "customer_service/users.py",
     "games/guess.py",
+    "hubs/long_model.py",
+    "hubs/openenv_server.py",
+    "hubs/reverse.py",
     "lessons/dialogues.py",
     "search/bm25.py",
     "search/facts.py",
@@ -131,6 +135,7 @@ def test_the_recipe_is_valid_and_short(recipe, model_folder, capsys, monkeypatch
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("AREAL_ADMIN_API_KEY", ADMIN_KEY)
     config = load_config([str(recipe)])
+    skip_without_hub(config)
     overrides = [*model_overrides(config, model_folder), *backend_overrides(config)]
     assert main(["check", str(recipe), *overrides]) == 0
     assert capsys.readouterr().out.startswith("ok: ")
@@ -144,7 +149,9 @@ def test_the_recipe_is_valid_and_short(recipe, model_folder, capsys, monkeypatch
 def test_the_recipe_runs(recipe, model_folder, tmp_path, monkeypatch):
     from areal.trainer.experiment import run_experiment
 
+    skip_without_hub(load_config([str(recipe)]))
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / "hubs"))  # where verifiers looks for modules
     small = small_overrides(load_config([str(recipe)]), model_folder, tmp_path)
     config = load_config([str(recipe), *small])
     run_experiment(config)
@@ -288,6 +295,20 @@ def test_missing_sums_name_the_script_that_makes_them(tmp_path):
 def test_a_recipe_selects_the_loss_it_is_named_after(algorithm, loss):
     config = load_config([str(EXAMPLES / "math" / f"arithmetic_{algorithm}.yaml")])
     assert config.actor.policy_loss == loss
+
+
+def skip_without_hub(config) -> None:
+    """A hub's Python is made by `areal env create`, and an OpenEnv server by its user."""
+    env = getattr(config, "env", None) or ""
+    try:
+        check_env(env)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if env.startswith("openenv:"):
+        port = int(env.rpartition(":")[2])
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                pytest.skip(f"no server answers at {env}")
 
 
 def model_overrides(config, tiny_folder: Path) -> list[str]:
