@@ -191,7 +191,7 @@ def patch_places(grids: torch.Tensor, merge_size: int) -> np.ndarray:
     """[P, 2]: row and column of each patch in its image, in merge order."""
     places = []
     for _, height, width in grids.tolist():
-        place = np.stack(np.mgrid[:height, :width], axis=-1)
+        place = np.indices((height, width)).transpose(1, 2, 0)
         blocks = place.reshape(
             height // merge_size, merge_size, width // merge_size, merge_size, 2
         ).swapaxes(1, 2)

@@ -24,6 +24,9 @@ from tiny_vision import write_tiny_vision_model as write_vision
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train.fit import check_training
+from areal.engine.train.images import read_images
+from areal.models import decoder_args
+from areal.utils.data import pack
 
 CONFIG = tiny_vision_config("qwen2_5_vl")
 
@@ -91,6 +94,15 @@ def test_log_probabilities_equal_transformers_and_placeholders_have_none(which, 
     assert (found[is_placeholder] == 0).all() and is_placeholder.any()
     engine.mb_spec = MicroBatchSpec(max_tokens_per_mb=30)
     torch.testing.assert_close(engine.forward_batch(batch)[learned], found[learned])
+
+
+def test_samples_of_a_prompt_share_one_pass_of_the_tower():
+    args = decoder_args(CONFIG)
+    batch = image_batch()
+    images = read_images(pack(batch, [1, 2, 4]), args, torch.device("cpu"))
+    assert images.images.grids.tolist() == [[1, 4, 4], [1, 2, 2], [1, 6, 4]]
+    assert images.source_I.tolist() == [*range(4), *range(4), *range(4, 11)]
+    assert read_images(pack(batch, [3, 5]), args, torch.device("cpu")) is None
 
 
 def work(engine) -> dict[str, Any]:

@@ -18,26 +18,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from areal.engine.train.fsdp.model import PACKED_ATTENTION, PackedModel, pack_alone
+from areal.engine.train.fsdp.model import PACKED_ATTENTION, HfImages, PackedModel, pack_alone
 from areal.engine.train.micro_batches import MicroBatch
 from areal.utils.data import MULTI_MODAL_KEY
 
 _GRID = "image_grid_thw"
-
-
-@dataclass(frozen=True, slots=True)
-class HfImages:
-    inputs: dict[str, torch.Tensor]  # arguments of the model's forward
-    positions_3T: torch.Tensor | None = None  # None: those of text
-    rows: tuple[tuple[torch.Tensor, dict[str, torch.Tensor]], ...] = ()  # tokens, and its images
-    is_blank: bool = False  # computed and not used, as other ranks compute theirs
 
 
 def read_images(data: dict[str, Any], hf: PreTrainedModel, device: torch.device) -> HfImages | None:

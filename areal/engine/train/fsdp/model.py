@@ -30,9 +30,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,14 +60,21 @@ from areal.models.common.attention import Attend, PackedAttention
 from areal.models.hf_io import read_hf_config
 from areal.models.parallel_dims import ParallelMesh
 
-if TYPE_CHECKING:
-    from areal.engine.train.fsdp.images import HfImages
-
 PACKED_ATTENTION = "areal_packed"
 
 # Arguments of transformers' attention functions that change the result and are not computed here.
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 _SOFTCAP = "final_logit_softcapping"  # in config.json: logits become cap * tanh(logits / cap)
+
+
+@dataclass(frozen=True, slots=True)
+class HfImages:
+    """Of a micro-batch, read by images.py."""
+
+    inputs: dict[str, torch.Tensor]  # arguments of the model's forward
+    positions_3T: torch.Tensor | None = None  # None: those of text
+    rows: tuple[tuple[torch.Tensor, dict[str, torch.Tensor]], ...] = ()  # tokens, and its images
+    is_blank: bool = False  # computed and not used, as other ranks compute theirs
 
 
 class PackedModel(nn.Module):
