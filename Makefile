@@ -1,9 +1,10 @@
 # make demo       train a small model by asynchronous GRPO on this machine and show the reward rise
 # make test       lint, documentation, architecture test and the whole CPU suite
 # make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents, and let
-#                   OpenEnv read what areal export writes
+#                   OpenEnv read what areal export writes; tools of servers of the MCP SDK
 # make test-eval  run lm-eval and inspect-ai from .venv-eval against areal serve
 # make test-browser  look at the dashboard with a real Chromium
+# make test-multi-gpu  runs over several GPUs, on a machine that has them; others are skipped with the reason
 # make test-vllm  tests against a real vLLM server; needs areal env create vllm
 # make docs       build the documentation into site/, without a network
 # make lint       ruff, basedpyright and mdformat, without changing anything
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MARKDOWN := $(wildcard *.md docs examples benchmark docker .github)
 
-.PHONY: demo test test-agents test-eval test-browser test-vllm docs lint format
+.PHONY: demo test test-agents test-eval test-browser test-multi-gpu test-vllm docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -33,7 +34,7 @@ test: lint docs
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real_agents tests/agents/test_real_agents.py \
-	tests/cli/test_export.py
+	tests/cli/test_export.py tests/environments/test_real_mcp.py
 
 test-eval: $(VENV)/.installed-dev .venv-eval/.installed
 	$(BIN)/python -m pytest -m evaluators tests/evaluation/test_evaluators.py
@@ -43,6 +44,9 @@ test-browser: $(VENV)/.installed-dev .venv-browser/.installed
 	@command -v chromium >/dev/null || { echo \
 	"make test-browser needs Chromium: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	$(BIN)/python -m pytest -m real_browser tests/dashboard/test_page.py
+
+test-multi-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m multi_gpu -rs tests
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow -rs -k "vllm" tests/engine/remote/test_vllm_remote.py \

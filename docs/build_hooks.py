@@ -4,8 +4,9 @@ In: the text of a page. Out: MathML in place of a fenced block `math` (formulas 
 line) and of inline $`x`$, which is how GitHub writes them too; an image in place of a comment
 `<!-- curve: name -->` when docs/assets/curves/name.png exists, and nothing when it does not. The
 stamp at the top of a translated page (docs/zh_lag.py) is left out: MkDocs takes a page's title from
-its heading only if nothing stands before it. Anchors keep the letters of every language, and the
-HTML of a Chinese page says that it is Chinese, by which browsers choose its glyphs.
+its heading only if nothing stands before it. Anchors keep the letters of every language; links to
+them, which mdformat writes in percent signs, are read back, or MkDocs would not find them. The HTML
+of a Chinese page says that it is Chinese, by which browsers choose its glyphs.
 
 Formulas are translated while the site is built, so a reader's browser needs no script and no
 network. A formula that does not translate stops the build.
@@ -18,12 +19,14 @@ import os
 import re
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from latex2mathml.converter import convert
 from markdown.extensions.toc import slugify_unicode
 
 CURVE = re.compile(r"<!-- curve: ([\w-]+) -->")
 STAMP = re.compile(r"\A<!-- translates .+? -->\s*")
+ENCODED_ANCHOR = re.compile(r"(?<=\]\()([^)\s:]*#[^)\s]*%[^)\s]*)(?=\))")
 INLINE = re.compile(r"\$<code>(.*?)</code>\$")
 
 
@@ -44,7 +47,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         path = os.path.relpath(uri, folder)
         return f"![Learning curve of {match[1]} on the arithmetic task]({path})"
 
-    return CURVE.sub(image, STAMP.sub("", markdown))
+    markdown = ENCODED_ANCHOR.sub(lambda match: unquote(match[1]), STAMP.sub("", markdown))
+    return CURVE.sub(image, markdown)
 
 
 def on_page_content(content: str, *, page: Any, config: Any, files: Any) -> str:

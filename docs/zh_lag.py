@@ -5,8 +5,8 @@
 
 A translation has the path of its English page below docs/zh (README.zh.md that of README.md) and
 begins with a comment that holds the SHA-256 of the English text it translates. It lags when that
-text is another one now. A page is stamped only if headings, code blocks, code in sentences,
-formulas and comments that programs read are those of the English page.
+text is another one now. A page is stamped only if each section has the code blocks, the code in
+sentences, the formulas and the comments for programs of the same section of the English page.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -25,7 +26,8 @@ REFERENCE = DOCS / "reference"  # generated from the code, in English only
 STAMP = re.compile(r"\A<!-- translates sha256:([0-9a-f]{64}) -->\n")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- (?:not run|curve): .+? -->")
-HEADING = re.compile(r"^(#+) .+$", re.MULTILINE)
+HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+BLOCK_PLACE = "\0"
 CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
 
 
@@ -69,41 +71,56 @@ def fingerprint(english: Path) -> str:
 
 
 def faults(english: Path) -> list[str]:
-    """What a translation must share with its page and does not."""
+    """What a translation must share with its page, section by section, and does not."""
     translation = translation_of(english)
-    source, text = _text(english), STAMP.sub("", _text(translation))
+    ours, theirs = _sections(STAMP.sub("", _text(translation))), _sections(_text(english))
+    levels = [section.level for section in theirs]
+    if [section.level for section in ours] != levels:
+        found = f"headings are not those of {_name(english)}, which has {len(levels)}"
+        return [f"{_name(translation)}: {found} (levels {levels}), found {len(ours)}"]
+    return [
+        f"{_name(translation)}, section {mine.title!r}: {fault}"
+        for mine, other in zip(ours, theirs, strict=True)
+        for fault in _differences(mine, other)
+    ]
+
+
+class Section(NamedTuple):
+    """The text from one heading to the next, without what is translated."""
+
+    title: str
+    level: int
+    blocks: list[str]
+    comments: list[str]
+    spans: set[str]  # inline code and formulas
+
+
+def _sections(text: str) -> list[Section]:
+    blocks = FENCE.findall(text)
+    prose = FENCE.sub(BLOCK_PLACE, text)  # a line of a block may begin like a heading
+    headings = list(HEADING.finditer(prose))
+    ends = [*(heading.start() for heading in headings[1:]), len(prose)]
+    sections, taken = [], 0
+    for heading, end in zip(headings, ends, strict=True):
+        part = prose[heading.start() : end]
+        until = taken + part.count(BLOCK_PLACE)
+        spans = {" ".join(span.split()) for _, span in CODE_SPAN.findall(part)}
+        level, title = len(heading[1]), heading[2]
+        sections.append(Section(title, level, blocks[taken:until], COMMENT.findall(part), spans))
+        taken = until
+    return sections
+
+
+def _differences(ours: Section, theirs: Section) -> list[str]:
     found = []
-    for what, read in (("code blocks", _blocks), ("comments", _comments), ("headings", _levels)):
-        ours, theirs = read(text), read(source)
-        if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
-            place = f"number {at + 1} differs" if at >= 0 else f"{len(ours)} of {len(theirs)}"
-            found.append(f"{_name(translation)}: {what} are not those of the source: {place}")
-    missing, strange = _spans(source) - _spans(text), _spans(text) - _spans(source)
-    if missing or strange:
-        found.append(
-            f"{_name(translation)}: code in sentences: missing {sorted(missing)}, "
-            f"not in the source {sorted(strange)}"
-        )
+    if ours.blocks != theirs.blocks:
+        found.append(f"its code blocks are not the {len(theirs.blocks)} of the source")
+    if ours.comments != theirs.comments:
+        found.append(f"comments {ours.comments}, in the source {theirs.comments}")
+    if ours.spans != theirs.spans:
+        missing, strange = sorted(theirs.spans - ours.spans), sorted(ours.spans - theirs.spans)
+        found.append(f"code in sentences: missing {missing}, not in the source {strange}")
     return found
-
-
-def _blocks(text: str) -> list[str]:
-    return FENCE.findall(text)
-
-
-def _comments(text: str) -> list[str]:
-    return COMMENT.findall(text)
-
-
-def _levels(text: str) -> list[str]:
-    """`#` for a title, `##` for a section, in order; what they say is another language."""
-    return HEADING.findall(FENCE.sub("", text))
-
-
-def _spans(text: str) -> set[str]:
-    """Inline code and formulas; a line of the source may break inside of one."""
-    return {" ".join(span.split()) for _, span in CODE_SPAN.findall(FENCE.sub("", text))}
 
 
 def stamp(english: Path) -> None:

@@ -38,6 +38,8 @@ TITLE = re.compile(r'title="([^"]+)"')
 DOCUMENTED_PORT = "8600"  # pages serve there; the test on a port that is free
 NEEDS_A_NETWORK = ("git clone", "pip install")
 BLOCK_TIMEOUT_S = 600
+WARM_STARTS = ("code/sft", "search/sft", "service/sft", "terminal/sft")  # of docs/examples/
+LOOP = "examples/math/rl_loop.py"
 PR_SET_PDEATHSIG = 1
 DONE = "@@ block"  # begins the line that ends a block, with its exit code
 
@@ -190,12 +192,12 @@ def _free_port() -> int:
 
 
 def _make_models(demo: Path) -> None:
-    """The models `areal demo` leaves behind; untrained ones are as good here."""
+    """The models `areal demo` and warm starts leave behind; untrained ones are as good here."""
     from areal.cli.demo import make_model
 
     make_model(demo / "tiny_model")
-    for trial in ("sft", "grpo"):
-        shutil.copytree(demo / "tiny_model", demo / "arithmetic" / trial / "model")
+    for run in ("arithmetic/sft", "arithmetic/grpo", *WARM_STARTS):
+        shutil.copytree(demo / "tiny_model", demo / run / "model")
 
 
 def _make_programs(folder: Path) -> None:
@@ -240,6 +242,8 @@ def _main(argv: list[str]) -> int:
         args += small_overrides(yaml.safe_load(Path(recipe).read_text(encoding="utf-8")))
     if program == "areal":
         return _areal(args)
+    if LOOP in args:
+        args += ["--steps", "2", "--prompts", "4", "--samples", "2"]
     os.execv(sys.executable, [sys.executable, *args])
 
 

@@ -2,10 +2,12 @@
 
     python sglang_server.py --model-path DIR --port 8000 --config FILE ...
 
-For tests of the adapter where SGLang itself cannot be installed. It answers as SGLang 0.5 was seen
-to: "abort" ends what runs with the tokens it has and holds what comes later, "in_place" holds it
-where it is. With --enable-lora it serves adapters, each under a name that is not in use. Started
-by a script in place of `python -m sglang.launch_server` (see sglang_python).
+For tests of the adapter where SGLang itself cannot be installed. It takes what SGLang documents and
+nothing else (sglang_routes.py), and answers as SGLang 0.5 was seen to: "abort" ends what runs with
+the tokens it has and holds what comes later, "in_place" holds it where it is. Weights are updated
+only while nothing runs, from a folder or through process groups of torch.distributed. With
+--enable-lora it serves adapters, each under a name that is not in use. Started by a script in place
+of `python -m sglang.launch_server` (see sglang_python).
 """
 
 from __future__ import annotations
@@ -16,13 +18,20 @@ import hmac
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
+import sglang_routes as routes
+import torch
+import torch.distributed as dist
 import yaml
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from safetensors import safe_open
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
@@ -33,14 +42,15 @@ from areal.models.hf_io import weight_files
 from areal.utils.addresses import bind
 from areal.utils.http_server import serve
 
-SAMPLING = {
+SAMPLING = (
     "max_new_tokens",
     "min_new_tokens",
     "top_p",
     "frequency_penalty",
     "stop_token_ids",
     "ignore_eos",
-}
+)
+GROUP_TIMEOUT = timedelta(seconds=900)
 
 
 def sglang_python(folder: Path) -> Path:
@@ -69,6 +79,10 @@ def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: 
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
         return await call_next(request)
 
+    @app.exception_handler(routes.BadRequestError)
+    async def refuse(request: Request, error: Exception):
+        return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
     @app.get("/health")
     async def health():
         return PlainTextResponse("")
@@ -77,13 +91,18 @@ def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: 
     async def get_model_info():
         return {"model_path": model_path, "is_generation": True}
 
+    @app.get("/get_server_info")
+    async def get_server_info():
+        sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1}
+        return {"model_path": model_path, "device": "cpu", "version": "0.5.9", **sizes}
+
     @app.post("/generate")
     async def generate(request: Request):
-        body = await request.json()
-        assert body["return_logprob"] is True
-        options = gconfig(body["sampling_params"]).new(lora_name=body.get("lora_path", ""))
-        work = GenRequest(str(next(numbers)), body["input_ids"], options)
-        if body["stream"]:
+        body = await routes.read_body(request, routes.Generate)
+        assert body.return_logprob
+        options = gconfig(body.sampling_params).new(lora_name=body.lora_path or "")
+        work = GenRequest(str(next(numbers)), body.input_ids, options)
+        if body.stream:
             return _Events(loop, replace(work, progress_tokens=1))
         async with Receiver(loop, request._receive) as receiver:
             receiver.submit([work])
@@ -96,32 +115,20 @@ def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: 
 
     @app.post("/pause_generation")
     async def pause(request: Request):
-        mode = (await request.json()).get("mode", "abort")
+        body = await routes.read_body(request, routes.Pause)
+        assert body.mode != "retract", "areal does not use it"
         await asyncio.to_thread(loop.pause)
-        if mode == "abort":
+        if body.mode == "abort":
             await asyncio.wrap_future(loop.abort())
         return PlainTextResponse("Generation paused successfully.")
 
     @app.post("/continue_generation")
-    async def resume():
+    async def resume(request: Request):
+        await routes.read_body(request, routes.Continue)
         await asyncio.to_thread(loop.resume)
         return PlainTextResponse("Generation continued successfully.")
 
-    @app.post("/update_weights_from_disk")
-    async def update(request: Request):
-        order = await request.json()
-        try:
-            weights = list(read_weights(Path(order["model_path"])))
-            await asyncio.wrap_future(
-                loop.call(
-                    lambda engine: engine.load_weights(
-                        weights, engine.version + 1, recompute_kv=order["flush_cache"]
-                    )
-                )
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
-        return {"success": True, "message": "Succeeded to update model weights."}
+    add_weight_routes(app, loop)
 
     async def change_adapters(change) -> JSONResponse:
         try:
@@ -134,8 +141,8 @@ def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: 
 
     @app.post("/load_lora_adapter")
     async def load_lora_adapter(request: Request):
-        order = await request.json()
-        name, path = order["lora_name"], Path(order["lora_path"])
+        order = await routes.read_body(request, routes.LoadAdapter)
+        name, path = order.lora_name, Path(order.lora_path)
 
         def load(engine: NativeEngine) -> None:
             if json.loads((path / "adapter_config.json").read_text())["r"] > max_lora_rank:
@@ -147,7 +154,7 @@ def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: 
 
     @app.post("/unload_lora_adapter")
     async def unload_lora_adapter(request: Request):
-        name = (await request.json())["lora_name"]
+        name = (await routes.read_body(request, routes.UnloadAdapter)).lora_name
 
         def unload(engine: NativeEngine) -> None:
             if name not in adapters:
@@ -167,6 +174,89 @@ def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: 
         )
 
     return app
+
+
+def add_weight_routes(app: FastAPI, loop: EngineLoop) -> None:
+    groups: dict[str, dist.ProcessGroup] = {}
+    staged: dict[str, torch.Tensor] = {}  # of a version that comes in several buckets
+
+    async def load(read: Callable[[], dict[str, torch.Tensor] | None], *, flush: bool):
+        """`read` returns the weights to load, or None if more of them follow."""
+        if loop.stats()["running"]:
+            message = "weights can only be updated while no request runs"
+            return JSONResponse({"success": False, "message": message}, status_code=400)
+        try:
+            weights = await asyncio.to_thread(read)
+            if weights is not None:
+                await asyncio.wrap_future(
+                    loop.call(
+                        lambda engine: engine.load_weights(
+                            weights.items(), engine.version + 1, recompute_kv=flush
+                        )
+                    )
+                )
+        except (OSError, ValueError, RuntimeError) as error:
+            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    @app.post("/update_weights_from_disk")
+    async def from_disk(request: Request):
+        order = await routes.read_body(request, routes.UpdateFromDisk)
+        folder = Path(order.model_path)
+        return await load(lambda: dict(read_weights(folder)), flush=order.flush_cache)
+
+    @app.post("/init_weights_update_group")
+    async def init_group(request: Request):
+        order = await routes.read_body(request, routes.InitGroup)
+        try:
+            if order.group_name in groups:
+                raise ValueError(f"the group {order.group_name} exists")
+            groups[order.group_name] = await asyncio.to_thread(join_group, order)
+        except (ValueError, RuntimeError) as error:
+            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    @app.post("/update_weights_from_distributed")
+    async def from_distributed(request: Request):
+        order = await routes.read_body(request, routes.UpdateFromDistributed)
+
+        def receive() -> dict[str, torch.Tensor] | None:
+            staged.update(receive_weights(groups[order.group_name], order))
+            if not order.flush_cache:
+                return None
+            weights = dict(staged)
+            staged.clear()
+            return weights
+
+        if order.group_name not in groups:
+            message = f"the group {order.group_name} does not exist"
+            return JSONResponse({"success": False, "message": message}, status_code=400)
+        return await load(receive, flush=True)
+
+
+def join_group(order: routes.InitGroup) -> dist.ProcessGroup:
+    """As any process joins a group of torch.distributed that is not its default one."""
+    url = f"tcp://{order.master_address}:{order.master_port}"
+    rank, size = order.rank_offset, order.world_size
+    store, *_ = next(iter(rendezvous(url, rank, size, timeout=GROUP_TIMEOUT)))
+    group, _ = distributed_c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        dist.Backend(order.backend),
+        dist.PrefixStore(order.group_name, store),
+        group_name=order.group_name,
+        timeout=GROUP_TIMEOUT,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
+    return group
+
+
+def receive_weights(group: dist.ProcessGroup, order: routes.UpdateFromDistributed):
+    for name, dtype, shape in zip(order.names, order.dtypes, order.shapes, strict=True):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        dist.broadcast(tensor, src=0, group=group)
+        yield name, tensor
 
 
 class _Events(Response):
@@ -201,15 +291,15 @@ class _Events(Response):
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-def gconfig(sampling: dict) -> GenerationHyperparameters:
-    options = {name: sampling[name] for name in SAMPLING}
-    if sampling["temperature"] == 0:
+def gconfig(sampling: routes.SamplingParams) -> GenerationHyperparameters:
+    options = {name: getattr(sampling, name) for name in SAMPLING}
+    if sampling.temperature == 0:
         options["greedy"] = True
     else:
-        options["temperature"] = sampling["temperature"]
-    if sampling["top_k"] != -1:
-        options["top_k"] = sampling["top_k"]
-    return GenerationHyperparameters(**options, seed=sampling.get("sampling_seed"))
+        options["temperature"] = sampling.temperature
+    if sampling.top_k != -1:
+        options["top_k"] = sampling.top_k
+    return GenerationHyperparameters(**options, seed=sampling.sampling_seed)
 
 
 def answer(finished) -> dict:
@@ -249,8 +339,6 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     assert args.enable_lora == bool(args.max_lora_rank and args.lora_target_modules)
     api_key = read_private(Path(args.config))["api-key"]
-    import torch
-
     torch.set_num_threads(1)
     with bind(args.host, args.port) as listener:
         engine = NativeEngine.from_pretrained(args.model_path, dtype=torch.float32)

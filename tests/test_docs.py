@@ -1,9 +1,9 @@
 """What the documentation says is true: its commands run, its code works, its keys and paths exist.
 
 Every English page of docs/ and README.md is a story, run block by block in a folder of its own (see
-docs_world.py). On the pages of algorithms `areal train` is replaced by `areal check`, because
-`pytest -m examples` trains each of their recipes. YAML blocks are loaded: a block with a `trainer`
-key as it stands, any other laid over the arithmetic GRPO recipe.
+docs_world.py). On the pages of algorithms and of examples `areal train` is replaced by `areal
+check`, because `pytest -m examples` trains each of their recipes. YAML blocks are loaded: a block
+with a `trainer` key as it stands, any other laid over the arithmetic GRPO recipe.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def stories() -> list:
 
 
 def is_recipe_page(page: Path) -> bool:
-    return page.parent.name == "algorithms"
+    return page.parent.name in ("algorithms", "examples")
 
 
 @pytest.fixture

@@ -83,8 +83,12 @@ def small_docs(tmp_path):
     (tmp_path / "docs" / "zh").mkdir(parents=True)
     module = load_script(shutil.copy(SCRIPT, tmp_path / "docs"))
     (tmp_path / "README.md").write_text("# areal\n")
-    (module.DOCS / "page.md").write_text("# Page\n\nSet `key`.\n\n```bash\nareal demo\n```\n")
-    (module.ZH / "page.md").write_text("# 页面\n\n设置 `key`。\n\n```bash\nareal demo\n```\n")
+    (module.DOCS / "page.md").write_text(
+        "# Page\n\nSet `key`.\n\n```bash\nareal demo\n```\n\n## Then\n"
+    )
+    (module.ZH / "page.md").write_text(
+        "# 页面\n\n设置 `key`。\n\n```bash\nareal demo\n```\n\n## 之后\n"
+    )
     return module
 
 
@@ -108,6 +112,11 @@ def test_a_stamp_holds_until_the_english_page_changes(small_docs, capsys):
         ("`key`", "`kye`", "code in sentences"),
         ("设置", "## 小节\n\n设置", "headings"),
         ("```bash", "<!-- not run: needs a CUDA device -->\n\n```bash", "comments"),
+        (
+            "设置 `key`。\n\n```bash\nareal demo\n```\n\n## 之后\n",
+            "## 之后\n\n设置 `key`。\n",
+            "section",
+        ),
     ],
 )
 def test_a_page_that_differs_is_not_stamped(small_docs, capsys, old, new, fault):

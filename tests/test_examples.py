@@ -11,17 +11,20 @@ import importlib
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from metrics_page import undocumented
+from sandbox_support import needs_sandbox
 from tiny import write_tiny_model
 from tiny_run import query
 
 from areal.cli.main import main
 from areal.cli.train import load_config
+from areal.environments.hubs.catalog import check_env
 from areal.run.paths import RunPaths
 
 pytestmark = pytest.mark.examples
@@ -47,9 +50,25 @@ PARTS = {  # what a recipe is made with or names, by itself no training
     "agents/with_anthropic.py",
     "agents/with_langgraph.py",
     "agents/with_openai_agents.py",
+    "code/functions.py",
+    "code/mbpp.py",
+    "customer_service/lessons.py",
+    "customer_service/prepare.py",
+    "customer_service/service.py",
+    "customer_service/shop.py",
+    "customer_service/users.py",
     "games/guess.py",
+    "hubs/long_model.py",
+    "hubs/openenv_server.py",
+    "hubs/reverse.py",
+    "lessons/dialogues.py",
+    "search/bm25.py",
+    "search/facts.py",
+    "search/search.py",
     "smollm2/chain_sum.py",
     "smollm2/prepare.py",
+    "terminal/lessons.py",
+    "terminal/terminal.py",
     "tir/warm_start.py",
     "vlm/make_model.py",
     "vlm/shapes.py",
@@ -59,10 +78,19 @@ SAMPLES = {  # data set of a hub, or made by a script -> what stands for it here
     "BUAADreamer/clevr_count_70k": ("clevr_count_sample", "clevr_count_70k"),
     "Jiayi-Pan/Countdown-Tasks-3to4": ("countdown_sample", "countdown"),
     "data/torl_data": ("torl_sample", "torl_data"),
+    "google-research-datasets/mbpp": ("mbpp_sample", "examples.code.mbpp.load"),
     "hiyouga/geometry3k": ("geometry3k_sample", "geometry3k"),
     "openai/gsm8k": ("gsm8k_sample", "gsm8k"),
     "runs/smollm2/data": ("chain_sum_sample", "examples.smollm2.chain_sum.load"),
 }
+ONLINE = EXAMPLES / "agents" / "online_grpo.yaml"  # waits for its client
+NEED_SANDBOX = ("terminal", "tir")
+RUN_ALONE = [
+    pytest.param(one, marks=[needs_sandbox] if one.parent.name in NEED_SANDBOX else [])
+    for one in RECIPES
+    if one != ONLINE
+]
+ADMIN_KEY = "a-secret-for-the-tests"
 STEPS = 2
 
 
@@ -103,8 +131,12 @@ def checkout_on_the_path(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_the_recipe_is_valid_and_short(recipe, model_folder, capsys):
-    overrides = model_overrides(load_config([str(recipe)]), model_folder)
+def test_the_recipe_is_valid_and_short(recipe, model_folder, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("AREAL_ADMIN_API_KEY", ADMIN_KEY)
+    config = load_config([str(recipe)])
+    skip_without_hub(config)
+    overrides = [*model_overrides(config, model_folder), *backend_overrides(config)]
     assert main(["check", str(recipe), *overrides]) == 0
     assert capsys.readouterr().out.startswith("ok: ")
     lines = recipe.read_text().splitlines()
@@ -113,14 +145,56 @@ def test_the_recipe_is_valid_and_short(recipe, model_folder, capsys):
     assert sum(not line.strip().startswith("#") for line in lines) < 60
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_the_recipe_runs(recipe, model_folder, tmp_path):
+@pytest.mark.parametrize("recipe", RUN_ALONE, ids=name_of)
+def test_the_recipe_runs(recipe, model_folder, tmp_path, monkeypatch):
     from areal.trainer.experiment import run_experiment
 
+    skip_without_hub(load_config([str(recipe)]))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / "hubs"))  # where verifiers looks for modules
     small = small_overrides(load_config([str(recipe)]), model_folder, tmp_path)
     config = load_config([str(recipe), *small])
     run_experiment(config)
     assert_trained(config)
+
+
+def test_the_run_trains_on_episodes_from_outside(tiny_folder, tmp_path):
+    small = small_overrides(load_config([str(ONLINE)]), tiny_folder, tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    small += [f"rollout.agent.port={port}"]
+    env = {
+        **os.environ,
+        "AREAL_ADMIN_API_KEY": ADMIN_KEY,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    train = [sys.executable, "-m", "areal.cli.main", "train", str(ONLINE), *small]
+    # Shares of digits differ from the first step; random weights never find a right answer.
+    client = [sys.executable, "-c", DIGIT_CLIENT, f"http://127.0.0.1:{port}"]
+    with subprocess.Popen(client, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as outside:
+        try:
+            done = subprocess.run(train, env=env, capture_output=True, text=True, timeout=900)
+            assert done.returncode == 0, done.stderr
+            printed, _ = outside.communicate(timeout=900)
+        finally:
+            outside.kill()
+    config = load_config([str(ONLINE), *small])
+    assert_trained(config)
+    assert int(printed.split()[0]) >= STEPS * 4 * config.gconfig.n_samples
+
+
+DIGIT_CLIENT = """
+import sys
+from examples.agents import online_client
+def play(session):
+    where = {name: session[name] for name in ("base_url", "api_key")}
+    client = online_client.CLIENT.with_options(**where)
+    reply = client.chat.completions.create(model="policy", messages=session["data"]["messages"])
+    text = reply.choices[0].message.content or ""
+    return sum(letter.isdigit() for letter in text) / max(len(text), 1)
+print(online_client.main(sys.argv[1], play), "episodes")
+"""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -223,9 +297,31 @@ def test_a_recipe_selects_the_loss_it_is_named_after(algorithm, loss):
     assert config.actor.policy_loss == loss
 
 
+def skip_without_hub(config) -> None:
+    """A hub's Python is made by `areal env create`, and an OpenEnv server by its user."""
+    env = getattr(config, "env", None) or ""
+    try:
+        check_env(env)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if env.startswith("openenv:"):
+        port = int(env.rpartition(":")[2])
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                pytest.skip(f"no server answers at {env}")
+
+
 def model_overrides(config, tiny_folder: Path) -> list[str]:
     """The tiny model in place of what `areal demo` makes, and of models on a hub."""
     return [f"{role}.path={tiny_folder}" for role in config.models()]
+
+
+def backend_overrides(config) -> list[str]:
+    """Megatron needs a CUDA device, and a layout of several ranks as many processes."""
+    backend = config.actor.backend
+    if backend is None or backend in ("archon:d1", "fsdp:d1"):
+        return []
+    return ["actor.backend=fsdp:d1" if backend.startswith("fsdp") else "actor.backend=archon:d1"]
 
 
 def small_overrides(config, tiny_folder: Path, root: Path) -> list[str]:
@@ -245,7 +341,8 @@ def small_overrides(config, tiny_folder: Path, root: Path) -> list[str]:
         changes |= ppo_changes(config)
         if config.teacher is not None:
             changes["teacher.path"] = tiny_folder
-    return [f"{key}={value}" for key, value in changes.items()]
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    return [*overrides, *backend_overrides(config)]
 
 
 def dataset_changes(section: str, dataset) -> dict[str, object]:
@@ -273,6 +370,10 @@ def ppo_changes(config) -> dict[str, object]:
         # Random weights never find a right answer; shares of digits differ from the first step.
         "reward_fn": "sample_rewards.digit_share_reward_fn",
     }
+    if config.workflow == "env":
+        changes["workflow_kwargs.max_turns"] = 2
+    if "user_url" in config.env_kwargs:
+        changes["env_kwargs.user_url"] = ""  # no second model here: the scripted user
     if config.actor.overlong_reward_penalty:
         changes["actor.overlong_tokens"] = 2
     return changes

@@ -91,7 +91,7 @@ def _list(found: dict[str, Any], *, as_json: bool) -> int:
         return 0
     from areal.dashboard.text import table
 
-    rows = [("server", "state", "version", "running", "waiting")]
+    rows: list[tuple[str, ...]] = [("server", "state", "version", "running", "waiting")]
     for server in found["servers"]:
         load = (server.get(name) for name in ("version", "running", "waiting"))
         numbers = ("-" if value is None else f"{value:.0f}" for value in load)

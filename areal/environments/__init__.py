@@ -7,5 +7,7 @@ sandbox_tools.py   ready tools: Python, shell, files
 calls.py           deadlines, threads, open episodes
 load.py            the key `env`: import paths and hubs
 hubs/              environments of hubs, in a Python of their own
+mcp/               tools of MCP servers
+per_loop.py        one thing for all episodes
 rpc.py             a child process that answers requests
 """

@@ -87,15 +87,20 @@ class Tool:
             if key not in properties:
                 known = ", ".join(properties) or "none"
                 raise ToolError(f"{self.name} has no argument {key!r}; it takes {known}")
-            wanted = properties[key].get("type")
+            wanted = properties[key].get("type") if isinstance(properties[key], dict) else None
             if not _fits(value, wanted):
                 raise ToolError(f"{self.name}: the argument {key!r} must be of type {wanted}")
 
 
 def tools_of(given: Sequence[Any]) -> dict[str, Tool]:
-    """Tools by name, of `Tool` objects and functions."""
+    """Tools by name, of `Tool` objects and functions. ValueError if two share a name."""
     tools = [one if isinstance(one, Tool) else Tool.of(one) for one in given]
-    return {tool.name: tool for tool in tools}
+    by_name = {tool.name: tool for tool in tools}
+    if len(by_name) < len(tools):
+        names = [tool.name for tool in tools]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"two tools are called {twice[0]!r}: rename one, or leave its server out")
+    return by_name
 
 
 async def answer_call(
@@ -131,7 +136,7 @@ def _schema_of(hint: Any, what: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    if wanted not in _PYTHON_TYPES or value is None:
+    if not isinstance(wanted, str) or wanted not in _PYTHON_TYPES or value is None:
         return True
     is_bool = isinstance(value, bool)
     return isinstance(value, _PYTHON_TYPES[wanted]) and is_bool == (wanted == "boolean")

@@ -87,12 +87,21 @@ def load_hf(model: Decoder, path: str | Path, *, without: Sequence[str] = ()) ->
     files = weight_files(Path(path))
     own = model.hf_shapes()
     kept = {name: own[name] for name in without}
-    check_hf_shapes(model, {**kept, **read_shapes(files)}, source=str(path))
+    found, adapter = read_shapes(files), model.adapter
+    shapes = {
+        part: tuple(torch.empty(shape, device="meta")[place].shape)
+        for name, shape in found.items()
+        for part, place in adapter.unfused(name, shape)
+    }
+    check_hf_shapes(model, {**kept, **shapes}, source=str(path))
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if model.holds(name):
-                    model.load_hf_tensor(name, tensors.get_tensor(name))
+                parts = [one for one in adapter.unfused(name, found[name]) if model.holds(one[0])]
+                whole = tensors.get_tensor(name) if parts else None
+                for part, place in parts:
+                    assert whole is not None
+                    model.load_hf_tensor(part, whole[place])
 
 
 def kept_tensors(path: str | Path, model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,8 @@ as they were (`is_kept`).
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -47,6 +48,25 @@ class Qwen35StateDictAdapter(StateDictAdapter):
     def usual_hf_name(self, hf_name: str) -> str:
         if hf_name.startswith(_LANGUAGE_PREFIX):
             return "model." + hf_name.removeprefix(_LANGUAGE_PREFIX)
+        return hf_name
+
+    def unfused(self, hf_name: str, shape: Sequence[int]) -> list[tuple[str, tuple[Any, ...]]]:
+        """Published checkpoints stack the experts, and the rows of gate over those of up."""
+        stem, _, leaf = hf_name.rpartition(".")
+        if not stem.endswith(".mlp.experts") or len(shape) != 3 or self.is_kept(hf_name):
+            return super().unfused(hf_name, shape)
+        rows = {"down_proj": {"down_proj": slice(None)}}
+        half = shape[1] // 2
+        rows["gate_up_proj"] = {"gate_proj": slice(half), "up_proj": slice(half, None)}
+        return [
+            (f"{stem}.{expert}.{name}.weight", (expert, part))
+            for expert in range(shape[0])
+            for name, part in rows.get(leaf, {}).items()
+        ]
+
+    def multimodal_hf_name(self, hf_name: str) -> str:
+        if hf_name.startswith("model."):
+            return _LANGUAGE_PREFIX + hf_name.removeprefix("model.")
         return hf_name
 
     def is_kept(self, hf_name: str) -> bool:

@@ -68,7 +68,8 @@ def build_workflow(
         **(kwargs or {}),
     }
     if isinstance(found, type) and issubclass(found, EnvWorkflow):
-        arguments = {"env": config.env, "env_kwargs": config.env_kwargs, **arguments}
+        own = {"env": config.env, "env_kwargs": config.env_kwargs}
+        arguments = {**own, "mcp_servers": config.mcp_servers, **arguments}
     elif "reward_fn" not in arguments:
         arguments["reward_fn"] = get_reward_fn(config.reward_fn)
     if isinstance(found, type) and issubclass(found, VisionRLVRWorkflow):

@@ -9,6 +9,9 @@ Weights are sent in buckets: while one is broadcast, the sender gathers the next
 preceded by a header: version, names, dtypes, shapes and a checksum that the receiver recomputes on
 the device. A version is returned only when all of it has arrived.
 
+Stock servers join groups as torch.distributed makes them, and know no headers: `open_as_torch`, and
+`broadcast` of the tensors whose names a server was told.
+
 The group is never the default group, which a trainer of several ranks has already. Headers use
 gloo; buckets use NCCL if every member has its own GPU, else gloo through host memory. Every wait is
 bounded by `timeout_s` of the place. Any failure raises `GroupError` and leaves the group unusable:
@@ -24,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -99,26 +103,43 @@ class WeightGroup:
 
         device: of this member, with its index.
         """
-        timeout = timedelta(seconds=place.timeout_s)
         memory = torch.device(device if place.backend == "nccl" else "cpu")
-        try:
-            store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented here
-                place.host,
-                place.port,
-                place.world_size,
-                is_master=place.rank == 0,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
-            store = PrefixStore(place.name, store)
+        with _naming_errors(place):
+            store = _store(place, listener)
             headers = _gloo(PrefixStore("headers", store), place)
             buckets = headers
             if place.backend == "nccl":
                 buckets = _nccl(PrefixStore("buckets", store), place, memory)
-        except (RuntimeError, OSError) as err:  # OSError: no such host
-            raise GroupError(f"the weight group of {place.host}:{place.port}: {err}") from err
         return cls(place, memory, headers, buckets)
+
+    @classmethod
+    def open_as_torch(
+        cls, place: GroupPlace, device: str | torch.device, *, listener: socket.socket
+    ) -> WeightGroup:
+        """As `open`, for rank 0 of a group whose other members call torch.distributed: under the
+        store keys of `_new_process_group_helper`."""
+        memory = torch.device(device if place.backend == "nccl" else "cpu")
+        with _naming_errors(place):
+            store = PrefixStore(f"{place.name}/", _store(place, listener))
+            if place.backend == "nccl":
+                backend = _nccl(PrefixStore("cuda/", store), place, memory)
+            else:
+                backend = _gloo(PrefixStore("cpu/", store), place)
+        return cls(place, memory, backend, backend)
+
+    @property
+    def device(self) -> torch.device:
+        """Of tensors to `broadcast`."""
+        return self._device
+
+    def broadcast(
+        self, tensors: Iterable[torch.Tensor], *, check: Callable[[], None] = _no_check
+    ) -> None:
+        """One broadcast per tensor, in this order, without header or checksum."""
+        started = [self._broadcast(tensor.contiguous(), self._buckets) for tensor in tensors]
+        self._under_way = [one.work for one in started]
+        for one in started:
+            self._finish(one, check)
 
     def send(
         self,
@@ -228,6 +249,27 @@ def _wait_for_all(works: list[dist.Work], backends: tuple[_Backend | None, ...])
     """Keeps the backends alive until their works are done."""
     while not all(work.is_completed() for work in works):
         time.sleep(0.1)
+
+
+@contextmanager
+def _naming_errors(place: GroupPlace) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as err:  # OSError: no such host
+        raise GroupError(f"the weight group of {place.host}:{place.port}: {err}") from err
+
+
+def _store(place: GroupPlace, listener: socket.socket | None) -> Store:
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented here
+        place.host,
+        place.port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=timedelta(seconds=place.timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    return PrefixStore(place.name, store)
 
 
 def _gloo(store: Store, place: GroupPlace) -> _Backend:

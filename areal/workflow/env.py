@@ -19,11 +19,13 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from areal.api.config.mcp import mcp_servers_of
 from areal.api.workflow_api import RolloutWorkflow
 from areal.api.workflow_context import workflow_context
 from areal.environments.calls import Calls
 from areal.environments.interface import EnvError, Messages, checked_step, messages_of
 from areal.environments.load import environment_maker
+from areal.environments.mcp.toolbox import Toolbox
 from areal.environments.tools import Tool, answer_call, tools_of
 from areal.openai.parsing.formats import format_of_template
 from areal.openai.parsing.parser import ParsedOutput, begins_in_reasoning, parse_output
@@ -47,7 +49,7 @@ class EnvWorkflow(RolloutWorkflow):
 
     `env` is an import path, a class or HUB:NAME, built anew with `env_kwargs` for each episode.
     `timeout_s` holds for each call of the environment, `gconfig.max_new_tokens` for each reply and
-    `gconfig.max_tokens` for all of an episode.
+    `gconfig.max_tokens` for all of an episode. `mcp_servers` offer tools besides the environment's.
     """
 
     text_only = True
@@ -58,6 +60,7 @@ class EnvWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         env_kwargs: dict[str, Any] | None = None,
+        mcp_servers: dict[str, Any] | None = None,
         max_turns: int = 16,
         timeout_s: float = 60.0,
         max_concurrent: int = 256,
@@ -71,6 +74,7 @@ class EnvWorkflow(RolloutWorkflow):
             if not value > 0:
                 raise ValueError(f"workflow_kwargs.{key} must be above 0, got {value}")
         self._make = environment_maker(env, env_kwargs or {})
+        self._toolbox = Toolbox(mcp_servers_of(mcp_servers or {}))
         self._sampler = Sampler(gconfig, tokenizer)
         self._chat = _ChatTokens(self._sampler.tokenizer, enable_thinking)
         self._max_turns = max_turns
@@ -82,24 +86,29 @@ class EnvWorkflow(RolloutWorkflow):
         async with self._calls.slot():
             environment = await self._calls.run("__init__", self._make)
             try:
-                return await self._play(engine, environment, data)
+                offered = await self._calls.run("mcp_servers", self._toolbox.open)
+                try:
+                    return await self._play(engine, environment, offered.tools, data)
+                finally:
+                    await self._calls.close(offered)
             finally:
                 await self._calls.close(environment)
 
     def close(self) -> None:
-        """End the hub's processes, if the environment is one of a hub."""
+        """End the processes of hubs and MCP servers."""
+        self._toolbox.close()
         close = getattr(self._make, "close", None)
         if close is not None:
             close()
 
     async def _play(
-        self, engine: InferenceEngine, environment: Any, row: dict[str, Any]
+        self, engine: InferenceEngine, environment: Any, served: list[Tool], row: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         first = await self._calls.run("reset", environment.reset, row)
         messages = messages_of(first, self._calls.name_of("reset"))
         if not messages:
             raise EnvError(f"{self._calls.name_of('reset')} returned no observation")
-        tools = tools_of(getattr(environment, "tools", None) or ())
+        tools = tools_of([*(getattr(environment, "tools", None) or ()), *served])
         transcript = Transcript(self._chat.prompt(messages, tools))
         reward, num_calls, done = 0.0, 0, False
         while not done:

@@ -89,6 +89,7 @@ SECTIONS = (
     "rollout.agent.limits",
     "workflow_kwargs.key",
     "env_kwargs.key",
+    "mcp_servers.key",
 )  # optional, and of any shape
 
 

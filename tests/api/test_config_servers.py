@@ -20,19 +20,15 @@ def test_the_chosen_section(tmp_path: Path) -> None:
 
 def test_how_weights_may_reach_a_stock_server(tmp_path: Path) -> None:
     by_group = "actor.weight_update_mode=xccl"
-    config = load(tmp_path, "ppo", "rollout.backend=vllm:d1", by_group)
-    assert config.actor.weight_update_mode == "xccl"
-    said = complaint(tmp_path, "ppo", "rollout.backend=sglang:d1", by_group)
-    assert (
-        "actor.weight_update_mode must be shm or disk when rollout.backend is 'sglang:d1': it "
-        "loads weights only from a folder, got 'xccl'"
-    ) in said
-    for mode in ("direct", "ipc", "delta"):
-        override = f"actor.weight_update_mode={mode}"
-        said = complaint(tmp_path, "ppo", "rollout.backend=sglang:d1", override)
-        assert "actor.weight_update_mode must be shm or disk when" in said
-        said = complaint(tmp_path, "ppo", "rollout.backend=vllm:d1", override)
-        assert "actor.weight_update_mode must be shm, disk or xccl when" in said
+    for engine in ("vllm", "sglang"):
+        config = load(tmp_path, "ppo", f"rollout.backend={engine}:d1", by_group)
+        assert config.actor.weight_update_mode == "xccl"
+        for mode in ("direct", "ipc", "delta"):
+            override = f"actor.weight_update_mode={mode}"
+            said = complaint(tmp_path, "ppo", f"rollout.backend={engine}:d1", override)
+            assert "actor.weight_update_mode must be shm, disk or xccl when" in said
+    said = complaint(tmp_path, "ppo", "rollout.backend=sglang:d1p2", by_group)
+    assert "its pipeline stages join no common process group, got 'xccl'" in said
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -45,6 +45,28 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_read(tmp_path):
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
+def test_stacked_experts_of_a_checkpoint_are_read(tmp_path):
+    model = tiny_model("qwen3_5_moe_text")
+    one_by_one = dict(model.named_hf_tensors())
+    stacked = {name: x for name, x in one_by_one.items() if ".experts." not in name}
+    for layer in range(2):
+        stem = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([one_by_one[f"{stem}.{e}.{leaf}_proj.weight"] for e in range(4)])
+            for leaf in ("gate", "up", "down")
+        )
+        stacked |= {f"{stem}.gate_up_proj": torch.cat([gate, up], 1), f"{stem}.down_proj": down}
+    save_hf(stacked.items(), tiny_config("qwen3_5_moe_text"), tmp_path)
+    again = build_model(tmp_path, device="cpu", dtype=torch.float32)
+    load_hf(again, tmp_path)
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    del stacked["model.layers.1.mlp.experts.down_proj"]
+    save_hf(stacked.items(), tiny_config("qwen3_5_moe_text"), tmp_path)
+    with pytest.raises(ValueError, match=r"missing model.layers.1.mlp.experts.0.down_proj.weight"):
+        load_hf(again, tmp_path)
+
+
 def test_packed_sequences_have_the_logits_of_each_alone():
     model = tiny_model("qwen3_5_text")
     sequences = random_sequences(64, [1, 70, 3, 129, 64])

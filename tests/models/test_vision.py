@@ -199,6 +199,8 @@ def test_image_tokens_that_are_not_those_of_the_images_are_refused(tokens, grids
         ({"hidden_act": "relu"}, "hidden_act must be"),
         ({"num_heads": 3}, "multiple of 4 x num_heads"),
         ({"window_size": 4}, "must hold a merged patch"),
+        ({"patch_size": [4, 4]}, "patch_size must be a positive whole number"),
+        ({"depth": 0}, "depth must be a positive whole number"),
     ],
 )
 def test_towers_that_are_not_computed_are_refused(change, message):

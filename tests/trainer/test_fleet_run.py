@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 OPTIONS = [
     "actor.weight_update_mode=disk",
     "rollout.max_head_offpolicyness=1",
-    "rollout.workers=1",  # which learns of joined servers from a file
     "rollout.setup_timeout=900",
     "total_train_steps=100000",  # it ends when the test has seen what it waits for
     "trial_name=fleet",

@@ -306,7 +306,7 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        ("env", "env_kwargs", "env_kwargs.*"),
+        ("env", "env_kwargs", "env_kwargs.*", "mcp_servers", "mcp_servers.*"),
         _unless(lambda p: "env" in _workflows(p), "no workflow is env"),
         by_workflow=True,
     ),

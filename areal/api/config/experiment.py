@@ -20,6 +20,7 @@ from areal.api.config.inference_servers import (
     SGLangConfig,
     vLLMConfig,
 )
+from areal.api.config.mcp import mcp_servers_of
 from areal.api.config.placement import check_models, check_servers
 from areal.api.config.ppo import (
     FrozenModelConfig,
@@ -203,6 +204,9 @@ class PPOConfig(BaseExperimentConfig):
     """The environment of workflow env: the import path of its class, or HUB:NAME of a hub."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's class, or of the hub's environment."""
+    mcp_servers: dict[str, Any] = field(default_factory=dict)
+    """MCP servers whose tools workflow env offers: name -> {command, args, env} or {url, headers};
+    with shared: true one serves all episodes."""
     reward_fn: str = "gsm8k"
     """A name, or the import path of a reward function."""
     dynamic_bs: bool = False
@@ -223,6 +227,7 @@ class PPOConfig(BaseExperimentConfig):
             "HUB:NAME of a hub",
             None,
         )
+        mcp_servers_of(self.mcp_servers)
         self._check_ref()
         self._check_critic()
         self._check_teacher()

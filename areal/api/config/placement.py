@@ -138,10 +138,10 @@ def _weight_update_modes(config: RLExperiment) -> Iterator[tuple[tuple[str, ...]
     chosen = f"when rollout.backend is {rollout.backend!r}"
     if rollout.num_servers * rollout.ranks_per_server > 1:
         yield ("shm", "disk", "delta", "xccl"), f"{chosen}, several processes"
-    if rollout.engine == "vllm":
+    if rollout.engine in ("vllm", "sglang"):
         yield ("shm", "disk", "xccl"), chosen
-    if rollout.engine == "sglang":
-        yield ("shm", "disk"), f"{chosen}: it loads weights only from a folder"
+    if rollout.engine == "sglang" and rollout.pipeline_parallel > 1:
+        yield ("shm", "disk"), f"{chosen}: its pipeline stages join no common process group"
     if rollout.use_lora and rollout.engine != "native":
         yield ("shm", "disk"), "when rollout.use_lora is true: adapters are loaded from a folder"
     if rollout.api_url:

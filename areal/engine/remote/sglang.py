@@ -6,6 +6,9 @@ long as that of the request. Its log-probabilities are those of softmax(logits /
 top-k and top-p, so training samples must be drawn without either: the config of a run refuses
 others.
 
+Weights come from a folder, or by the documented routes for a process group that trainer and workers
+make with torch.distributed (`xccl`): without checksums, and a worker that lacks a GPU uses gloo.
+
 The token is passed in a file that only this user can read and that is removed once the server
 answers, because every user of the machine can read a process's arguments.
 """
@@ -19,6 +22,7 @@ from typing import Any
 
 from areal.api.io_struct import HttpGenerationResult, HttpRequest, ModelRequest
 from areal.api.scratch import ScratchFolder
+from areal.engine.remote.protocol import NamedBucket
 from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.remote.server_process import launch_server
 from areal.engine.remote.stock import NO_TOP_K, StockProtocol, default_dtype, read_metrics
@@ -26,6 +30,7 @@ from areal.utils.child_process import ChildProcess
 from areal.utils.device import best_device
 from areal.utils.fs import atomic_write_text
 from areal.utils.hub import model_folder
+from areal.weight_sync.collective import GroupPlace
 
 _STATS = {
     "sglang:num_running_reqs": "running",
@@ -38,7 +43,8 @@ _STATS = {
 
 class SGLangProtocol(StockProtocol):
     kind = "SGLang server"
-    weight_types = ("shm", "disk")
+    weight_types = ("shm", "disk", "xccl")
+    wants_names = True
 
     def generation(self, request: ModelRequest) -> HttpRequest:
         gconfig = request.gconfig
@@ -127,6 +133,44 @@ class SGLangProtocol(StockProtocol):
         where = {"model_path": folder, "flush_cache": True}
         answer = control.post("/update_weights_from_disk", **where)
         self._check(answer, control, "update_weights_from_disk")
+
+    def group_devices(self, control: ControlClient) -> list[str]:
+        """One worker per tensor-parallel rank. SGLang does not say which GPUs they have."""
+        info = control.get("/get_server_info")
+        sizes = [info.get(name, 1) for name in ("tp_size", "pp_size", "dp_size")]
+        if any(type(size) is not int or size < 1 for size in sizes) or sizes[1:] != [1, 1]:
+            raise ServerError(
+                f"{self.kind} {control.address}: expected pp_size and dp_size 1 for weights by "
+                f"xccl, got tp_size, pp_size, dp_size {sizes}; set actor.weight_update_mode to disk"
+            )
+        if info.get("device") == "cpu":
+            return ["cpu"] * sizes[0]
+        return [f"{control.address}/{rank}" for rank in range(sizes[0])]
+
+    def join_group(self, control: ControlClient, place: GroupPlace) -> None:
+        answer = control.post(
+            "/init_weights_update_group",
+            master_address=place.host,
+            master_port=place.port,
+            rank_offset=place.rank,
+            world_size=place.world_size,
+            group_name=place.name,
+            backend=place.backend,
+        )
+        self._check(answer, control, "init_weights_update_group")
+
+    def receive_bucket(self, control: ControlClient, bucket: NamedBucket) -> None:
+        tensors = bucket.tensors
+        answer = control.post(
+            "/update_weights_from_distributed",
+            names=list(tensors),
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            shapes=[list(tensor.shape) for tensor in tensors.values()],
+            group_name=bucket.group,
+            flush_cache=bucket.is_last,
+            weight_version=str(bucket.version),
+        )
+        self._check(answer, control, "update_weights_from_distributed")
 
     def identify(self, control: ControlClient) -> str:
         return model_of(control)

@@ -5,8 +5,9 @@
     rank 0    1      2          3      4
     trainer   server A (t2)     server B (t2)      consecutive ranks for a server's workers
 
-The group stays open across versions. A failure, or a change of the servers, closes it, and the next
-version opens a new one.
+Servers that know no headers (`protocol.wants_names`) are told the names of each bucket, and receive
+its tensors one by one. The group stays open across versions. A failure, or a change of the servers,
+closes it, and the next version opens a new one.
 
 `DeltaSender` (`delta`) publishes the changes since the version it published last; after a failure,
 and for servers that lack that version, it publishes in full.
@@ -27,11 +28,12 @@ from typing import Any, TypeVar
 import torch
 
 from areal.api.io_struct import WeightUpdateMeta
-from areal.engine.remote.protocol import ServerProtocol
+from areal.engine.remote.protocol import NamedBucket, ServerProtocol
 from areal.engine.remote.server_control import ControlClient
 from areal.engine.remote.server_pool import ServerPool
 from areal.utils.device import best_device, device_identity
 from areal.utils.in_thread import in_thread
+from areal.weight_sync.bucket import fill_buckets
 from areal.weight_sync.collective import GroupError, GroupPlace, WeightGroup
 from areal.weight_sync.delta import DeltaPublisher
 from areal.weight_sync.transports import remove_old_versions
@@ -72,7 +74,10 @@ class CollectiveSender:
         try:
             if self._group is None:
                 self._group = self._open(meta)
-            self._broadcast(self._group, meta, named_tensors)
+            if self._protocol.wants_names:
+                self._broadcast_by_name(self._group, meta, named_tensors)
+            else:
+                self._broadcast(self._group, meta, named_tensors)
         except BaseException:
             self.close()
             raise
@@ -106,7 +111,8 @@ class CollectiveSender:
             own_place = replace(place, rank=rank)
             calls.start(control, partial(self._protocol.join_group, control, own_place))
             rank += len(own)
-        opening = in_thread(_THREAD, lambda: WeightGroup.open(place, device, listener=listener))
+        make = WeightGroup.open_as_torch if self._protocol.wants_names else WeightGroup.open
+        opening = in_thread(_THREAD, lambda: make(place, device, listener=listener))
         return calls.while_answering(lambda: _result(opening, check=calls.check))
 
     def _broadcast(
@@ -123,6 +129,21 @@ class CollectiveSender:
                 check=calls.check,
             )
         )
+
+    def _broadcast_by_name(
+        self, group: WeightGroup, meta: WeightUpdateMeta, named_tensors: NamedTensors
+    ) -> None:
+        buckets = fill_buckets(named_tensors, meta.weight_chunked_mem_mb << 20, group.device)
+        bucket = next(buckets, {})
+        while bucket:
+            following = next(buckets, {})
+            calls = _Calls()
+            for control in self._controls:
+                told = NamedBucket(group.place.name, bucket, meta.version, is_last=not following)
+                calls.start(control, partial(self._protocol.receive_bucket, control, told))
+            tensors = bucket.values()
+            calls.while_answering(partial(group.broadcast, tensors, check=calls.check))
+            bucket = following
 
 
 class _Calls:

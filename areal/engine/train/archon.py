@@ -230,6 +230,12 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
             link=self._stage_link(),
         )
 
+    def _as_in_checkpoint(self, weights: Weights) -> Weights:
+        if "text_config" not in read_hf_config(self._folder):
+            return weights
+        rename = self.model.adapter.multimodal_hf_name
+        return ((rename(name), tensor) for name, tensor in weights)
+
     def layer_trace(self, tokens: Sequence[int]) -> dict[str, Any]:
         if self._mesh is not None:
             raise NotImplementedError("the layers of a model on several ranks are not traced")

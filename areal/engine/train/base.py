@@ -441,7 +441,13 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         engine, meta = self._connected()
         number = version.version if isinstance(version, WeightUpdateMeta) else version
         sent, meta = self._sent(meta.with_version(number))
+        if not meta.use_lora:
+            sent = self._as_in_checkpoint(sent)
         self._hand_over(sent, lambda weights: send_weights(engine, meta, weights))
+
+    def _as_in_checkpoint(self, weights: Weights) -> Weights:
+        """By their names in the checkpoint that servers started from, if these are others."""
+        return weights
 
     def _sent(self, meta: WeightUpdateMeta) -> tuple[Weights, WeightUpdateMeta]:
         """The tensors of an update: adapters alone where the receiver takes them."""

@@ -20,14 +20,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import os
 import random
 import re
 import sys
 import traceback
+from typing import Any
 
 MAX_LINE_BYTES = 8 << 20
+MAX_TASKS = 100_000  # of a taskset without end
+MAX_WAIT_S = 3600.0  # the deadline is set by who asks
+FIRST_TEST_SEED = 1_000_000_000  # of the data set `seeds`
+NO_RUNTIME = inspect.Parameter("runtime", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 class ReasoningGym:
@@ -106,7 +112,157 @@ class TextArenaEpisode:
         return "\n".join(text for _, text, kind in messages if kind != own)
 
 
-HUBS = {"reasoning-gym": ReasoningGym, "textarena": TextArena}
+class Verifiers:
+    """Tasksets whose tasks are one question, scored without a container or tools.
+
+    `kwargs` are those of the taskset's config. The last tenth of the tasks is for tests.
+    """
+
+    def open(self, name, kwargs):
+        from verifiers.v1.configs.agent import AgentConfig
+        from verifiers.v1.utils import loaders
+
+        config = loaders.taskset_config_type(name)(id=name, **kwargs)
+        taskset = loaders.load_taskset(config)
+        self.agent = AgentConfig()
+        self.tasks = list(itertools.islice(taskset, MAX_TASKS))
+        if len(self.tasks) < 2:
+            raise ValueError(f"{name} has {len(self.tasks)} tasks; training and tests need two")
+        self.refuse(self.tasks[0], name)
+
+    def refuse(self, task, name):
+        """ValueError if scoring needs more than the chat."""
+        runtime = [
+            hook.__name__
+            for hook in task.hooks("reward")
+            if inspect.signature(hook).parameters.get("runtime", NO_RUNTIME).default
+            is inspect.Parameter.empty
+        ]
+        if task.NEEDS_CONTAINER or task.toolsets(task.config) or runtime:
+            raise ValueError(
+                f"the tasks of {name} need a container or tools of verifiers; only tasksets that "
+                "are scored by the reply alone can be run"
+            )
+
+    def task_of(self, seed):
+        first_test = len(self.tasks) - max(1, len(self.tasks) // 10)
+        if seed >= FIRST_TEST_SEED:
+            return self.tasks[first_test + seed % (len(self.tasks) - first_test)]
+        return self.tasks[seed % first_test]
+
+    def episode(self):
+        return VerifiersEpisode(self)
+
+
+class VerifiersEpisode:
+    def __init__(self, hub):
+        self.hub = hub
+
+    async def reset(self, row):
+        from verifiers.v1.types import SystemMessage, UserMessage
+
+        self.task = self.hub.task_of(seed_of(row))
+        prompt = self.task.data.prompt
+        if not prompt:
+            raise ValueError("the task has no prompt: its user opens the chat, which is not run")
+        self.chat = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
+        if self.task.data.system_prompt:
+            self.chat.insert(0, SystemMessage(content=self.task.data.system_prompt))
+        return [{"role": one.role, "content": one.content} for one in self.chat]
+
+    async def step(self, action):
+        from verifiers.v1.graph import MessageNode
+        from verifiers.v1.state import state_cls
+        from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+        from verifiers.v1.types import AssistantMessage
+
+        task = self.task
+        trace = Trace(
+            task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+            state=state_cls(type(task))(),
+            agent=AgentInfo(config=self.hub.agent),
+        )
+        for number, message in enumerate([*self.chat, AssistantMessage(content=action)]):
+            parent, sampled = (number - 1 if number else None), number == len(self.chat)
+            trace.nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
+        trace.is_completed = trace.ok = True
+        await task.score(trace)
+        missing = [name for name, reward in trace.rewards.items() if reward is None]
+        if missing or not trace.rewards:
+            raise ValueError(f"the task gave no reward {', '.join(missing)}")
+        return "", float(trace.reward), True
+
+
+class OpenEnv:
+    """A server that runs elsewhere; `kwargs` name the texts in its actions and observations."""
+
+    async def open(self, name, kwargs):
+        from openenv.core.generic_client import GenericEnvClient
+
+        self.action, self.observation = kwargs.pop("action", None), kwargs.pop("observation", None)
+        if kwargs:
+            raise ValueError(f"env_kwargs may be action and observation, got {', '.join(kwargs)}")
+        self.connect = lambda: GenericEnvClient(base_url=name, message_timeout_s=MAX_WAIT_S)
+        if self.action is None:
+            self.action = await asyncio.to_thread(self.find_action, name)
+
+    def find_action(self, url):
+        import httpx
+
+        schema = httpx.get(f"{url.rstrip('/')}/schema", timeout=60).raise_for_status().json()
+        fields = schema["action"].get("properties", {})
+        texts = [key for key, field in fields.items() if field.get("type") == "string"]
+        if len(texts) != 1:
+            raise ValueError(
+                f"an action of {url} has the fields {', '.join(fields)}: name the one that is the "
+                "reply's text in env_kwargs.action"
+            )
+        return texts[0]
+
+    def episode(self):
+        return OpenEnvEpisode(self)
+
+
+class OpenEnvEpisode:
+    def __init__(self, hub):
+        self.hub = hub
+        self.client: Any = None
+        self.is_rewarded = False
+
+    async def reset(self, row):
+        self.client = self.hub.connect()
+        await self.client.connect()
+        result = await self.client.reset(seed=seed_of(row) % 2**31)
+        return self.text(result.observation)
+
+    async def step(self, action):
+        result = await self.client.step({self.hub.action: action})
+        self.is_rewarded = self.is_rewarded or result.reward is not None
+        if result.done and not self.is_rewarded:
+            raise ValueError("the environment is done and gave no reward in any step")
+        return self.text(result.observation), float(result.reward or 0.0), bool(result.done)
+
+    async def close(self):
+        if self.client is not None:
+            await self.client.close()
+
+    def text(self, observation):
+        shown = {key: value for key, value in observation.items() if isinstance(value, str)}
+        key = self.hub.observation or (next(iter(shown)) if len(shown) == 1 else None)
+        if key not in shown:
+            raise ValueError(
+                f"an observation has the fields {', '.join(observation)}: name the one that is a "
+                "text in env_kwargs.observation"
+            )
+        return shown[key]
+
+
+HUBS = {
+    "openenv": OpenEnv,
+    "reasoning-gym": ReasoningGym,
+    "textarena": TextArena,
+    "verifiers": Verifiers,
+}
 
 
 def seed_of(row):

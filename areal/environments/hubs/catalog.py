@@ -25,6 +25,12 @@ class Hub:
 
 
 HUBS = {
+    "openenv": Hub(
+        requirements=("openenv==0.10.0",),
+        module="openenv.core.generic_client",
+        name="URL",
+        example="http://127.0.0.1:8000",
+    ),
     "reasoning-gym": Hub(
         requirements=("reasoning-gym==0.1.25",),
         module="reasoning_gym",
@@ -36,6 +42,12 @@ HUBS = {
         module="textarena",
         name="GAME",
         example="GuessTheNumber-v0",
+    ),
+    "verifiers": Hub(
+        requirements=("verifiers==0.4.0",),
+        module="verifiers.v1.taskset",
+        name="NAME",
+        example="my_taskset",
     ),
 }
 

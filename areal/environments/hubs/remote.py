@@ -23,6 +23,7 @@ from typing import Any
 from areal.api.redact import is_secret
 from areal.environments.hubs.catalog import hub_interpreter, split_name
 from areal.environments.interface import EnvError, Observation
+from areal.environments.per_loop import PerLoop
 from areal.environments.rpc import RpcError, RpcProcess
 from areal.environments.tools import Tool
 
@@ -40,7 +41,7 @@ class HubEnvs:
         self._hub, self._name = named
         self._kwargs = dict(kwargs)
         self._python = hub_interpreter(self._hub)
-        self._current: dict[asyncio.AbstractEventLoop, asyncio.Task[_Bridge]] = {}
+        self._current = PerLoop(self._start, _is_usable)
         self._started: list[_Bridge] = []
 
     def __call__(self) -> HubEnv:
@@ -48,12 +49,7 @@ class HubEnvs:
 
     async def bridge(self) -> _Bridge:
         """The process for a new episode."""
-        loop = asyncio.get_running_loop()
-        task = self._current.get(loop)
-        if task is None or (task.done() and not _is_usable(task)):
-            task = self._current[loop] = loop.create_task(self._start())
-        # Shielded: an episode that runs out of time must not end the start others wait for.
-        return await asyncio.shield(task)
+        return await self._current.get()
 
     def close(self) -> None:
         """Kill all processes."""
@@ -153,10 +149,7 @@ def _field(answer: Any, key: str, kind: type) -> Any:
     return value
 
 
-def _is_usable(task: asyncio.Task[_Bridge]) -> bool:
-    if task.cancelled() or task.exception() is not None:
-        return False
-    bridge = task.result()
+def _is_usable(bridge: _Bridge) -> bool:
     return not bridge.is_retired and not bridge.process.has_ended
 
 

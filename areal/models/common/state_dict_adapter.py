@@ -8,8 +8,8 @@ keep stacked (experts). Mapping names never changes a tensor's values.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -102,6 +102,16 @@ class StateDictAdapter:
 
     def usual_hf_name(self, hf_name: str) -> str:
         """The canonical name (`to_hf_name`) of a tensor that some checkpoints call `hf_name`."""
+        return hf_name
+
+    def unfused(self, hf_name: str, shape: Sequence[int]) -> list[tuple[str, tuple[Any, ...]]]:
+        """Hugging Face names of the weights that a checkpoint has in one tensor, and their place in
+        it; of most tensors their own name, and the whole."""
+        return [(hf_name, ())]
+
+    def multimodal_hf_name(self, hf_name: str) -> str:
+        """The name in a multimodal checkpoint, which servers of other projects load by, of a weight
+        called `hf_name` in a language model."""
         return hf_name
 
     def is_kept(self, hf_name: str) -> bool:

@@ -131,6 +131,11 @@ def _vision_config(
     own = {key: value for key, value in hf.get("vision_config", {}).items() if value is not None}
     own.setdefault("in_channels", own.get("in_chans", defaults["in_channels"]))
     given = {**defaults, **own}
+    for key, usual in defaults.items():
+        if isinstance(usual, int) and (type(given[key]) is not int or given[key] < 1):
+            raise ValueError(
+                f"vision_config.{key} must be a positive whole number, got {given[key]!r}"
+            )
     if given["hidden_act"] != activation:
         raise ValueError(
             f"vision_config.hidden_act must be {activation!r}, got {given['hidden_act']!r}"

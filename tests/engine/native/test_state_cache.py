@@ -85,7 +85,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     num_pages=st.sampled_from([10, 16, 60]),  # 10: one request alone
     num_states=st.sampled_from([MIN_STATES, 12, 60]),

@@ -26,7 +26,7 @@ from tiny import write_tiny_model
 
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.remote.engine import RemoteEngine
-from areal.engine.remote.server_control import ControlClient
+from areal.engine.remote.server_control import ControlClient, ServerRefusedError
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.weight_sync.transports import PublicationRoot
 
@@ -38,7 +38,8 @@ FLEET = ("rollout.backend=sglang:d2", "rollout.workers=2", "actor.backend=fsdp:d
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return [write_tiny_model(root / f"weights{seed}", seed=seed) for seed in (0, 7)]
+    large = {"intermediate_size": 2048}  # more than one bucket of weights
+    return [write_tiny_model(root / f"weights{seed}", seed=seed, **large) for seed in (0, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,8 @@ async def test_one_server_through_its_life(world):
     await check_pause(world)
     await check_update_in_the_middle(world)
     await check_update_in_the_middle(world, "disk")
+    await check_update_in_the_middle(world, "xccl")
+    await asyncio.to_thread(world.publish, "xccl")  # by the group that is open already
     await check_updates_while_generating(world)
     version = next(world.versions) - 1
     counts = {"running": 0, "waiting": 0, "restarts": 0, "servers": 1}
@@ -93,6 +96,83 @@ async def test_adapters_alone_travel_under_versioned_names(address, folders, tmp
         protocol.weight_order(meta)
     with pytest.raises(ValueError, match="adapters of '' from version 1 on, got 'policy'"):
         SGLangProtocol(folders[0]).weight_order(meta.with_version(1))
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "fault"),
+    [
+        ("/generate", {"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "max_tokens"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k must be -1"),
+        ("/generate", {"input_ids": [1], "sampling_params": {}, "lora_name": "a"}, "lora_name"),
+        ("/pause_generation", {"mode": "keep"}, "mode"),
+        ("/continue_generation", {"mode": "abort"}, "mode"),
+        ("/update_weights_from_disk", {"model_path": "/x", "flush_cache": "yes"}, "flush_cache"),
+        ("/update_weights_from_disk", {"path": "/x"}, "model_path"),
+        ("/init_weights_update_group", {"master_address": "127.0.0.1"}, "master_port"),
+        (
+            "/update_weights_from_distributed",
+            {"names": ["a"], "dtypes": ["float32"], "shapes": []},
+            "of one length",
+        ),
+        ("/update_weights_from_distributed", {"names": ["a"], "dtype_names": []}, "dtypes"),
+        ("/load_lora_adapter", {"lora_name": "a", "path": "/x"}, "lora_path"),
+        ("/unload_lora_adapter", {"name": "a"}, "lora_name"),
+    ],
+)
+def test_the_stand_in_takes_what_is_documented_and_nothing_else(address, route, body, fault):
+    control = ControlClient(address, TOKEN, timeout_s=60)
+    with pytest.raises(ServerRefusedError, match=f"400: .*{fault}"):
+        control.post(route, **body)
+
+
+async def test_a_server_joins_with_its_own_token_and_the_weights_that_serve(
+    address, folders, tmp_path
+):
+    """Not with other weights than the rest; and it leaves without a lost token."""
+    python, token = sglang_python(tmp_path), "token-of-the-newcomer"
+    child, newcomer = launch_sglang_server(
+        folders[1], python=python, token=token, dtype="float32", setup_timeout_s=900
+    )
+    options = {"request_timeout_s": 60, "address_file": tmp_path / "servers.json"}
+    engine = RemoteEngine(SGLangProtocol(folders[0]), [address], TOKEN, **options)
+    engine.initialize()
+    copy = pickle.loads(pickle.dumps(engine))  # as that of a rollout worker
+    copy.initialize()
+    protocol = SGLangProtocol(folders[0])
+    control = ControlClient(address, TOKEN, timeout_s=60, kind=protocol.kind)
+    try:
+        protocol.load_model(control, str(folders[0]))  # another test may have left other weights
+        with pytest.raises(RuntimeError, match="has other weights than .*log-probabilities differ"):
+            await asyncio.to_thread(engine.join, newcomer, token=token)
+        assert engine.servers == [address]
+
+        world = ServerWorld(engine, folders, "join-test", tolerance=1e-4)
+        with PublicationRoot("shm", run_name="join-test", disk_root=tmp_path / "disk") as root:
+            version = await asyncio.to_thread(world.publish_in, root)
+            await asyncio.to_thread(engine.join, newcomer, token=token)
+        assert engine.member_states() == {address: "serving", newcomer: "serving"}
+        asked = [request(seed=seed, ids=(5, 7 + seed), max_new_tokens=120) for seed in range(8)]
+        tasks = [asyncio.create_task(one.agenerate(r)) for r in asked for one in (engine, copy)]
+        await asyncio.sleep(0.1)
+        assert copy.servers == [address, newcomer]
+        await asyncio.to_thread(engine.leave, newcomer)
+        stats = await asyncio.to_thread(protocol.stats, control_of(newcomer, token))
+        assert stats["running"] == stats["waiting"] == 0
+        replies = await asyncio.gather(*tasks)
+        assert all(reply.output_versions == [version] * 120 for reply in replies)
+        world.check_logprobs(replies)
+        assert (await copy.agenerate(request())).output_versions == [version] * 6
+        assert copy.servers == engine.servers == [address]
+        counts = await asyncio.to_thread(engine.stats)
+        assert counts["requests_resent"] == 0
+    finally:
+        for one in (copy, engine):
+            await asyncio.to_thread(one.destroy)
+        child.terminate()
+
+
+def control_of(address, token):
+    return ControlClient(address, token, timeout_s=60)
 
 
 async def test_copies_in_other_processes_learn_of_updates(address, folders, tmp_path):

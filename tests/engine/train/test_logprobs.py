@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.engine.train.logprobs import next_token_logprobs
@@ -42,6 +44,44 @@ def test_values_and_gradients_equal_log_softmax(chunk_size: int, temperature: fl
     torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(dim=-1))
     torch.testing.assert_close(grads, (hidden.grad, weight.grad), rtol=1e-5, atol=1e-5)
     assert not entropy.requires_grad
+
+
+@given(
+    banned=st.sets(st.integers(0, V + 2), min_size=1, max_size=V - 2),
+    labels=st.lists(st.integers(0, V - 1), min_size=T, max_size=T),
+    temperature=st.sampled_from([1.0, 0.7]),
+)
+@settings(max_examples=30, deadline=None)
+def test_banned_tokens_are_no_choices_and_not_learned(banned, labels, temperature):
+    hidden, weight, _, upstream = problem()
+    labels = torch.tensor(labels)
+    logprobs, entropy = next_token_logprobs(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        chunk_size=4,
+        banned=tuple(sorted(banned)),  # some beyond the vocabulary
+    )
+    (logprobs * upstream).sum().backward()
+    grads = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+
+    own = sorted(token for token in banned if token < V)
+    is_choice = torch.ones(V, dtype=torch.bool)
+    is_choice[own] = False
+    choices = is_choice.nonzero().squeeze(1)
+    column = torch.full((V,), -1)
+    column[choices] = torch.arange(len(choices))
+    reference = ((hidden @ weight[choices].T) / temperature).log_softmax(dim=-1)
+    is_learned = is_choice[labels]
+    picked = reference.gather(1, column[labels].clamp(min=0)[:, None]).squeeze(1)
+    expected = torch.where(is_learned, picked, 0.0)
+    (expected * upstream).sum().backward()
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(dim=-1))
+    torch.testing.assert_close(grads, (hidden.grad, weight.grad), rtol=1e-5, atol=1e-5)
+    assert (logprobs[~is_learned] == 0).all() and (grads[1][own] == 0).all()
 
 
 def test_bfloat16_gradients_keep_their_dtype():

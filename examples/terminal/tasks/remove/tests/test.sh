@@ -1,0 +1,3 @@
+#!/bin/bash
+# a is gone
+[ ! -e a ]
