@@ -143,7 +143,7 @@ def resized_sides(height: int, width: int, rules: PatchRules) -> tuple[int, int]
 
 
 def cut_patches(rgb_HWC: np.ndarray, rules: PatchRules) -> Patches:
-    height, width = resized_sides(*rgb_HWC.shape[:2], rules)
+    height, width = resized_sides(rgb_HWC.shape[0], rgb_HWC.shape[1], rules)
     resized = Image.fromarray(rgb_HWC).resize((width, height), Image.Resampling(rules.resample))
     scaled_HWC = np.asarray(resized).astype(np.float32) * np.float32(rules.rescale_factor)
     mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)

@@ -194,6 +194,7 @@ class FusedDecoder:
             add_rms_norm(out_TD, residual_TD, block.ffn_norm, read_TD, block.attention_out_norm)
             out = block.feed_forward.forward(read_TD, routed_TLK, products)
             if layer < len(deepstack):
+                assert rows.sight_rows_I is not None, "a sight belongs to rows"
                 out.index_add_(0, rows.sight_rows_I, deepstack[layer].to(out.dtype))
             is_last = next_norm is self._norm
             to_TD = normed_TD if is_last else read_TD

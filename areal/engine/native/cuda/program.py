@@ -183,7 +183,8 @@ class DeviceProgram:
     ) -> torch.Tensor:
         """Hidden states [R, D] of the newest tokens of the rows `slot_R` of `slots`."""
         num_rows = len(slot_R)
-        rows = Rows(*(torch.empty_like(slot_R) for _ in range(3)))
+        new = torch.empty_like
+        rows = Rows(new(slot_R), new(slot_R), new(slot_R))
         prepare_decode(
             slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
             self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
@@ -253,7 +254,8 @@ class DeviceProgram:
         upload = self.slots.upload
         rows_3T = upload(np.stack([tokens, positions, write]).astype(np.int32))
         attend = self._prefill_attend(lengths, starts, pages_CP, rows_3T[1])
-        rows = self._with_images(Rows(*rows_3T), positions, chunks)
+        rows = Rows(rows_3T[0], rows_3T[1], rows_3T[2])
+        rows = self._with_images(rows, positions, chunks)
         return rows, attend, upload(first_row[1:] - 1)
 
     def _with_images(self, rows: Rows, positions: np.ndarray, chunks: list[Chunk]) -> Rows:
